@@ -23,7 +23,8 @@ After every publish the checksums of each server that serves are read back. The 
               ends one. None may grow
     orphans   processes and files that are left at the end; must be none
 
-and ends with code 1 if something must not be. `--minutes` ends it after fewer publishes.
+and ends with code 1 if something must not be. `--minutes` ends it after fewer publishes. With
+`--agents`, completions are episodes of several turns, of an agent that sometimes fails or dies.
 """
 
 import contextlib
@@ -53,6 +54,7 @@ from benchmarks.deployment import (
     COMPLETIONS,
     PER_STEP,
     PROMPT_LENGTH,
+    RESPONSE_LENGTH,
     Deployment,
     held_by,
     send_signal,
@@ -61,11 +63,13 @@ from benchmarks.deployment import (
 )
 from benchmarks.process_memory import growth_of
 from qurl_megatron import device
+from qurl_megatron.agents.client import AgentClient
+from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import RolloutConfig
+from qurl_megatron.config.schema import AgentConfig, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.process import trim_heap
@@ -103,6 +107,7 @@ class Outcome:
     asked: int = 0  # prompts sent, without those of a full queue
     trained: int = 0
     dropped: int = 0  # groups that were too old
+    failed: int = 0  # episodes of an agent
     ahead: int = 0  # groups that no step has taken
     refusals: int = 0  # of full queues
     checksums_read: int = 0  # servers, publish by publish
@@ -233,6 +238,7 @@ class Soak:
         fault_every: int,
         quiet: float,
         until: float,
+        agents: Agents | None = None,
     ) -> None:
         """Ask for nothing yet.
 
@@ -240,8 +246,14 @@ class Soak:
             fault_every: publishes between two faults, on average.
             quiet: share of the publishes, at the end, without faults that end a server.
             until: the `time.monotonic()` after which no step begins.
+            agents: play the completions; None: they are single answers.
         """
         self._deployment = deployment
+        client = deployment.client
+        if agents:
+            parts = (client.fleet, client._tokenizer, client._stop_token_ids)
+            client = AgentClient(agents, 0.0, *parts)
+        self._client = client
         self._publishes = publishes
         self._quiet_from = (1 - quiet) * publishes
         self._began = time.monotonic()
@@ -317,12 +329,13 @@ class Soak:
         problems = self.outcome.problems
         if group.prompt.id != self._stream.prompt(ordinal).id:
             problems.append(f"prompt {group.prompt.id} was taken out of turn")
-        if len(group.completions) != COMPLETIONS:
+        self.outcome.failed += len(group.failed)
+        if len(group.completions) + len(group.failed) != COMPLETIONS:
             problems.append(f"prompt {group.prompt.id} has {len(group.completions)} completions")
         oldest = version - self._deployment.config.rollout.max_staleness
-        for completion in group.completions:
+        for completion in (each for whole in group.completions for each in whole.sequences()):
             versions = completion.token_versions
-            if len(versions) != len(completion.token_ids) or versions != sorted(versions):
+            if len(versions) != sum(completion.sampled) or versions != sorted(versions):
                 problems.append(f"prompt {group.prompt.id}: its tokens have versions {versions}")
             elif versions[0] < oldest or versions[-1] > version:
                 problems.append(f"prompt {group.prompt.id}: {versions} in a step of {version}")
@@ -419,7 +432,7 @@ class Soak:
 
     async def _sample(self, prompt: Prompt, rollout: RolloutConfig) -> list[Completion]:
         self.outcome.asked += 1
-        client = self._deployment.client
+        client = self._client
         return await client.group(
             prompt,
             client.sampling(
@@ -483,6 +496,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=25.0, help="no step begins after these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault-every", type=int, default=15, help="publishes, on average")
+    parser.add_argument("--agents", action="store_true", help="sample episodes of several turns")
     arguments = parser.parse_args()
     machine.print_machine("torch", "sglang", "megatron-core")
     until, mark = time.monotonic() + 60 * arguments.minutes, secrets.token_hex(8)
@@ -494,6 +508,12 @@ def main() -> None:
         tempfile.tempdir = str(scratch)  # of this process and of the servers
         model = build_model(directory / "model")
         with ExitStack() as stack:
+            agents = None
+            if arguments.agents:
+                config = AgentConfig(agent="benchmarks.soak_agent:play", agent_workers=2)
+                agents = stack.enter_context(
+                    Agents(config, PROMPT_LENGTH + RESPONSE_LENGTH, str(model))
+                )
             outcome = Soak(
                 Deployment(directory, model, stack),
                 publishes=arguments.publishes,
@@ -501,6 +521,7 @@ def main() -> None:
                 fault_every=arguments.fault_every,
                 quiet=QUIET,
                 until=until,
+                agents=agents,
             ).run()
         wait_for_end = time.monotonic() + 10
         while (left := orphans(mark, scratch)) and time.monotonic() < wait_for_end:
@@ -518,6 +539,8 @@ def report(outcome: Outcome, publishes: int, left: list[str]) -> int:
         f"asked for again {outcome.dropped}, asked for ahead of a step that was not taken "
         f"{outcome.ahead}; refused by full queues {outcome.refusals} times"
     )
+    if outcome.failed:
+        print(f"episodes that failed: {outcome.failed}")
     print(f"checksums read back from {outcome.checksums_read} servers")
     print(f"log-probs differ by at most {outcome.largest_difference:.3f} on a completion's mean")
     problems = list(outcome.problems)

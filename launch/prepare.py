@@ -57,6 +57,7 @@ def prepare_new(
         config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
     config.name = config.name or default_name(recipe)
     config.reward = absolute(config.reward)  # a resume may start in another directory
+    config.rollout.agent = absolute(config.rollout.agent)
     if config.run_dir.exists():
         raise ConfigError(
             f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
@@ -118,6 +119,7 @@ def prepare_resume(
             _make_paths_absolute(each)
         _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
+        config.rollout.agent = absolute(config.rollout.agent)
         validate_resume(saved, config)
         data_summary = _check(config, num_gpus, asks_servers, resumes=True)
         if writes:
@@ -207,6 +209,8 @@ def _check(
 
     Return the summary of the data.
     """
+    from qurl_megatron.agents.chat import TemplateError, check_template
+    from qurl_megatron.agents.pool import check_agent
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
     from qurl_megatron.device import capabilities, gpu_properties, unusable_gpus
@@ -223,6 +227,7 @@ def _check(
         check_workers(config.scoring_workers)
     check_reward(config)
     check_model(Path(config.model))
+    check_agent(config.rollout, config.model)
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
     if num_gpus:
@@ -240,7 +245,14 @@ def _check(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
             f"{available} problems to train on{why}; a step must not repeat a prompt"
         )
-    return summarize(config, prompts, tokenizer)
+    summary = summarize(config, prompts, tokenizer)
+    if config.rollout.agent:
+        try:
+            check_template(tokenizer)
+            summary += "policy.chat: can be used with this chat template\n"
+        except TemplateError as error:
+            summary += f"policy.chat: cannot be used: {error}\n"
+    return summary
 
 
 def load_recipe(name: str) -> ModuleType:

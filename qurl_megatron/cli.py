@@ -37,6 +37,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "logs": runs.logs,
     "export": models.export,
     "eval": models.evaluate,
+    "agent": models.agent,
     "serve": models.serve,
     "report": runs.report,
     "quantize": models.quantize,

@@ -27,16 +27,25 @@ class Rows:
 
 
 def random_rows(rows: int, time: int, vocabulary: range) -> Rows:
-    """Return rows of different lengths after prompts of different lengths."""
+    """Return rows of different lengths after prompts of different lengths.
+
+    In every other row, as in an agent's episode, the policy has not sampled some of the tokens
+    between its first one and its last.
+    """
     generator = torch.Generator().manual_seed(1)
     places = torch.arange(time)
     prompt = torch.randint(1, 5, (rows, 1), generator=generator)
     length = torch.randint(6, time + 1, (rows, 1), generator=generator)
+    tokens = torch.randint(vocabulary.start, vocabulary.stop, (rows, time), generator=generator)
+    advantages = torch.randn(rows, time, generator=generator)
+    observed = torch.rand(rows, time, generator=generator) < 0.4
+    observed[::2] = False
+    observed &= (places > prompt) & (places < length - 1)
     return Rows(
-        tokens=torch.randint(vocabulary.start, vocabulary.stop, (rows, time), generator=generator),
-        loss_mask=(places >= prompt) & (places < length),
+        tokens=tokens,
+        loss_mask=(places >= prompt) & (places < length) & ~observed,
         lengths=length.squeeze(1),
-        advantages=torch.randn(rows, time, generator=generator),
+        advantages=advantages,
     )
 
 

@@ -51,7 +51,7 @@ def write_data(recipe: str, directory: Path) -> list[str]:
             (directory / "main").mkdir(exist_ok=True)
             pq.write_table(table, directory / "main" / f"{name}-00000-of-00001.parquet")
         files = ["main", "main:test"]
-    elif recipe in ("grpo", "scaling_32b", "qwen3_moe"):
+    elif recipe in ("grpo", "math_tools", "scaling_32b", "qwen3_moe"):
         (directory / "train.jsonl").write_text("\n".join(good_problems()))
         (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
         files = ["train.jsonl", "test.jsonl"]

@@ -236,6 +236,30 @@ def test_a_package_is_required_only_if_the_run_uses_it(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        ("rollout.max_turns=3", "rollout.max_turns=3: there is no agent; give rollout.agent, or"),
+        ("rollout.agent=a.py:play warmup.max_steps=9", "warmup.max_steps=9: the warm-up trains on"),
+        (
+            "rollout.agent=a.py:play rollout.max_episode_tokens=99999",
+            "rollout.max_episode_tokens=99999: the model has [0-9]+ positions; set it to",
+        ),
+        (
+            "rollout.agent=a.py:play rollout.max_episode_tokens=8",
+            "rollout.max_episode_tokens=8: a prompt of rollout.max_prompt_length=[0-9]+ leaves no",
+        ),
+    ],
+)
+def test_settings_of_agents_that_do_not_fit_are_refused(
+    model_dir: Path, words: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        validate(runnable(model_dir, *words.split()))
+    with pytest.raises(ConfigError, match=r"^rollout.agent=play: an agent is FILE.py:NAME or"):
+        runnable(model_dir, "rollout.agent=play")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
         ("quantization.uaq.scale=1.5", "scale=1.5: a model with experts needs a power of two"),
         ("quantization.uaq.layer_scales.1=3", "layer_scales.1=3: a model with experts needs a pow"),
         ("learner.expert_parallel_size=3", "8 experts are not divisible by expert_parallel_size=3"),

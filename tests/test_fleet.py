@@ -55,6 +55,29 @@ def test_a_prompt_goes_to_the_server_with_the_fewest_tokens_outstanding(tmp_path
     assert [member.outstanding for member in fleet.members("serving")] == [0, 0, 0]
 
 
+def test_an_episode_stays_on_its_server_unless_that_has_far_more_to_do_or_is_lost(
+    tmp_path: Path,
+) -> None:
+    fleet = make_fleet(tmp_path)
+    first, second = (member.server for member in fleet.members("serving"))
+    owes = fleet.members("serving")[0]
+
+    async def answer(server: Server) -> Server:
+        return server
+
+    async def ask(tokens: int, prefer: Server) -> Server:
+        return await fleet.ask(tokens, answer, prefer)
+
+    assert asyncio.run(ask(10, second)) is second  # although the first has no more to do
+    owes.outstanding = 20
+    assert asyncio.run(ask(10, first)) is first
+    owes.outstanding = 21
+    assert asyncio.run(ask(10, first)) is second
+    owes.outstanding = 0
+    fleet.lose(owes, "hangs")
+    assert asyncio.run(ask(10, first)) is second
+
+
 def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) -> None:
     fleet, script = make_fleet(tmp_path), Script()
 

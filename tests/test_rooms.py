@@ -25,6 +25,7 @@ LEVELS = [
     {"config"},
     {"algorithm", "quantization", "report"},
     {"data", "planning", "rollout"},
+    {"agents"},
     {"learner"},
     {"weight_sync"},
     {"sglang_plugin"},
@@ -40,6 +41,10 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 # Folders and files that import no engine, no collectives and no network.
 PURE = {
+    "agents/chat",
+    "agents/policy",
+    "agents/tools",
+    "agents/worker",
     "algorithm",
     "config",
     "data/deepscaler",
@@ -61,7 +66,7 @@ PURE = {
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
-HTTP_SPEAKERS = {"rollout"}
+HTTP_SPEAKERS = {"rollout", "agents/endpoint", "agents/openenv"}
 ENVIRONMENT_READERS = {"device", "cli", "launch", "rollout/toolkit"}
 
 

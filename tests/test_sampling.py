@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -251,9 +252,9 @@ def test_a_ragged_batch_has_the_sequences_of_padded_rows(
     chosen = random.sample(range(len(sizes)), random.randrange(len(sizes) + 1))
     check(batch.select(chosen), chosen)
     parts = random.randrange(1, len(sizes) + 1)
-    count = len(sizes) // parts
-    for number, part in enumerate(batch.split(parts)):
-        check(part, range(number * count, (number + 1) * count))
+    bounds = [number * len(sizes) // parts for number in range(parts + 1)]
+    for part, (first, after) in zip(batch.split(parts), pairwise(bounds), strict=True):
+        check(part, range(first, after))
 
 
 def test_experts_that_were_recorded_lie_beside_the_tokens_they_read() -> None:

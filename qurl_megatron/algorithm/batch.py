@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.score import Score
+
+ENDS = ("answered", "turns", "tokens", "deadline", "error")
+"""What ends an agent's episode: its function returned, or asked for more turns or tokens than there
+may be, or took too long, or raised, or lost its process. The last two are `FAILURES`."""
+FAILURES = ("deadline", "error")
 
 
 @dataclass(frozen=True)
@@ -31,18 +37,81 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """A sampled answer to a prompt. Produced by `rollout/client.py`."""
+    """What follows a prompt: a sampled answer, or an episode of an agent.
 
-    token_ids: list[int]  # sampled tokens, with the end-of-sequence token if it was sampled
-    behaviour_logprobs: list[float]  # one per token, from the engine that sampled it
-    text: str  # token_ids decoded without special tokens
-    truncated: bool  # ended by max_response_length
-    token_versions: list[int]  # one per token, the weight version that sampled it
+    An answer is produced by `rollout/client.py`, and all its tokens are sampled. An episode is
+    produced by `agents/client.py`. Its sampled tokens are in several spans, with tokens between
+    them that the policy has read and not written.
+    """
+
+    token_ids: list[int]  # with the end-of-sequence token if it was sampled; the last is sampled
+    behaviour_logprobs: list[float]  # one per sampled token, from the engine that sampled it
+    text: str  # an answer's tokens decoded without special tokens; of an episode, its last turn's
+    truncated: bool  # ended by a limit: max_response_length, or of an episode its turns or tokens
+    token_versions: list[int]  # one per sampled token, the weight version that sampled it
     # [prompt and response tokens - 1, layers, experts per token] int16: the experts that the engine
     # chose in the pass that read token t, and predicted token t + 1; None: not recorded
     routed_experts: Tensor | None = None
     # one per token, the ids that top_p and top_k left to choose from; None: not recorded
     sampling_masks: list[list[int]] | None = None
+    cached_tokens: int = 0  # of the tokens before it, those whose keys and values the server had
+    episode: Episode | None = None  # None: an answer
+
+    @property
+    def sampled(self) -> list[bool]:
+        """One per token: True if the policy sampled it, False if it read it."""
+        return self.episode.sampled if self.episode else [True] * len(self.token_ids)
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens, over all branches."""
+        branches = self.episode.branches if self.episode else []
+        return len(self.behaviour_logprobs) + sum(branch.num_sampled for branch in branches)
+
+    @property
+    def oldest_version(self) -> int:
+        """The first weight version that sampled a token, in any branch."""
+        return min(min(sequence.token_versions) for sequence in self.sequences())
+
+    @property
+    def has_failed(self) -> bool:
+        """True for an episode without a reward: nothing of it is trained on."""
+        return self.episode is not None and self.episode.end in FAILURES
+
+    @property
+    def longest_turn(self) -> int:
+        """Number of tokens that were sampled at once, at the most."""
+        turns = self.episode.turns if self.episode else []
+        return max((turn.length for turn in turns), default=len(self.token_ids))
+
+    def sequences(self) -> list[Completion]:
+        """Return what is trained on: the branches of an episode, then the completion itself."""
+        return [*(self.episode.branches if self.episode else []), self]
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Return the tokens before the completion: those of `prompt`, or what an agent chose."""
+        return self.episode.prompt_ids if self.episode else prompt.token_ids
+
+
+class Turn(NamedTuple):
+    """What a policy sampled at once in an episode."""
+
+    length: int  # sampled tokens
+    context: int  # tokens before them
+    cached_tokens: int  # of the context, those whose keys and values the server had
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What a completion is beyond an answer, if an agent has led to it. Without tensors."""
+
+    prompt_ids: list[int]  # before the first sampled token
+    sampled: list[bool]  # one per token of the completion
+    end: str = ""  # what ended the episode, of `ENDS`; empty in a branch
+    score: Score | None = None  # as the agent says; None: the run's reward scores the last turn
+    turns: list[Turn] = field(default_factory=list)  # over all branches, in order
+    # Sequences that the agent gave up for one with another history; each is trained on too.
+    branches: list[Completion] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -50,10 +119,11 @@ class RolloutGroup:
     """All completions of a prompt. Produced by `loop/producer.py`, scores by `data/rewards.py`."""
 
     prompt: Prompt
-    completions: list[Completion]
+    completions: list[Completion]  # without failed episodes
     rewards: list[float]  # one per completion
     scores: list[Score] = field(default_factory=list)  # that rewards come from, one each
     sampled_at_s: float = 0.0  # time.perf_counter() when the completions were there
+    failed: list[Completion] = field(default_factory=list)  # episodes without a reward
 
 
 @dataclass
@@ -97,10 +167,10 @@ class TrainBatch:
         return TrainBatch(self.lengths, self.tokens, self.loss_mask, **kept)
 
     def split(self, parts: int) -> Iterator[TrainBatch]:
-        """Yield `parts` batches of equal numbers of sequences, in order."""
-        count = len(self) // parts
-        for part in range(parts):
-            yield self.select(range(part * count, (part + 1) * count))
+        """Yield `parts` batches of the same number of sequences, or one more, in order."""
+        bounds = [part * len(self) // parts for part in range(parts + 1)]
+        for first, after in pairwise(bounds):
+            yield self.select(range(first, after))
 
     def select(self, numbers: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences, in this order."""
@@ -127,17 +197,18 @@ def pack(
     advantages: list[list[float]] | None = None,
     version: int | None = None,
 ) -> TrainBatch:
-    """Lay groups out as one batch, one sequence per completion, in order.
+    """Lay groups out as one batch, in order: one sequence per completion, or per branch of it.
 
-    `advantages[group][completion]` is given to every token of that completion. `version` is the
-    weight version trained against, from which lags are counted; None: every lag is 0.
+    `advantages[group][completion]` is given to every sampled token of that completion. `version` is
+    the weight version trained against, from which lags are counted; None: every lag is 0.
     """
-    sequences = [
-        (group.prompt.token_ids, completion, reward)
-        for group in groups
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
+    rows = [
+        (sequence, sequence.prompt_ids(group.prompt), index, number)
+        for index, group in enumerate(groups)
+        for number, completion in enumerate(group.completions)
+        for sequence in completion.sequences()
     ]
-    lengths = torch.tensor([len(prompt) + len(each.token_ids) for prompt, each, _ in sequences])
+    lengths = torch.tensor([len(prompt) + len(each.token_ids) for each, prompt, _, _ in rows])
     ends = lengths.cumsum(0).tolist()
     batch = TrainBatch(
         lengths=lengths,
@@ -147,25 +218,26 @@ def pack(
         rewards=(rewards := torch.zeros(ends[-1])),
         token_lags=(lags := torch.zeros(ends[-1], dtype=torch.int32)),
     )
-    for end, (prompt, completion, reward) in zip(ends, sequences, strict=True):
-        response = slice(end - len(completion.token_ids), end)
-        batch.tokens[response.start - len(prompt) : end] = torch.tensor(
-            prompt + completion.token_ids
-        )
-        batch.loss_mask[response] = True
-        behaviour_logprobs[response] = torch.tensor(completion.behaviour_logprobs)
-        rewards[end - 1] = reward
+    for end, (sequence, prompt, index, number) in zip(ends, rows, strict=True):
+        start = end - len(sequence.token_ids)
+        batch.tokens[start - len(prompt) : end] = torch.tensor(prompt + sequence.token_ids)
+        sampled: slice | Tensor = slice(start, end)
+        if sequence.episode:
+            sampled = start + torch.tensor(sequence.sampled).nonzero().squeeze(1)
+        batch.loss_mask[sampled] = True
+        behaviour_logprobs[sampled] = torch.tensor(sequence.behaviour_logprobs)
+        rewards[end - 1] = groups[index].rewards[number]
         if version is not None:
-            lags[response] = version - torch.tensor(completion.token_versions, dtype=torch.int32)
-    recorded = [completion.routed_experts for _, completion, _ in sequences]
+            lags[sampled] = version - torch.tensor(sequence.token_versions, dtype=torch.int32)
+    recorded = [sequence.routed_experts for sequence, *_ in rows]
     known = [experts for experts in recorded if experts is not None]
-    if len(known) == len(sequences):
+    if len(known) == len(rows):
         of_last = (0, 0, 0, 0, 0, 1)  # one more row, for the token that no pass has read
         batch.routed_experts = torch.cat(
             [torch.nn.functional.pad(experts, of_last, value=-1) for experts in known]
         )
     if advantages is not None:
-        of_sequences = torch.tensor([advantage for group in advantages for advantage in group])
+        of_sequences = torch.tensor([advantages[index][number] for *_, index, number in rows])
         of_tokens = of_sequences.repeat_interleave(lengths)
         batch.advantages = torch.where(batch.loss_mask, of_tokens, 0.0)
     return batch

@@ -60,6 +60,10 @@ RewardName = Annotated[
     ),
 ]
 
+AgentName = Annotated[
+    str, matching(r"([^:]+:[^\W\d]\w*)?", "an agent is FILE.py:NAME or MODULE:NAME")
+]
+
 # Exit code of a run that was asked to stop early and can be resumed: EX_TEMPFAIL of sysexits.h.
 STOPPED_EARLY = 75
 
@@ -354,7 +358,35 @@ class StageConfig:
 
 
 @dataclasses.dataclass
-class RolloutConfig:
+class AgentConfig:
+    """An agent: a function of the user that plays episodes of several turns."""
+
+    agent: AgentName = ""
+    """FILE.py:NAME or MODULE:NAME of an `async def NAME(policy, problem)` that plays an episode of
+    several turns and returns its reward. Empty: a completion is a single answer."""
+
+    max_turns: CountOrZero = 0
+    """Maximum number of turns of an episode. 0: no limit."""
+
+    max_episode_tokens: CountOrZero = 0
+    """Maximum length of a sequence in tokens: its prompt, and what the policy samples and
+    reads. 0: `max_prompt_length` plus `max_response_length`."""
+
+    agent_workers: CountOrZero = 0
+    """Number of processes that play episodes. 0: a quarter of the cores, from 1 to 16."""
+
+    agent_episodes: CountOrZero = 0
+    """Maximum number of episodes that a process plays at once; others wait. 0: no limit."""
+
+    agent_timeout_s: Seconds = 600.0
+    """Maximum time of an episode, in seconds, with the time that the servers take."""
+
+    agent_turn_timeout_s: Seconds = 60.0
+    """Maximum time of an agent between two turns, in seconds, such as that of a tool."""
+
+
+@dataclasses.dataclass
+class RolloutConfig(AgentConfig):
     """Sampling at each rollout step, and the servers that sample."""
 
     prompts_per_step: Count = 64
@@ -371,7 +403,8 @@ class RolloutConfig:
     """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""
 
     max_response_length: Count = 1024
-    """Maximum response length, in tokens. Longer responses are truncated."""
+    """Maximum response length, in tokens. Longer responses are truncated. With an `agent`, the
+    maximum length of a turn."""
 
     dynamic_sampling_tries: CountOrZero = 0
     """Maximum number of times per step that zero-variance groups (all rewards equal) are replaced
@@ -379,7 +412,7 @@ class RolloutConfig:
 
     soft_overlong_tokens: CountOrZero = 0
     """Number of tokens before `max_response_length` over which the reward falls linearly by 1
-    (DAPO's soft overlong punishment). 0 disables."""
+    (DAPO's soft overlong punishment). An `agent`'s longest turn counts. 0 disables."""
 
     stages: dict[Annotated[int, Ge(2), Le(MOST)], StageConfig] = dataclasses.field(
         default_factory=dict
@@ -436,8 +469,8 @@ class RolloutConfig:
 
     @property
     def max_length(self) -> int:
-        """Maximum prompt plus response length over all stages, in tokens."""
-        return self.max_prompt_length + self.longest_response
+        """Maximum length of a sequence over all stages, in tokens."""
+        return self.max_episode_tokens or self.max_prompt_length + self.longest_response
 
     def at(self, step: int) -> RolloutConfig:
         """Return the configuration of the stage that `step` is in, without later stages."""

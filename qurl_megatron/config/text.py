@@ -227,7 +227,10 @@ def field_docs(kind: type) -> dict[str, str]:
     settings = pydantic.ConfigDict(use_attribute_docstrings=True)
     schema = pydantic.TypeAdapter(list[kind], config=settings).json_schema()  # type: ignore[valid-type]
     fields = schema["$defs"][kind.__name__]["properties"]
-    return {name: " ".join(field.get("description", "").split()) for name, field in fields.items()}
+    docs = {name: " ".join(field.get("description", "").split()) for name, field in fields.items()}
+    for base in filter(dataclasses.is_dataclass, kind.__bases__):  # pydantic reads `kind` alone
+        docs |= field_docs(base)
+    return docs
 
 
 def first_line(documented: Any) -> str:

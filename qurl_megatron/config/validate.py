@@ -321,6 +321,24 @@ def _validate_fields(config: Config) -> None:
             "the model before its warm-up; set it to 0, or warmup.max_steps=0"
         )
 
+    of_agents = ("max_turns", "max_episode_tokens", "agent_workers", "agent_episodes")
+    idle = next((name for name in of_agents if getattr(rollout, name)), None)
+    if idle and not rollout.agent:
+        raise ConfigError(
+            f"rollout.{idle}={getattr(rollout, idle)}: there is no agent; give rollout.agent, or "
+            "leave it out"
+        )
+    if rollout.agent and rollout.max_prompt_length >= rollout.max_length:
+        raise ConfigError(
+            f"rollout.max_episode_tokens={rollout.max_episode_tokens}: a prompt of "
+            f"rollout.max_prompt_length={rollout.max_prompt_length} leaves no room for a turn; set "
+            "it higher"
+        )
+    if rollout.agent and warmup.max_steps:
+        raise ConfigError(
+            f"warmup.max_steps={warmup.max_steps}: the warm-up trains on answers, and the episodes "
+            "of rollout.agent have none; set it to 0"
+        )
     if HELD_OUT in config.evaluation.data:
         raise ConfigError(
             f"evaluation.data.{HELD_OUT}: this name is reserved for held-out problems of the run's "
@@ -382,6 +400,12 @@ def _validate_model(config: Config) -> Architecture:
     responses = {"rollout.": rollout.max_response_length}
     for first, stage in rollout.stages.items():
         responses[f"rollout.stages.{first}."] = stage.max_response_length
+    positions = architecture.max_position_embeddings
+    if rollout.max_episode_tokens > positions:
+        raise ConfigError(
+            f"rollout.max_episode_tokens={rollout.max_episode_tokens}: the model has {positions} "
+            f"positions; set it to {positions} or less"
+        )
     for section, length in responses.items():
         validate_lengths(architecture, rollout.max_prompt_length, length, "rollout.", section)
     for layer in config.quantization.uaq.layer_scales:

@@ -55,7 +55,8 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
     sources = {"data": read(config.data, config.data_options, fields=fields)}
     for name, data in config.evaluation.data.items():
         sources[f"evaluation.data.{name}"] = read(data, {}, fields=fields._replace(required=False))
-    keep_verifiable(sources, config, drops="data")
+    if not config.rollout.agent:  # which rewards its episodes itself
+        keep_verifiable(sources, config, drops="data")
     prompts = {
         field: tokenize(
             source,

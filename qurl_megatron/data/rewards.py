@@ -38,10 +38,10 @@ MAX_FAILURE_LENGTH = 300
 REWARD = "reward"
 
 
-def absolute(reward: str) -> str:
-    """Return `reward` with the absolute path of its file, so that a resumed run finds it."""
-    place, colon, name = reward.rpartition(":")
-    return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else reward
+def absolute(function: str) -> str:
+    """Return FILE.py:NAME with the file's absolute path, so that a resumed run finds it."""
+    place, colon, name = function.rpartition(":")
+    return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else function
 
 
 def is_own_function(config: Config) -> bool:
@@ -135,13 +135,18 @@ class RewardFunction:
     def _scores(self, result: Any, count: int) -> list[Score]:
         """Return the scores of the `count` texts of one call."""
         if not self._is_batch:
-            return [_score(result)]
+            return [score_of(result)]
         if not isinstance(result, Sequence) or len(result) != count:
             raise TypeError(f"it returned {_shown(result)}; expected a list of {count} rewards")
-        return [_score(each) for each in result]
+        return [score_of(each) for each in result]
 
 
-def _score(result: Any) -> Score:
+def score_of(result: Any) -> Score:
+    """Return the score that a user's function means: a number, or a dict with "reward".
+
+    Raises:
+        TypeError, ValueError: it is neither, or has something that is no finite number.
+    """
     if not isinstance(result, Mapping):
         return Score(_number(result, "it returned"), {}, "")
     if REWARD not in result:
@@ -202,11 +207,20 @@ def load(config: Config) -> RewardFunction:
     """
     if not is_own_function(config):
         return BuiltIn(config)
-    place, _, name = config.reward.rpartition(":")
+    return RewardFunction(load_function(config.reward), config)
+
+
+def load_function(function: str) -> Any:
+    """Import FILE.py:NAME or MODULE:NAME.
+
+    Raises:
+        ImportError, OSError, SyntaxError, or what else the import raises.
+    """
+    place, _, name = function.rpartition(":")
     module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     if not hasattr(module, name):
         raise ImportError(f"{place} has no function {name}")
-    return RewardFunction(getattr(module, name), config)
+    return getattr(module, name)
 
 
 def _import_file(path: Path) -> ModuleType:

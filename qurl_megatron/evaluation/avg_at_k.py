@@ -34,9 +34,12 @@ from rich.progress import (
 from rich.table import Table
 
 from qurl_megatron import device
+from qurl_megatron.agents.client import AgentClient, with_own_scores
+from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import (
+    AgentConfig,
     Config,
     ConfigError,
     RewardName,
@@ -71,7 +74,7 @@ from qurl_megatron.rollout.server import ServerPlan
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(AgentConfig):
     """The settings of `qurl eval`."""
 
     model: Text = ""
@@ -115,8 +118,8 @@ class EvalConfig:
 
     @property
     def max_length(self) -> int:
-        """Maximum prompt plus response length, in tokens."""
-        return self.max_prompt_length + self.max_response_length
+        """Maximum length of a sequence, in tokens."""
+        return self.max_episode_tokens or self.max_prompt_length + self.max_response_length
 
 
 @dataclass(frozen=True)
@@ -258,11 +261,13 @@ def run(config: EvalConfig) -> None:
     )
     check_workers(config.scoring_workers)
     check_reward(reward)
+    config.agent = absolute(config.agent)
     console = Console(stderr=True, highlight=False)
     averages_of: dict[str, dict[str, Average]] = {}
     with tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
+        check_agent(config, str(model_dir))
         architecture = Architecture.from_directory(model_dir)
         tokenizer = load_tokenizer(model_dir)
         prompts = _load_prompts(config, reward, tokenizer)
@@ -274,16 +279,25 @@ def run(config: EvalConfig) -> None:
             model_dir = quantized
         output.mkdir(parents=True)
         with (
+            contextlib.ExitStack() as stack,
             Scorer(reward, reward.scoring_workers) as scorer,
-            _serving(config, model_dir, console) as fleet,
+            serving(config, model_dir, console) as fleet,
         ):
             client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
+            score: StartScoring = scorer.submit
+            if config.agent:
+                agents = stack.enter_context(
+                    Agents(config, config.max_length, str(model_dir), output)
+                )
+                parts = (fleet, tokenizer, architecture.eos_token_ids)
+                client = AgentClient(agents, reward.reward_wrong, *parts)
+                score = with_own_scores(score)
             for number, (data, problems) in enumerate(prompts.items()):
                 requests = len(problems) * (2 if config.k else 1)
                 with show_progress(data, requests, console) as answered:
                     results = measure(
                         client,
-                        scorer.submit,
+                        score,
                         problems,
                         config.max_response_length,
                         k=config.k,
@@ -300,7 +314,7 @@ def run(config: EvalConfig) -> None:
 
 
 @contextlib.contextmanager
-def _serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[Fleet]:
+def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[Fleet]:
     """Start a server of a model; yield a fleet of it, and end it afterwards."""
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
@@ -371,7 +385,8 @@ def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[st
     sources = {
         data: read_problems(data, {}, seed=config.seed, fields=fields) for data in config.data
     }
-    keep_verifiable(sources, reward)
+    if not config.agent:
+        keep_verifiable(sources, reward)
     prompts = {}
     for data, source in sources.items():
         prompts[data] = tokenize(

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
+from qurl_megatron.agents.client import AgentClient, with_own_scores
+from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
@@ -127,8 +129,13 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
 
     keep = stack.enter_context
     score: Any = None  # other ranks score nothing
+    agents: Agents | None = None
     if is_first:
         score = keep(Scorer(config, config.scoring_workers)).submit
+        if config.rollout.agent:
+            logs, length = config.run_dir / "logs", config.rollout.max_length
+            agents = keep(Agents(config.rollout, length, config.model, logs))
+            score = with_own_scores(score)
     learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
@@ -141,7 +148,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     clients, publishers = {}, {}
     for name, quantization in quantizations.items():
         fleet = keep(closing(_fleet(config, name, rosters, log)))
-        clients[name] = _client(config, name, fleet, learner, tokenizer)
+        clients[name] = _client(config, name, fleet, learner, tokenizer, agents)
         publisher = Publisher(learner, fleet, quantization, pause_mode=config.rollout.pause_mode)
         publishers[name] = keep(closing(publisher))
 
@@ -184,13 +191,21 @@ def _load_learner(config: Config) -> Learner:
 
 
 def _client(
-    config: Config, name: str, fleet: Fleet, learner: Learner, tokenizer: Any
+    config: Config,
+    name: str,
+    fleet: Fleet,
+    learner: Learner,
+    tokenizer: Any,
+    agents: Agents | None,
 ) -> RolloutClient:
     """Return the client of a set of servers, which records experts if `rollout.routing` asks it."""
     architecture = learner.architecture
     records = name == "rollout" and config.rollout.routing != "ignore"
     shape = (architecture.num_layers, architecture.experts_per_token) if records else None
-    return RolloutClient(fleet, tokenizer, architecture.eos_token_ids, routing_shape=shape)
+    make: Callable[..., RolloutClient] = RolloutClient
+    if agents:
+        make = partial(AgentClient, agents, config.reward_wrong)
+    return make(fleet, tokenizer, architecture.eos_token_ids, routing_shape=shape)
 
 
 def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> Fleet:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qurl_megatron import device
+from qurl_megatron.agents.client import AgentFailed
 from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import (
     add_up,
@@ -115,7 +116,10 @@ def measure_mismatch(
         groups = [
             RolloutGroup(prompt, group, [0.0])
             for prompt, group in zip(prompts, completions, strict=True)
+            if not group[0].has_failed
         ]
+        if not groups:
+            raise AgentFailed("every episode before the first step has failed")
         return pack(groups).only("behaviour_logprobs")
 
     def mismatch(rows: TrainBatch) -> dict[str, Tensor]:
@@ -173,7 +177,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         loss=fmean(update.loss for update in results.updates),
         grad_norm=fmean(update.grad_norm for update in results.updates),
         learning_rate=results.updates[-1].learning_rate,
-        current_proximal_abs_diff=first["current_proximal_abs_diff"] / first["tokens"],
+        current_proximal_abs_diff=first["current_proximal_abs_diff"] / max(1, first["tokens"]),
         routing_changed_fraction=first["routing_changed"] / first["routing_known"]
         if first.get("routing_known")
         else None,

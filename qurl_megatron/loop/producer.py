@@ -48,7 +48,7 @@ class _InFlight:
     def lag(self, version: int) -> int:
         """Return by how many versions the oldest token of the finished group is behind."""
         completions = self.group.result().completions
-        return version - min(min(each.token_versions) for each in completions)
+        return version - min((each.oldest_version for each in completions), default=version)
 
 
 class Producer:
@@ -161,11 +161,13 @@ class Producer:
         )
 
     async def _sample_and_score(self, prompt: Prompt, settings: RolloutConfig) -> RolloutGroup:
-        completions = await self._sample(prompt, settings)
+        sampled = await self._sample(prompt, settings)
         sampled_at_s = time.perf_counter()
+        completions = [each for each in sampled if not each.has_failed]
+        failed = [each for each in sampled if each.has_failed]
         scores = await asyncio.wrap_future(self._score(prompt, completions))
         rewards = [score.value for score in scores]
-        return RolloutGroup(prompt, completions, rewards, scores, sampled_at_s)
+        return RolloutGroup(prompt, completions, rewards, scores, sampled_at_s, failed)
 
     def _wait(self, count: int, interrupted: Callable[[], bool]) -> bool:
         """Return True when the first `count` groups are done, False if interrupted before."""

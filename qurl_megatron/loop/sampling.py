@@ -4,6 +4,7 @@ The producer samples and scores groups on global rank 0, which has the batch: th
 critic deal it out. Other ranks get the summary. Some completions of the batch are kept to be read.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Generator, Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -12,12 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qurl_megatron.agents.client import AgentFailed
 from qurl_megatron.algorithm.advantages import (
     grpo_advantages,
     is_zero_variance,
     soft_overlong_penalty,
 )
-from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.batch import (
+    ENDS,
+    Completion,
+    Prompt,
+    RolloutGroup,
+    TrainBatch,
+    pack,
+)
 from qurl_megatron.algorithm.score import mean_parts
 from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
@@ -30,6 +39,7 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
 DIGITS = 3  # of a ratio in a sample, after the point
+TURN_NAMES = ("1", "2", "3", "4+")
 
 Row = tuple[int, int]
 """Number of a prompt among a step's groups, and number of one of its completions."""
@@ -158,6 +168,8 @@ class Sampler:
             for row, replacement in zip(rows, replacements, strict=True):
                 chosen[row] = replacement
         producer.end_step()
+        if not any(group.completions for group in chosen):
+            raise AgentFailed(f"no episode of step {step} has a reward; {_failures(chosen)[0]}")
         self._groups = [_penalize_length(group, rollout) for group in chosen]
         advantages = None
         if self._config.advantage_estimator == "grpo":
@@ -176,7 +188,7 @@ def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGrou
     penalized = [
         reward
         + soft_overlong_penalty(
-            len(completion.token_ids), rollout.max_response_length, rollout.soft_overlong_tokens
+            completion.longest_turn, rollout.max_response_length, rollout.soft_overlong_tokens
         )
         for reward, completion in zip(group.rewards, group.completions, strict=True)
     ]
@@ -191,7 +203,7 @@ def _summarize(
     lags = batch.token_lags[batch.loss_mask]
     completions = [completion for group in sampled for completion in group.completions]
     values = [reward for group in sampled for reward in group.rewards]
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [completion.num_sampled for completion in completions]
     scores = [score for group in sampled for score in group.scores]
     failures = [
         f"{score.failure}; question {group.prompt.question[:80]!r}, "
@@ -215,7 +227,46 @@ def _summarize(
         "token_lag_mean": lags.double().mean().item(),
         "token_lag_max": int(lags.max()),
         "stale_token_fraction": (lags > 0).double().mean().item(),
+        **_summarize_episodes(sampled),
     }
+
+
+def _summarize_episodes(sampled: list[RolloutGroup]) -> dict[str, Any]:
+    """Return metrics of agents' episodes; nothing without an agent."""
+    completions = [each for group in sampled for each in group.completions]
+    episodes = [each.episode for each in completions if each.episode]
+    failed = [each.episode for group in sampled for each in group.failed if each.episode]
+    if not episodes:
+        return {}
+    branches = [each.sequences() for each in completions]
+    observed = [
+        sum(len(each.token_ids) - len(each.behaviour_logprobs) for each in sequences)
+        for sequences in branches
+    ]
+    ends = Counter(episode.end for episode in (*episodes, *failed))
+    failures = _failures(sampled)
+    cached: dict[str, Counter[str]] = {}
+    for episode in episodes:
+        for number, turn in enumerate(episode.turns):
+            sums = cached.setdefault(TURN_NAMES[min(number, len(TURN_NAMES) - 1)], Counter())
+            sums.update(context=turn.context, cached=turn.cached_tokens)
+    return {
+        "turns_mean": fmean(len(episode.turns) for episode in episodes),
+        "observed_length_mean": fmean(observed),
+        "branches_mean": fmean(map(len, branches)),
+        "episode_ends": {end: ends[end] for end in ENDS},
+        "episodes_failed": len(failures),
+        "episode_failure": failures[0] if failures else "",
+        "prefix_cached_by_turn": {
+            turn: sums["cached"] / max(1, sums["context"]) for turn, sums in cached.items()
+        },
+    }
+
+
+def _failures(groups: list[RolloutGroup]) -> list[str]:
+    """Return what went wrong in each failed episode."""
+    failed = [each.episode for group in groups for each in group.failed]
+    return [episode.score.failure for episode in failed if episode and episode.score]
 
 
 def make_samples(
@@ -225,19 +276,21 @@ def make_samples(
 
     `proximal` are the proximal log-probs of each sequence of the batch that is made of `groups`.
     """
-    log_ratios: dict[Row, Tensor] = {}
-    sequences = iter(proximal)
+    log_ratios: dict[Row, Tensor] = {}  # of the sampled tokens
+    logprobs = iter(proximal)
     for prompt, group in enumerate(groups):
         for index, completion in enumerate(group.completions):
-            of_response = next(sequences)[len(group.prompt.token_ids) :]
+            of_sequences = [next(logprobs) for _ in completion.sequences()]
+            of_response = of_sequences[-1][-len(completion.token_ids) :]
             behaviour = torch.tensor(completion.behaviour_logprobs)
-            log_ratios[prompt, index] = of_response - behaviour
+            log_ratios[prompt, index] = of_response[torch.tensor(completion.sampled)] - behaviour
     samples = []
     half = SHOWN_TOKENS // 2  # of a longer completion, its two ends are shown
     for (prompt, index), kind in _choose(groups, log_ratios, count).items():
         group = groups[prompt]
         completion = group.completions[index]
-        ratios = log_ratios[prompt, index].exp()
+        of_sampled = iter(log_ratios[prompt, index].exp().tolist())
+        ratios = [round(next(of_sampled), DIGITS) if each else None for each in completion.sampled]
         length = len(completion.token_ids)
         shown = [at for at in range(length) if at < half or at >= length - half]
         samples.append(
@@ -252,7 +305,8 @@ def make_samples(
                 truncated=completion.truncated,
                 weight_versions=sorted(set(completion.token_versions)),
                 tokens=tokenizer.batch_decode([[completion.token_ids[place]] for place in shown]),
-                ratios=[round(float(ratios[place]), DIGITS) for place in shown],
+                ratios=[ratios[place] for place in shown],
+                end=completion.episode.end if completion.episode else "",
             )
         )
     return samples
@@ -275,7 +329,8 @@ def _choose(
     def largest(row: Row) -> float:
         return max(map(abs, log_ratios[row].tolist()), default=0.0)
 
-    prompts = sorted(enumerate(groups), key=agreement)  # of equals the first stays first
+    with_rewards = [each for each in enumerate(groups) if each[1].rewards]
+    prompts = sorted(with_rewards, key=agreement)  # of equals the first stays first
     candidates = (
         [(prompt, group.rewards.index(max(group.rewards))) for prompt, group in prompts],
         [(prompt, group.rewards.index(min(group.rewards))) for prompt, group in prompts],

@@ -74,8 +74,7 @@ class Workload:
     @classmethod
     def of(cls, config: Config) -> "Workload":
         """Return what a plan assumes: half of the longest prompt, a quarter of the response."""
-        rollout = config.rollout
-        return cls(rollout.max_prompt_length / 2, rollout.max_response_length / 4)
+        return cls(config.rollout.max_prompt_length / 2, _longest(config) / 4)
 
     @property
     def mean_length(self) -> float:
@@ -84,10 +83,17 @@ class Workload:
 
     def responses(self, config: Config) -> ResponseLengths:
         """Return the lengths of responses that `config` cuts off."""
-        longest = config.rollout.max_response_length
-        return ResponseLengths(self.mean_response, longest, self.log_deviation)
+        return ResponseLengths(self.mean_response, _longest(config), self.log_deviation)
 
     def mean_square_length(self, config: Config) -> float:
         """Return the mean square of prompt plus response."""
         prompt = self.mean_prompt
         return prompt**2 + 2 * prompt * self.mean_response + self.responses(config).mean_square
+
+
+def _longest(config: Config) -> int:
+    """Return the most tokens after a prompt; an agent's turns and what it reads together."""
+    rollout = config.rollout
+    if rollout.max_episode_tokens:
+        return rollout.max_episode_tokens - rollout.max_prompt_length
+    return rollout.max_response_length

@@ -93,10 +93,11 @@ class StepMetrics:
     without the penalty for overlong responses."""
 
     response_length_mean: float
-    """Mean length of sampled completions, in tokens."""
+    """Mean length of sampled completions, in tokens; of an agent's episodes, in sampled tokens."""
 
     response_truncated_fraction: float
-    """Fraction of sampled completions that were cut off at `rollout.max_response_length`."""
+    """Fraction of sampled completions that were cut off at `rollout.max_response_length`; of an
+    agent's episodes, those that `rollout.max_turns` or `rollout.max_episode_tokens` ended."""
 
     verifier_failures: int
     """Number of sampled completions whose verifier or reward function failed: it raised, took too
@@ -291,6 +292,33 @@ class StepMetrics:
     experts than the engine did, before any update of the step, over prompts and responses. null
     without `rollout.routing`."""
 
+    turns_mean: float | None = None
+    """Agents: mean number of turns of an episode. null without `rollout.agent`."""
+
+    observed_length_mean: float | None = None
+    """Agents: mean number of tokens of an episode, after its prompt, that the policy read and did
+    not sample. null without `rollout.agent`."""
+
+    branches_mean: float | None = None
+    """Agents: mean number of sequences of an episode. Above 1, agents have rewritten histories.
+    null without `rollout.agent`."""
+
+    episode_ends: dict[str, int] | None = None
+    """Agents: number of sampled episodes by what ended them. answered: the agent gave its reward.
+    turns: `rollout.max_turns`. tokens: `rollout.max_episode_tokens`. deadline: one of the agent's
+    time limits. error: the agent raised, or its process died. null without `rollout.agent`."""
+
+    episodes_failed: int = 0
+    """Number of sampled episodes that ended by a deadline or an error. They are left out of their
+    group's mean and of the loss, and of every other metric of episodes but `episode_ends`."""
+
+    episode_failure: str = ""
+    """One of the `episodes_failed`: what went wrong. Empty: there is none."""
+
+    prefix_cached_by_turn: dict[str, float] | None = None
+    """Agents: fraction of a turn's context whose keys and values its server still had, by the
+    number of the turn: 1, 2, 3 and 4+. null without `rollout.agent`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightMetrics:
@@ -336,10 +364,11 @@ class Sample:
     """Named parts of the reward, from a verifier that gives them."""
 
     length: int
-    """Number of tokens."""
+    """Number of tokens; of an agent's episode, those after the prompt of its last sequence."""
 
     truncated: bool
-    """Whether it was cut off at `rollout.max_response_length`."""
+    """Whether it was cut off at `rollout.max_response_length`; of an agent's episode, whether
+    `rollout.max_turns` or `rollout.max_episode_tokens` ended it."""
 
     weight_versions: list[int]
     """Versions of the weights that sampled its tokens, ascending."""
@@ -347,8 +376,12 @@ class Sample:
     tokens: list[str]
     """Text of each token; of more than `SHOWN_TOKENS`, the first and the last."""
 
-    ratios: list[float]
-    """Ratio proximal / behaviour of each token in `tokens`."""
+    ratios: list[float | None]
+    """Ratio proximal / behaviour of each token in `tokens`. null: an agent's policy read it and did
+    not sample it."""
+
+    end: str = ""
+    """What ended an agent's episode, as in `StepMetrics.episode_ends`. Empty: an answer."""
 
 
 def shorten(text: str) -> str:

@@ -108,6 +108,7 @@ td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid var(--
 .card { border: 1px solid var(--line); padding: .6rem; min-width: 0; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24rem; overflow-y: auto;
       margin: .4rem 0; unicode-bidi: isolate; font: 13px/1.5 ui-monospace, monospace; }
+.read { color: #888; }
 #key { position: sticky; top: 0; padding: .4rem 0; background: var(--paper);
        display: flex; flex-wrap: wrap; gap: 0 1.2rem; }
 """
@@ -245,7 +246,8 @@ def _legend(run: RunRecord) -> str:
         "The first, the middle and the last of each kind. A colour shows the ratio proximal / "
         f"behaviour of a token: {lower}, what the quantized policy finds more likely than the "
         f"learner, and {higher}, what it finds less likely. Tokens without a colour are within 2%. "
-        "The pointer over a token shows its ratio."
+        "The pointer over a token shows its ratio. Grey tokens were read, not sampled: an agent's "
+        "tools and environments wrote them."
     )
 
 
@@ -257,6 +259,7 @@ def _card(sample: dict[str, Any], ratio_cap: float) -> str:
         *(f"{html.escape(name)} {value:.3g}" for name, value in sample["parts"].items()),
         f"{sample['length']} tokens",
         *(["cut off"] if sample["truncated"] else []),
+        *([f"ended: {sample['end']}"] if sample.get("end") else []),
         f"weights {versions}",
     ]
     pieces = _coloured(sample, ratio_cap)
@@ -273,8 +276,11 @@ def _coloured(sample: dict[str, Any], ratio_cap: float) -> list[str]:
     """Return the tokens of a sample, with the colours of their ratios."""
     pieces = []
     for token, ratio in zip(sample["tokens"], sample["ratios"], strict=True):
-        log_ratio = math.log(ratio) if ratio > 0 else -math.inf
         piece = _escape(token)
+        if ratio is None:
+            pieces.append(f'<span class="read">{piece}</span>')
+            continue
+        log_ratio = math.log(ratio) if ratio > 0 else -math.inf
         if abs(log_ratio) >= VISIBLE_LOG_RATIO:
             share = min(1.0, abs(log_ratio) / math.log(ratio_cap)) if ratio_cap > 1 else 1.0
             strength = FAINTEST + (STRONGEST - FAINTEST) * share

@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import weakref
 from base64 import b64decode
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -41,6 +40,7 @@ class _Meta:
     )
     routed_experts: str | None = None
     output_token_sampling_mask: list[Any] | None = None
+    cached_tokens: CountOrZero = 0
 
 
 @dataclass(frozen=True)
@@ -127,23 +127,37 @@ class RolloutClient:
         }
 
     async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
-        """Return the completions of one prompt, from the server with the fewest tokens outstanding.
+        """Return the completions of one prompt; see `complete`."""
+        completions, _ = await self.complete(prompt.token_ids, sampling)
+        return completions
 
-        If that server is lost, another answers all of them. If none serves, this waits.
+    async def complete(
+        self, token_ids: list[int], sampling: dict[str, Any], prefer: Server | None = None
+    ) -> tuple[list[Completion], Server]:
+        """Return what follows some tokens, and the server that sampled it.
+
+        That is the one with the fewest tokens outstanding; see `Fleet.ask` for `prefer`. If it is
+        lost, another answers all of the request. If none serves, this waits.
 
         Raises:
             FleetTooSmall: too few servers serve.
             RequestRefused: a server refused the request.
         """
+        asked: list[Server] = []
+
+        def post(server: Server) -> Awaitable[list[_Sampled]]:
+            asked.append(server)
+            return self._post(body, server)
+
         body = {
-            "input_ids": prompt.token_ids,
+            "input_ids": token_ids,
             "sampling_params": sampling,
             "return_logprob": True,
             "return_routed_experts": self._routing_shape is not None,
             "return_sampling_mask": sampling["top_k"] > 0,
         }
-        tokens = len(prompt.token_ids) + sampling["n"] * sampling["max_new_tokens"]
-        answers = await self.fleet.ask(tokens, partial(self._post, body))
+        tokens = len(token_ids) + sampling["n"] * sampling["max_new_tokens"]
+        answers = await self.fleet.ask(tokens, post, prefer)
         for answer in answers:
             ended, length = answer.meta_info.finish_reason.type, len(answer.output_ids)
             if ended == "length" and length < sampling["max_new_tokens"]:
@@ -152,7 +166,7 @@ class RolloutClient:
                     "tokens: its KV cache holds no more; give it more memory, or lower "
                     "max_response_length"
                 )
-        return [self._completion(answer, len(prompt.token_ids)) for answer in answers]
+        return [self._completion(answer, len(token_ids)) for answer in answers], asked[-1]
 
     async def _generate(
         self, prompts: Sequence[Prompt], sampling: dict[str, Any], answered: Callable[[], None]
@@ -276,4 +290,5 @@ class RolloutClient:
             token_versions=meta.token_versions,
             routed_experts=routed_experts,
             sampling_masks=meta.output_token_sampling_mask,
+            cached_tokens=meta.cached_tokens,
         )

@@ -194,8 +194,16 @@ class Fleet:
             member.heard_at = member.answered_at = time.monotonic()
             member.is_paused = False
 
-    async def ask(self, tokens: int, request: Callable[[Server], Awaitable[T]]) -> T:
+    async def ask(
+        self,
+        tokens: int,
+        request: Callable[[Server], Awaitable[T]],
+        prefer: Server | None = None,
+    ) -> T:
         """Return the answer of the server with the fewest tokens outstanding.
+
+        That is `prefer`, which has a beginning of the prompt in its cache, unless it serves no more
+        or has more than twice as many outstanding.
 
         If that server is lost, another is asked; if none serves, this waits.
 
@@ -209,7 +217,7 @@ class Fleet:
             RequestRefused: `request` raised it.
         """
         while True:
-            member = await self._choose(tokens)
+            member = await self._choose(tokens, prefer)
             asking = asyncio.ensure_future(request(member.server))
             try:
                 with self._lock:
@@ -234,13 +242,17 @@ class Fleet:
                     member.outstanding -= tokens
                     member.heard_at = time.monotonic()
 
-    async def _choose(self, tokens: int) -> Member:
+    async def _choose(self, tokens: int, prefer: Server | None) -> Member:
         """Wait for a server and add `tokens` to what it owes."""
         while True:
             with self._lock:
                 serving = self.members("serving")
                 if len(serving) >= self._min_servers:
                     member = min(serving, key=lambda member: member.outstanding)
+                    most = 2 * (member.outstanding + tokens)
+                    for other in serving:
+                        if other.server is prefer and other.outstanding <= most:
+                            member = other
                     if not member.outstanding:
                         member.heard_at = member.answered_at = time.monotonic()
                     member.outstanding += tokens

@@ -1,0 +1,1 @@
+"""Episodes of several turns, which functions of the user play."""

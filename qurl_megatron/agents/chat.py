@@ -1,0 +1,227 @@
+"""A conversation whose sampled tokens stay what they were.
+
+A conversation is rendered once, at its beginning. Later only what is new is rendered: the template
+writes new messages after a stand-in for the policy's last one, and what follows the stand-in is
+appended. Sampled text is never tokenized again.
+
+Where that would give a history other than the template's own, the conversation is rendered anew, as
+a branch (see `Policy.begin`): if messages were changed or left out, if the tools were changed, and
+if the template drops the thoughts of earlier turns, as Qwen3's does after a user's message.
+
+This file runs in the agents' processes, so it imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+from qurl_megatron.agents.tools import Message, Tool, schema
+
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_THOUGHT_END = "</think>"
+_THOUGHT = "a thought"
+_STAND_IN: list[Message] = [
+    {"role": "user", "content": "a question"},
+    {"role": "assistant", "content": "an answer"},
+]
+_THOUGHTFUL: list[Message] = [
+    {"role": "user", "content": "a question"},
+    {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nan answer"},
+]
+_CALL = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {}}}
+
+
+class TemplateError(ValueError):
+    """A chat template that new messages cannot be appended with."""
+
+
+class Chat:
+    """The messages of an episode, and the tokens that each new message adds."""
+
+    def __init__(self, policy: Any) -> None:
+        """Begin one for a `Policy`."""
+        self._policy = policy
+        self._tokenizer = policy.tokenizer
+        self._messages: list[Message] = []
+        self._tools: list[dict[str, Any]] = []
+        self._has_thought = False  # the last turn, or one before it in this sequence
+
+    async def reply(
+        self, messages: list[Message], tools: list[Tool], max_tokens: int | None
+    ) -> Message:
+        """Return the policy's message after `messages`, which are the whole conversation."""
+        check_template(self._tokenizer)
+        schemas = [schema(tool) for tool in tools]
+        known = len(self._messages)
+        new = messages[known:]
+        goes_on = (
+            known > 0
+            and [_plain(each) for each in messages[:known]] == [_plain(m) for m in self._messages]
+            and schemas == self._tools
+            and not (self._has_thought and drops_thoughts(self._tokenizer, new))
+        )
+        if goes_on:
+            end = self._tokenizer.eos_token_id
+            is_open = self._policy.ids[-1] != end  # it was cut off, or ended by another token
+            added = difference(self._tokenizer, new, schemas)
+            self._policy.observe([*([end] if is_open else []), *added])
+        else:
+            text = render(self._tokenizer, messages, schemas)
+            self._policy.begin(self._policy.encode(text))
+            self._has_thought = False
+        turn = await self._policy.generate(max_tokens=max_tokens)
+        text = self._policy.decode(turn.ids).removesuffix(self._tokenizer.eos_token)
+        message = parse(text)
+        self._has_thought |= _THOUGHT_END in text
+        self._messages, self._tools = [*messages, message], schemas
+        return message
+
+
+def parse(text: str) -> Message:
+    """Return what the policy has written as a message, with the calls of tools that are in it.
+
+    Calls have the form that Qwen and Hermes models are trained on. What is not JSON stays text.
+    """
+    calls = []
+    for number, found in enumerate(_TOOL_CALL.finditer(text)):
+        try:
+            call = json.loads(found[1])
+            arguments = json.dumps(call.get("arguments", {}))
+            function = {"name": str(call["name"]), "arguments": arguments}
+        except (ValueError, LookupError, TypeError, AttributeError):
+            continue
+        calls.append({"id": f"call_{number}", "type": "function", "function": function})
+    if not calls:
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": _TOOL_CALL.sub("", text).strip(),
+        "tool_calls": calls,
+    }
+
+
+def render(
+    tokenizer: Any,
+    messages: list[Message],
+    tools: list[dict[str, Any]],
+    *,
+    opens: bool = True,
+) -> str:
+    """Return a conversation as its template writes it; `opens` begins the policy's next message."""
+    text: str = tokenizer.apply_chat_template(
+        [_with_parsed_arguments(message) for message in messages],
+        tools=tools or None,
+        tokenize=False,
+        add_generation_prompt=opens,
+    )
+    return text
+
+
+def difference(tokenizer: Any, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+    """Return the tokens between the end of the policy's message and the beginning of its next."""
+    ids: list[int] = tokenizer.encode(_added(tokenizer, new, tools), add_special_tokens=False)
+    return ids
+
+
+def _added(
+    tokenizer: Any,
+    new: list[Message],
+    tools: list[dict[str, Any]],
+    before: list[Message] = _STAND_IN,
+) -> str:
+    """Return what a template writes after a stand-in for the conversation so far.
+
+    It may write a message that is not the last in another way. The number of ends stays the same.
+    """
+    user, assistant = before[:-1], before[-1]
+    if new and new[0]["role"] == "tool":
+        assistant = {**assistant, "tool_calls": [_CALL]}
+    before = [*user, assistant]
+    base = render(tokenizer, before, tools, opens=False)
+    whole = render(tokenizer, [*before, *new], tools)
+    end, cut = tokenizer.eos_token, 0
+    for _ in range(base.count(end)):
+        place = whole.find(end, cut)
+        if place < 0:
+            raise TemplateError(f"the template writes fewer {end} than for the messages before")
+        cut = place + len(end)
+    return whole[cut:]
+
+
+def drops_thoughts(tokenizer: Any, new: list[Message]) -> bool:
+    """Return whether a template leaves earlier thoughts out when these messages follow."""
+    return _THOUGHT not in render(tokenizer, [*_THOUGHTFUL, *new], [])
+
+
+@functools.cache
+def check_template(tokenizer: Any) -> None:
+    """Check, once, that messages can be appended to a conversation with this tokenizer.
+
+    Raises:
+        TemplateError: they cannot; the text says for which messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise TemplateError("the tokenizer has no chat template; use policy.generate")
+    end = tokenizer.eos_token
+    cases: dict[str, list[Message]] = {
+        "a user's message": [{"role": "user", "content": "more"}],
+        "two users' messages": [
+            {"role": "user", "content": "more"},
+            {"role": "user", "content": "and more"},
+        ],
+    }
+    if "tool" in tokenizer.chat_template:
+        answer = {"role": "tool", "tool_call_id": "call_0", "name": "look", "content": "found"}
+        cases["a tool's answer"] = [answer]
+        cases["two tools' answers"] = [answer, {**answer, "content": "and more"}]
+    for name, new in cases.items():
+        try:
+            if end not in render(tokenizer, _STAND_IN, [], opens=False):
+                raise TemplateError(f"it does not end messages with {end}, the tokenizer's end")
+            added = _added(tokenizer, new, [])
+            if added != _added(tokenizer, new, [], [*_STAND_IN, *_STAND_IN]):
+                raise TemplateError("what it writes depends on the number of messages before")
+            missing = [each["content"] for each in new if each["content"] not in added]
+            if missing:
+                raise TemplateError(f"it leaves out {missing[0]!r}")
+            whole = render(tokenizer, [*_STAND_IN, *new], [])
+            if name.endswith("answer") or name.endswith("answers"):
+                continue  # the stand-in has a call
+            ids = tokenizer.encode(added, add_special_tokens=False)
+            if tokenizer.encode(whole, add_special_tokens=False)[-len(ids) :] != ids:
+                raise TemplateError("its tokens depend on those before")
+        except Exception as error:  # a template raises what it likes
+            raise TemplateError(
+                f"the chat template does not append {name}: {error}; use policy.generate"
+            ) from None
+
+
+def _plain(message: Message) -> tuple[Any, ...]:
+    """Return what makes two messages the same, whoever has written them down again."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    calls = [
+        (call["function"]["name"], json.dumps(_arguments(call), sort_keys=True))
+        for call in message.get("tool_calls") or []
+    ]
+    return message["role"], content, calls
+
+
+def _arguments(call: dict[str, Any]) -> Any:
+    """Return the arguments of a call as templates want them; OpenAI's API has them as JSON."""
+    arguments = call["function"]["arguments"]
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _with_parsed_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _arguments(call)}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}

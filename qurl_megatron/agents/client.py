@@ -1,0 +1,183 @@
+"""Episodes in the place of completions: a client whose answers agents have led to.
+
+The record of an episode is kept here, by rank 0: every token with whether it was sampled, and of a
+sampled one the log-prob, the weight version and the experts that its server reported for it. All of
+a turn is sampled by one server. If that is lost, another continues from the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from qurl_megatron.agents import policy
+from qurl_megatron.agents.policy import Request
+from qurl_megatron.agents.pool import Agents
+from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, Turn
+from qurl_megatron.algorithm.score import ACCURACY, Score
+from qurl_megatron.data.scoring import StartScoring
+from qurl_megatron.device import SharedError
+from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.server import Server
+
+
+class AgentFailed(RuntimeError, SharedError):
+    """All episodes of a step have failed."""
+
+
+@dataclass
+class _Sequence:
+    """Tokens of an episode, which only grow."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    experts: torch.Tensor | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt_ids + self.token_ids
+
+    def observe(self, ids: list[int]) -> None:
+        self.token_ids += ids
+        self.sampled += [False] * len(ids)
+
+    def sample(self, turn: Completion) -> None:
+        self.token_ids += turn.token_ids
+        self.sampled += [True] * len(turn.token_ids)
+        self.logprobs += turn.behaviour_logprobs
+        self.versions += turn.token_versions
+        if turn.routed_experts is not None:
+            # Of tokens that were read before, the experts of the pass that sampled after them stay.
+            known = 0 if self.experts is None else len(self.experts)
+            added = turn.routed_experts[known:]
+            self.experts = added if self.experts is None else torch.cat([self.experts, added])
+
+    def completion(self, **of_episode: Any) -> Completion:
+        """Return the sequence up to its last sampled token."""
+        length = len(self.sampled) - self.sampled[::-1].index(True) if any(self.sampled) else 0
+        return Completion(
+            token_ids=self.token_ids[:length],
+            behaviour_logprobs=self.logprobs,
+            text="",
+            truncated=False,
+            token_versions=self.versions,
+            routed_experts=self.experts,
+            episode=Episode(self.prompt_ids, self.sampled[:length], **of_episode),
+        )
+
+
+class _Record:
+    """An episode, as it has been sampled so far."""
+
+    def __init__(self, client: AgentClient, sampling: dict[str, Any]) -> None:
+        self._client = client
+        self._sampling = sampling
+        self._server: Server | None = None  # has the episode's beginning in its cache
+        self.sequences: list[_Sequence] = []
+        self.turns: list[Turn] = []
+        self.text = ""  # of the last turn
+
+    async def sample(self, request: Request) -> policy.Turn:
+        """Take a turn."""
+        if request.begins:
+            self.sequences.append(_Sequence(request.ids))
+        else:
+            self.sequences[-1].observe(request.ids)
+        sequence = self.sequences[-1]
+        stops = [*self._sampling["stop_token_ids"], *request.stop_token_ids]
+        settings = {
+            **self._sampling,
+            "n": 1,
+            "max_new_tokens": request.max_tokens,
+            "stop_token_ids": stops,
+        }
+        context = sequence.ids
+        (turn,), self._server = await self._client.complete(context, settings, self._server)
+        sequence.sample(turn)
+        self.turns.append(Turn(len(turn.token_ids), len(context), turn.cached_tokens))
+        self.text = turn.text
+        is_cut = turn.truncated and turn.token_ids[-1] not in stops
+        return policy.Turn(
+            ids=turn.token_ids,
+            text=turn.text,
+            logprobs=turn.behaviour_logprobs,
+            finish="length" if is_cut else "stop",
+            weight_versions=turn.token_versions,
+            cached_tokens=turn.cached_tokens,
+        )
+
+    def completion(self, end: str, score: Score | None) -> Completion:
+        """Return the episode with its branches, the last sequence first."""
+        whole = [each for each in self.sequences if each.logprobs] or [_Sequence([])]
+        *branches, last = whole
+        completion = last.completion(
+            end=end,
+            score=score,
+            turns=self.turns,
+            branches=[branch.completion() for branch in branches],
+        )
+        is_cut = end in ("turns", "tokens")
+        return dataclasses.replace(completion, text=self.text, truncated=is_cut)
+
+
+class AgentClient(RolloutClient):
+    """Samples episodes from a fleet of servers."""
+
+    def __init__(self, agents: Agents, reward_wrong: float, *parts: Any, **named: Any) -> None:
+        """Store the parts; the others are those of `RolloutClient`."""
+        super().__init__(*parts, **named)
+        self._agents = agents
+        self._reward_wrong = reward_wrong
+
+    async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
+        """Return the episodes of one prompt, which are played at the same time."""
+        episodes = (self._episode(prompt, sampling) for _ in range(sampling["n"]))
+        return list(await asyncio.gather(*episodes))
+
+    async def _episode(self, prompt: Prompt, sampling: dict[str, Any]) -> Completion:
+        records: list[_Record] = []
+
+        def begin() -> Callable[[Request], Any]:
+            records.append(_Record(self, sampling))
+            return records[-1].sample
+
+        ended = await self._agents.play(prompt, sampling["max_new_tokens"], begin)
+        score = ended.score
+        if ended.failure or (score is None and ended.end in ("turns", "tokens")):
+            score = Score(self._reward_wrong, {ACCURACY: 0.0}, ended.failure)
+        return records[-1].completion(ended.end, score)
+
+
+def with_own_scores(score: StartScoring) -> StartScoring:
+    """Return `score`, except for episodes whose agents have given one."""
+
+    def submit(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
+        own = [each.episode.score if each.episode else None for each in completions]
+        missing = [each for each, known in zip(completions, own, strict=True) if known is None]
+        scores: Future[list[Score]] = Future()
+        if not missing:
+            scores.set_result([known for known in own if known])
+            return scores
+
+        def fill(scored: Future[list[Score]]) -> None:
+            if scored.cancelled():
+                scores.cancel()
+            elif error := scored.exception():
+                scores.set_exception(error)
+            else:
+                others = iter(scored.result())
+                scores.set_result([known or next(others) for known in own])
+
+        score(prompt, missing).add_done_callback(fill)
+        return scores
+
+    return submit

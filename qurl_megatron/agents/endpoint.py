@@ -1,0 +1,115 @@
+"""An OpenAI-compatible endpoint for each episode, on loopback, in the process of its agent.
+
+A path of its own, which nobody can guess, leads to each episode. Its chat completions are those of
+`Policy.chat`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import secrets
+import socket
+import time
+from typing import Any
+
+from aiohttp import web
+
+from qurl_megatron.agents.policy import EpisodeOver, Policy
+
+LARGEST_REQUEST_BYTES = 2**26
+
+
+class Endpoint:
+    """One HTTP server for all episodes of a process."""
+
+    def __init__(self) -> None:
+        """Listen. A port is bound at once, and answers as soon as the loop runs."""
+        self._policies: dict[str, Policy] = {}
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self._port = self._socket.getsockname()[1]
+        # Without the context of the episode that asked first, whose output would be this.
+        self._starting = asyncio.get_running_loop().create_task(
+            self._start(), context=contextvars.Context()
+        )
+
+    def add(self, policy: Policy) -> str:
+        """Return the base URL of an episode."""
+        for key, known in self._policies.items():
+            if known is policy:
+                return self._url(key)
+        key = secrets.token_urlsafe(16)
+        self._policies[key] = policy
+        return self._url(key)
+
+    def drop(self, policy: Policy) -> None:
+        """Forget an episode that has ended."""
+        self._policies = {key: each for key, each in self._policies.items() if each is not policy}
+
+    def _url(self, key: str) -> str:
+        return f"http://127.0.0.1:{self._port}/{key}/v1"
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
+        app.router.add_post("/{key}/v1/chat/completions", self._complete)
+        app.router.add_get("/{key}/v1/models", self._models)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.SockSite(runner, self._socket).start()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        policy = self._policies.get(request.match_info["key"])
+        if policy is None:
+            return _refusal(404, "there is no such episode; it has ended")
+        try:
+            body = await request.json()
+            messages = list(body["messages"])
+        except (ValueError, LookupError, TypeError):
+            return _refusal(400, "the body must be a JSON object with messages")
+        if body.get("n") not in (None, 1):
+            return _refusal(400, "n must be 1: an episode is a line of tokens")
+        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        try:
+            message = await policy.chat(messages, tools=body.get("tools") or [], max_tokens=most)
+        except EpisodeOver as error:
+            return _refusal(400, str(error), code="context_length_exceeded")
+        except Exception as error:  # a template refuses the messages, or a turn runs already
+            return _refusal(400, f"{type(error).__name__}: {error}")
+        turn = policy.last_turn
+        assert turn is not None
+        reason = "tool_calls" if message.get("tool_calls") else turn.finish
+        number = len(policy.ids) - len(turn.ids)
+        answer: dict[str, Any] = {
+            "id": f"chatcmpl-{policy.num_turns}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": body.get("model", "policy"),
+            "choices": [{"index": 0, "message": message, "finish_reason": reason}],
+            "usage": {
+                "prompt_tokens": number,
+                "completion_tokens": len(turn.ids),
+                "total_tokens": len(policy.ids),
+            },
+        }
+        if not body.get("stream"):
+            return web.json_response(answer)
+        calls = [
+            {"index": index, **call} for index, call in enumerate(message.get("tool_calls") or [])
+        ]
+        delta = message | ({"tool_calls": calls} if calls else {})
+        answer["object"] = "chat.completion.chunk"
+        answer["choices"] = [{"index": 0, "delta": delta, "finish_reason": reason}]
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
+        await response.write_eof()
+        return response
+
+
+def _refusal(status: int, message: str, code: str = "") -> web.Response:
+    error = {"message": message, "type": "invalid_request_error", "code": code}
+    return web.json_response({"error": error}, status=status)

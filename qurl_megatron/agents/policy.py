@@ -1,0 +1,203 @@
+"""What an agent's function plays with: a policy that samples, and the tokens of its episode.
+
+    async def agent(policy, problem) -> float | dict[str, float]:
+        while ...:
+            turn = await policy.generate()          # or: reply = await policy.chat(messages)
+            policy.observe(policy.encode("..."))    # what the policy reads next
+
+It runs in a process of its own, which imports no torch. Rank 0 of the learner keeps the record of
+what is sampled. A `Policy` sends it only what is new, so it can add tokens and change none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qurl_megatron.agents.chat import Chat
+from qurl_megatron.agents.tools import Message, Tool
+
+
+class EpisodeOver(Exception):
+    """There may be no further turn. An agent may catch it and give its reward."""
+
+    def __init__(self, end: str, message: str) -> None:
+        super().__init__(message)
+        self.end = end  # "turns" or "tokens"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy sampled at once."""
+
+    ids: list[int]  # tokens, with the one that ended the turn
+    text: str  # decoded without special tokens
+    logprobs: list[float]  # one per token, natural
+    finish: str  # "stop": the policy ended its turn; "length": it was cut off
+    weight_versions: list[int]  # one per token
+    cached_tokens: int  # of the tokens before it, those that the server had in its cache
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a policy asks rank 0 to sample."""
+
+    begins: bool  # `ids` are the prompt of a new sequence; else they follow the last one
+    ids: list[int]  # what is new since the last request
+    max_tokens: int
+    stop_token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an episode may use."""
+
+    max_turns: int  # 0: no limit
+    max_turn_tokens: int
+    max_episode_tokens: int  # of a sequence, with its prompt
+
+
+Sample = Callable[[Request], Awaitable[Turn]]
+
+
+class Policy:
+    """A policy in one episode. The tokens of the episode only grow."""
+
+    def __init__(
+        self,
+        prompt_ids: Sequence[int],
+        limits: Limits,
+        sample: Sample,
+        tokenizer: Any,
+        base_url: Callable[[Policy], str] = lambda policy: "",
+    ) -> None:
+        """Begin an episode with a prompt.
+
+        Args:
+            base_url: begins to serve the episode over HTTP, and returns where.
+        """
+        self.tokenizer = tokenizer
+        """The policy's tokenizer, from transformers."""
+        self.num_turns = 0
+        self.last_turn: Turn | None = None
+        self.over = ""
+        """Which limit has been reached, "turns" or "tokens". Empty: none."""
+        self._limits = limits
+        self._sample = sample
+        self._serve = base_url
+        self._ids = list(prompt_ids)
+        self._sent = 0  # of `_ids`, what rank 0 has
+        self._begins = True
+        self._chat = Chat(self)
+        self._is_sampling = False
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens of the sequence so far: prompt, sampled and observed."""
+        return list(self._ids)
+
+    @property
+    def room(self) -> int:
+        """Number of tokens that the sequence may still get."""
+        return max(0, self._limits.max_episode_tokens - len(self._ids))
+
+    @property
+    def base_url(self) -> str:
+        """URL of an OpenAI-compatible endpoint whose chat completions are turns of this episode."""
+        return self._serve(self)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, without any that mark a beginning."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Put other tokens in place of all so far.
+
+        After a turn this opens a branch: a further sequence of the episode. What has been sampled
+        is trained on all the same, where it was sampled.
+        """
+        self._check_idle()
+        self._ids, self._sent, self._begins = list(ids), 0, True
+
+    def observe(self, ids: Sequence[int]) -> None:
+        """Append tokens that the policy reads. They are never trained on."""
+        self._check_idle()
+        self._ids += map(int, ids)
+
+    async def generate(
+        self, *, max_tokens: int | None = None, stop: Sequence[int | str] = ()
+    ) -> Turn:
+        """Have the policy take a turn.
+
+        Args:
+            max_tokens: most tokens of the turn; None: `rollout.max_response_length`, which is also
+                the limit of any number here.
+            stop: tokens that end the turn, besides those that end one anyway. A text must be that
+                of one token.
+
+        Raises:
+            EpisodeOver: the episode has no turn left, or no room for a token.
+        """
+        self._check_idle()
+        stops = [self._token(each) for each in stop]
+        if self._limits.max_turns and self.num_turns >= self._limits.max_turns:
+            self.over = "turns"
+            raise EpisodeOver("turns", f"max_turns is {self._limits.max_turns}")
+        if not self.room:
+            self.over = "tokens"
+            raise EpisodeOver(
+                "tokens",
+                f"the sequence has {len(self._ids)} tokens; max_episode_tokens is "
+                f"{self._limits.max_episode_tokens}",
+            )
+        most = min(self._limits.max_turn_tokens, max_tokens or self._limits.max_turn_tokens)
+        request = Request(self._begins, self._ids[self._sent :], min(most, self.room), stops)
+        self._is_sampling = True
+        try:
+            turn = await self._sample(request)
+        finally:
+            self._is_sampling = False
+        self._begins = False
+        self._ids += turn.ids
+        self._sent = len(self._ids)
+        self.num_turns, self.last_turn = self.num_turns + 1, turn
+        if turn.finish == "length" and not self.room:
+            self.over = "tokens"
+        return turn
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+        max_tokens: int | None = None,
+    ) -> Message:
+        """Return the policy's next message in a conversation, as OpenAI's API has it.
+
+        Args:
+            messages: the whole conversation so far. The policy's own messages are those that it
+                returned; their tokens stay those that it sampled.
+            tools: functions with type hints and a docstring, or their JSON schemas.
+
+        Raises:
+            EpisodeOver: as `generate`.
+            TypeError: a tool has no schema; the text says what is missing.
+        """
+        return await self._chat.reply(list(messages), list(tools), max_tokens)
+
+    def _check_idle(self) -> None:
+        if self._is_sampling:
+            raise RuntimeError("the policy is taking a turn; the tokens of an episode are a line")
+
+    def _token(self, stop: int | str) -> int:
+        ids = [stop] if isinstance(stop, int) else self.encode(stop)
+        if len(ids) != 1:
+            raise ValueError(f"stop={stop!r}: has {len(ids)} tokens; a stop is one token")
+        return ids[0]

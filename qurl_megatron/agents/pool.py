@@ -1,0 +1,309 @@
+"""The processes that play episodes, as rank 0 of the learner sees them.
+
+An episode costs no other one. What it raises ends itself alone. Where its code does not give the
+loop of its process back in time, or ends the process, the others that were played there begin again
+elsewhere, without what they have sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.agents.policy import Limits, Request, Turn
+from qurl_megatron.agents.worker import NOBODY, Ended, Marks, Settings
+from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.algorithm.score import Question
+from qurl_megatron.config.schema import AgentConfig, ConfigError
+from qurl_megatron.process import raise_open_file_limit
+
+PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(int, sys.argv[1:]))"
+CORES_PER_WORKER = 4
+MAX_DEFAULT_WORKERS = 16
+WATCH_S = 1.0
+GRACE_S = 10.0  # beyond a time limit, for a process to end an episode by itself
+MOST_PROCESSES = 3  # that an episode is played in, if they die of others
+
+
+class Agents(contextlib.AbstractContextManager["Agents"]):
+    """Processes that play episodes. Close it to end them; they die with this process."""
+
+    def __init__(
+        self, config: AgentConfig, max_length: int, model: str, logs: Path | None = None
+    ) -> None:
+        """Start the processes, which load the agent in the background.
+
+        Args:
+            max_length: most tokens of a sequence.
+            model: directory of the tokenizer.
+            logs: directory of what they print; None: this process's standard error.
+        """
+        cores = len(os.sched_getaffinity(0)) // CORES_PER_WORKER
+        count = config.agent_workers or max(1, min(MAX_DEFAULT_WORKERS, cores))
+        self._config, self._max_length = config, max_length
+        self._settings = Settings(
+            config.agent,
+            model,
+            config.agent_episodes,
+            config.agent_timeout_s,
+            config.agent_turn_timeout_s,
+        )
+        raise_open_file_limit()
+        if logs:
+            logs.mkdir(parents=True, exist_ok=True)
+        self._keys = itertools.count()
+        self._processes = [
+            _Process(self._settings, logs / f"agents_{number}.log" if logs else None)
+            for number in range(count)
+        ]
+
+    async def play(
+        self,
+        prompt: Prompt,
+        max_turn_tokens: int,
+        begin: Callable[[], Callable[[Request], Awaitable[Turn]]],
+    ) -> Ended:
+        """Play an episode in the process that plays the fewest; `begin` begins its record.
+
+        Raises:
+            ConfigError: the agent cannot be loaded.
+            Exception: what sampling raised.
+        """
+        limits = Limits(self._config.max_turns, max_turn_tokens, self._max_length)
+        question = Question(prompt.question, prompt.answer, prompt.metadata)
+        for _ in range(MOST_PROCESSES):
+            process = min(self._processes, key=lambda each: each.num_episodes)
+            key = next(self._keys)
+            ended = await process.play(key, (question, prompt.token_ids, limits), begin())
+            if ended is not None:
+                return ended
+        return Ended("error", None, f"{MOST_PROCESSES} processes died while they played it")
+
+    def wait_ready(self) -> None:
+        """Wait until a process has loaded the agent.
+
+        Raises:
+            ConfigError: it cannot be loaded; the text says why.
+        """
+        self._processes[0].wait_ready()
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self._processes:
+            process.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Playing:
+    """An episode in progress, in the loop of the thread that samples."""
+
+    def __init__(self, send: Callable[[Turn], None], sample: Any) -> None:
+        self._send = send
+        self._sample = sample
+        self._loop = asyncio.get_running_loop()
+        self._sampling: asyncio.Task[None] | None = None
+        self.ended: asyncio.Future[Ended | None] = self._loop.create_future()
+
+    def deliver(self, kind: str, content: Any) -> None:
+        """Take a message, in another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the episode
+            self._loop.call_soon_threadsafe(self._take, kind, content)
+
+    def _take(self, kind: str, content: Any) -> None:
+        if self.ended.done():
+            return
+        if kind == "sample":
+            self._sampling = self._loop.create_task(self._turn(content))
+        else:
+            self.ended.set_result(content)
+
+    async def _turn(self, request: Request) -> None:
+        try:
+            self._send(await self._sample(request))
+        except Exception as error:
+            if not self.ended.done():
+                self.ended.set_exception(error)
+
+    def close(self) -> None:
+        if self._sampling:
+            self._sampling.cancel()
+
+
+class _Process:
+    """A process that plays episodes, and its successors; a thread reads what it says."""
+
+    def __init__(self, settings: Settings, log_file: Path | None) -> None:
+        self._settings = settings
+        self._log_file = log_file
+        # The longest that the loop may stand still.
+        self._patience_s = min(settings.turn_timeout_s, settings.timeout_s) + GRACE_S
+        self.num_episodes = 0  # that are played here, or wait for the process to start
+        self._playing: dict[int, _Playing] = {}
+        self._lock = threading.RLock()
+        self._closed = False
+        self._error: str | None = None  # why the agent cannot be loaded; None: not known yet
+        self._ready = threading.Event()
+        self._connection: Connection | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        # The kernel ends a process with the thread that started it.
+        self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> None:
+        self._ready.wait()
+        if self._error:
+            raise ConfigError(f"agent={self._settings.agent}: {self._error}")
+
+    async def play(self, key: int, episode: tuple[Any, ...], sample: Any) -> Ended | None:
+        """Play an episode; None if the process dies of another one."""
+        playing = _Playing(lambda turn: self._send(("turn", key, turn)), sample)
+        self.num_episodes += 1
+        try:
+            while not self._begin(key, playing, episode):
+                await asyncio.to_thread(self._ready.wait)
+            return await playing.ended
+        except BaseException:
+            self._send(("cancel", key))
+            raise
+        finally:
+            self.num_episodes -= 1
+            playing.close()
+            self._playing.pop(key, None)
+
+    def _begin(self, key: int, playing: _Playing, episode: tuple[Any, ...]) -> bool:
+        """Send an episode to the process; return False if there is none at present.
+
+        Raises:
+            ConfigError: there will be none.
+        """
+        with self._lock:
+            if self._closed:
+                raise asyncio.CancelledError
+            if not self._ready.is_set():
+                return False
+            self.wait_ready()
+            self._playing[key] = playing
+            self._send(("play", key, *episode))
+            return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._process:
+                self._process.kill()
+        self._thread.join()
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        # Dead processes do not listen, as their thread will notice.
+        with self._lock, contextlib.suppress(OSError):
+            if self._connection:
+                self._connection.send(message)
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                marks = self._start()
+                if self._error:
+                    break
+                self._read(marks)
+            except (EOFError, OSError) as error:
+                why = f"its process ended with code {self._end()}" if self._process else str(error)
+                if not self._ready.is_set():
+                    self._error = f"{why} while it loaded the agent"
+                    break
+                self._lose(marks.running, why)
+        self._ready.set()
+        self._end()
+
+    def _end(self) -> int | None:
+        """End the process if there is one; return its exit code."""
+        if self._process is None:
+            return None
+        self._process.kill()
+        return self._process.wait()
+
+    def _start(self) -> Marks:
+        """Start a process, which loads the agent."""
+        connection, theirs = Pipe()
+        descriptor = os.memfd_create("marks")
+        os.truncate(descriptor, Marks.SIZE)
+        marks = Marks(descriptor)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            output: Any = 2  # what an agent prints belongs into a log
+            if self._log_file:
+                output = stack.enter_context(self._log_file.open("ab"))
+            with self._lock:
+                if self._closed:
+                    raise EOFError
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-c", PROGRAM, str(theirs.fileno()), str(descriptor)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[theirs.fileno(), descriptor],
+                )
+        theirs.close()
+        connection.send(self._settings)
+        self._error = connection.recv()
+        with self._lock:
+            self._connection = connection
+            self._ready.set()
+        return marks
+
+    def _read(self, marks: Marks) -> None:
+        """Deliver messages until the process dies, or is killed because its loop stands still."""
+        assert self._connection is not None
+        ticks, changed_at = marks.ticks, time.monotonic()
+        while True:
+            if self._connection.poll(WATCH_S):
+                kind, key, content = self._connection.recv()
+                if playing := self._playing.get(key):
+                    playing.deliver(kind, content)
+            now = time.monotonic()
+            if marks.ticks != ticks:
+                ticks, changed_at = marks.ticks, now
+            elif now - changed_at > self._patience_s:
+                self._end()
+                limit_s = self._settings.turn_timeout_s
+                self._lose(
+                    marks.running,
+                    f"blocked its process for longer than agent_turn_timeout_s {limit_s:g}; use "
+                    "await, or asyncio.to_thread",
+                    "deadline",
+                )
+                return
+
+    def _lose(self, culprit: int, why: str, end: str = "error") -> None:
+        """End the episode that a process died of; have the others played again."""
+        with self._lock:
+            self._connection = None
+            self._ready.clear()
+            for key, playing in list(self._playing.items()):
+                is_culprit = key == culprit or (culprit == NOBODY and len(self._playing) == 1)
+                playing.deliver("end", Ended(end, None, why) if is_culprit else None)
+
+
+def check_agent(config: AgentConfig, model: str) -> None:
+    """Check that the agent can be loaded, if there is one.
+
+    Raises:
+        ConfigError: it cannot; the text says why.
+    """
+    if config.agent:
+        only = dataclasses.replace(config, agent_workers=1)
+        with Agents(only, max_length=0, model=model) as agents:
+            agents.wait_ready()

@@ -1,0 +1,304 @@
+"""A process that plays episodes, all in one asyncio loop. Rank 0 samples for it.
+
+    rank 0 -> worker    Settings, then ("play", key, Question, prompt_ids, Limits),
+                        ("turn", key, Turn) or ("cancel", key)
+    worker -> rank 0    "" or why the agent cannot be loaded, then ("sample", key, Request) or
+                        ("end", key, Ended)
+
+It imports no torch. The process ends with rank 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import mmap
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Coroutine, Generator
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TextIO
+
+from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
+from qurl_megatron.algorithm.score import Question, Score
+from qurl_megatron.data.rewards import load_function, one_line, score_of
+from qurl_megatron.process import LAUNCHER_SIGNALS, die_with_parent
+
+TICK_S = 0.5
+NOBODY = -1  # in place of the key of an episode
+
+
+class Settings(NamedTuple):
+    """What a worker needs to know."""
+
+    agent: str  # FILE.py:NAME or MODULE:NAME
+    model: str  # directory of the tokenizer
+    episodes: int  # at once; 0: no limit
+    timeout_s: float  # of an episode
+    turn_timeout_s: float  # between two turns
+
+
+class Ended(NamedTuple):
+    """How an episode ended, as its process says."""
+
+    end: str  # of `ENDS` in algorithm/batch.py
+    score: Score | None  # None: the run's reward scores the last turn
+    failure: str  # why there is none; empty if there is
+
+
+class Marks:
+    """Memory that rank 0 shares with a worker: which episode's code runs, and that the loop lives.
+
+    What is written there outlasts the process. So rank 0 knows which episode a process died of.
+    """
+
+    SIZE = 16
+
+    def __init__(self, descriptor: int) -> None:
+        self._words = memoryview(mmap.mmap(descriptor, self.SIZE)).cast("q")
+
+    @property
+    def running(self) -> int:
+        """Key of the episode whose code runs, or `NOBODY`."""
+        return self._words[0]
+
+    @property
+    def ticks(self) -> int:
+        """Grows as long as the worker's loop is alive."""
+        return self._words[1]
+
+    def set(self, key: int) -> None:
+        """Say whose code runs from now on."""
+        self._words[0] = key
+        self._words[1] += 1
+
+
+_episode: contextvars.ContextVar[int] = contextvars.ContextVar("episode", default=NOBODY)
+
+
+class _Worker:
+    def __init__(
+        self, connection: Connection, settings: Settings, agent: Any, tokenizer: Any, marks: Marks
+    ) -> None:
+        self._connection = connection
+        self._settings = settings
+        self._agent = agent
+        self._tokenizer = tokenizer
+        self._marks = marks
+        self._turns: dict[int, asyncio.Future[Turn]] = {}
+        self._episodes: dict[int, asyncio.Task[None]] = {}
+        self._room = asyncio.Semaphore(settings.episodes or sys.maxsize)
+        self._endpoint: Any = None
+
+    async def run(self) -> None:
+        """Play until the connection is closed."""
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._make_task)  # type: ignore[arg-type]
+        closed = asyncio.Event()
+
+        def read() -> None:
+            try:
+                while True:
+                    loop.call_soon_threadsafe(self._receive, self._connection.recv())
+            except (EOFError, OSError):
+                loop.call_soon_threadsafe(closed.set)
+
+        threading.Thread(target=read, daemon=True).start()
+        while not closed.is_set():
+            self._marks.set(NOBODY)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(closed.wait(), TICK_S)
+
+    def _make_task(
+        self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any
+    ) -> asyncio.Task[Any]:
+        """Return a task that marks whose code runs; tasks that an agent makes belong to it too."""
+        context = options.get("context") or contextvars.copy_context()
+        key = context.get(_episode, NOBODY)
+        if key != NOBODY and inspect.iscoroutine(work):
+            work = _Marked(work, key, self._marks)
+        return asyncio.Task(work, loop=loop, **options)
+
+    def _receive(self, message: tuple[Any, ...]) -> None:
+        kind, key, *rest = message
+        if kind == "play":
+            context = contextvars.copy_context()
+            context.run(_episode.set, key)
+            playing = asyncio.get_running_loop().create_task(
+                self._play(key, *rest), context=context
+            )
+            self._episodes[key] = playing
+            playing.add_done_callback(lambda _: self._episodes.pop(key))
+        elif kind == "turn" and (turn := self._turns.pop(key, None)) and not turn.done():
+            turn.set_result(rest[0])
+        elif kind == "cancel" and (cancelled := self._episodes.get(key)):
+            cancelled.cancel()
+
+    async def _play(
+        self, key: int, problem: Question, prompt_ids: list[int], limits: Limits
+    ) -> None:
+        async with self._room:
+            try:
+                ended = await self._play_one(key, problem, prompt_ids, limits)
+            finally:
+                self._turns.pop(key, None)
+            with contextlib.suppress(OSError):  # rank 0 is gone
+                self._connection.send(("end", key, ended))
+
+    async def _play_one(
+        self, key: int, problem: Question, prompt_ids: list[int], limits: Limits
+    ) -> Ended:
+        loop = asyncio.get_running_loop()
+        settings = self._settings
+        ends_at = loop.time() + settings.timeout_s
+        is_between = True  # two turns
+
+        async def sample(request: Request) -> Turn:
+            nonlocal is_between
+            is_between = False
+            deadline.reschedule(ends_at)
+            answer = self._turns[key] = loop.create_future()
+            self._connection.send(("sample", key, request))
+            turn = await answer
+            is_between = True
+            deadline.reschedule(min(ends_at, loop.time() + settings.turn_timeout_s))
+            return turn
+
+        policy = Policy(prompt_ids, limits, sample, self._tokenizer, self._base_url)
+        try:
+            async with asyncio.timeout(
+                min(settings.timeout_s, settings.turn_timeout_s)
+            ) as deadline:
+                result = await self._agent(policy, problem)
+            if not policy.num_turns:
+                return Ended("error", None, "the agent returned without a turn of the policy")
+            score = None if result is None else score_of(result)
+            return Ended(policy.over or "answered", score, "")
+        except EpisodeOver as over:
+            if not policy.num_turns:
+                return Ended("error", None, str(over))
+            return Ended(over.end, None, "")
+        except TimeoutError:
+            if not deadline.expired():
+                return self._failed()
+            limit = (
+                f"agent_turn_timeout_s {settings.turn_timeout_s:g} between two turns"
+                if is_between and loop.time() < ends_at
+                else f"agent_timeout_s {settings.timeout_s:g}"
+            )
+            return Ended("deadline", None, f"took longer than {limit}")
+        except (Exception, SystemExit):
+            return self._failed()
+        finally:
+            if self._endpoint:
+                self._endpoint.drop(policy)
+
+    def _failed(self) -> Ended:
+        """Return how an episode ended that has raised; its traceback goes to the log."""
+        traceback.print_exc()
+        error = sys.exception()
+        return Ended("error", None, one_line(f"{type(error).__name__}: {error}"))
+
+    def _base_url(self, policy: Policy) -> str:
+        if self._endpoint is None:
+            from qurl_megatron.agents.endpoint import Endpoint
+
+            self._endpoint = Endpoint()
+        url: str = self._endpoint.add(policy)
+        return url
+
+
+class _Marked(Coroutine[Any, Any, Any]):
+    """A coroutine that marks its episode while its code runs."""
+
+    def __init__(self, inner: Coroutine[Any, Any, Any], key: int, marks: Marks) -> None:
+        self._inner, self._key, self._marks = inner, key, marks
+
+    def send(self, value: Any) -> Any:
+        self._marks.set(self._key)
+        try:
+            return self._inner.send(value)
+        finally:
+            self._marks.set(NOBODY)
+
+    def throw(self, *error: Any) -> Any:
+        self._marks.set(self._key)
+        try:
+            return self._inner.throw(*error)
+        finally:
+            self._marks.set(NOBODY)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._inner.__await__()
+
+
+class _Log:
+    """Standard output whose lines begin with the number of the episode that prints them."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._begun: dict[int, str] = {}  # lines without their ends
+
+    def write(self, text: str) -> int:
+        key = _episode.get()
+        *lines, rest = (self._begun.pop(key, "") + text).split("\n")
+        if rest:
+            self._begun[key] = rest
+        name = f"episode {key}: " if key != NOBODY else ""
+        for line in lines:
+            self._file.write(f"{name}{line}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def load_agent(settings: Settings) -> tuple[Any, Any]:
+    """Return the agent's function and the tokenizer.
+
+    Raises:
+        TypeError: it is no async function of a policy and a problem.
+        Exception: what its import raised.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    agent = load_function(settings.agent)
+    is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
+        getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
+    )
+    if not is_async:
+        raise TypeError("it is not async; expected `async def NAME(policy, problem)`")
+    signature = inspect.signature(agent)
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        raise TypeError(f"its parameters are {signature}; expected (policy, problem)") from None
+    return agent, PreTrainedTokenizerFast.from_pretrained(settings.model)
+
+
+def work(descriptor: int, marks: int) -> None:
+    """Be a worker: load an agent, then play episodes until the connection is closed."""
+    die_with_parent()
+    # The signals that stop a run are for the learner, which finishes its step with this process.
+    signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS | {signal.SIGINT})
+    sys.stdout = sys.stderr = _Log(sys.stdout)  # type: ignore[assignment]
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):  # the other side is gone
+        settings: Settings = connection.recv()
+        try:
+            agent, tokenizer = load_agent(settings)
+        except (Exception, SystemExit) as error:
+            connection.send(one_line(f"{type(error).__name__}: {error}"))
+            return
+        connection.send("")
+        asyncio.run(_Worker(connection, settings, agent, tokenizer, Marks(marks)).run())

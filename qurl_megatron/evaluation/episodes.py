@@ -1,0 +1,113 @@
+"""Play a few episodes of an agent on a server started for them, and print every token."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from qurl_megatron.agents.client import AgentClient
+from qurl_megatron.agents.pool import Agents, check_agent
+from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.data.problems import Fields, read_problems
+from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.data.rewards import absolute
+from qurl_megatron.evaluation.avg_at_k import EvalConfig, serving
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.huggingface import check_model, load_tokenizer
+
+SHOWN_CHARACTERS = 2000  # of a prompt, or of what was observed at once
+
+
+def run(config: EvalConfig, count: int) -> None:
+    """Play an episode of each of the first `count` problems; `check` has accepted the settings.
+
+    What the agent prints goes to standard error.
+
+    Raises:
+        ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
+        ServerFailed: the server died.
+    """
+    if not config.agent:
+        raise ConfigError("agent=: missing; give FILE.py:NAME or MODULE:NAME")
+    config.agent, model = absolute(config.agent), Path(config.model)
+    check_model(model)
+    check_agent(config, config.model)
+    tokenizer = load_tokenizer(model)
+    fields = Fields(config.question_key, config.answer_key)
+    source = read_problems(config.data[0], {}, seed=config.seed, fields=fields)
+    prompts = tokenize(
+        source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt
+    )[:count]
+    console = Console(stderr=True, highlight=False)
+    with (
+        tempfile.TemporaryDirectory(prefix="qurl-agent-") as scratch,
+        Agents(config, config.max_length, config.model) as agents,
+        serving(dataclasses.replace(config, output=scratch), model, console) as fleet,
+    ):
+        stops = Architecture.from_directory(model).eos_token_ids
+        client = AgentClient(agents, 0.0, fleet, tokenizer, stops)
+        groups = client.generate(
+            prompts,
+            completions_per_prompt=1,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_response_length=config.max_response_length,
+        )
+    for number, (prompt, (completion,)) in enumerate(zip(prompts, groups, strict=True)):
+        for line in describe(number, prompt, completion, tokenizer):
+            print(line)
+
+
+def describe(number: int, prompt: Prompt, completion: Completion, tokenizer: Any) -> Iterator[str]:
+    """Yield lines that show an episode: every span, and each sampled token with its log-prob."""
+    episode = completion.episode
+    assert episode is not None
+    how = f"{episode.end} after {len(episode.turns)} turns"
+    if episode.score is None:
+        how += ", no reward of its own"
+    elif episode.score.failure:
+        how += f": {episode.score.failure}"
+    else:
+        parts = {"reward": episode.score.value, **episode.score.parts}
+        how += "".join(f", {name} {value:g}" for name, value in parts.items())
+    yield f"episode {number}: {how}"
+    yield f"  question: {_shown(prompt.question)}"
+    turns = iter(episode.turns)
+    for branch, sequence in enumerate(completion.sequences()):
+        assert sequence.episode is not None
+        prompt_ids = sequence.episode.prompt_ids
+        if branch:
+            yield f"  branch {branch}: another history"
+        yield f"  prompt    {_text(prompt_ids, tokenizer)}"
+        logprobs = iter(sequence.behaviour_logprobs)
+        tokens = zip(sequence.sampled, sequence.token_ids, strict=True)
+        for is_sampled, span in groupby(tokens, key=lambda each: each[0]):
+            ids = [token for _, token in span]
+            if not is_sampled:
+                yield f"  observed  {_text(ids, tokenizer)}"
+                continue
+            while ids:  # turns that nothing was observed between
+                turn = next(turns)
+                taken, ids = ids[: turn.length], ids[turn.length :]
+                yield f"  sampled   {_text(taken, tokenizer)}"
+                cached = f"{turn.cached_tokens} of {turn.context} tokens before it were cached"
+                yield f"            {cached}; log-probs:"
+                shown = [f"{tokenizer.decode([t])!r} {next(logprobs):.3f}" for t in taken]
+                yield f"            {'  '.join(shown)}"
+
+
+def _text(ids: list[int], tokenizer: Any) -> str:
+    return f"{len(ids)} tokens: {_shown(tokenizer.decode(ids, skip_special_tokens=False))}"
+
+
+def _shown(text: str) -> str:
+    """Return a text on one line, without the middle if it is long."""
+    half = SHOWN_CHARACTERS // 2
+    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} [...] {text[-half:]}")

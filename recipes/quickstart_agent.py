@@ -1,0 +1,73 @@
+"""An agent on a laptop: a Qwen2 of 1.3M parameters learns to guess a letter in three turns.
+
+The secret is one of seven letters. `<` or `>` answers a wrong guess: the secret is before or after
+it in the alphabet. Who halves the range always wins. Who does not read the answers wins three games
+of seven at best. Model and machine are those of `quickstart`. There is no warm-up: a guess is right
+by chance often enough.
+"""
+
+import zlib
+from typing import Any
+
+from qurl_megatron.config.schema import (
+    Config,
+    EvaluationConfig,
+    LearnerConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    QuantizationConfig,
+    RolloutConfig,
+    ServerConfig,
+    UaqConfig,
+)
+from qurl_megatron.recipes.quickstart import build_model as build_model
+
+LETTERS = "abcdefg"
+TURNS = 3
+
+
+def recipe() -> Config:
+    from qurl_megatron import device
+
+    server = ServerConfig(mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768)
+    return Config(
+        data="reasoning_gym:spell_backward",  # its words number the games
+        data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
+        steps=80,
+        learner=LearnerConfig(
+            # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.
+            tensor_parallel_size=1 if device.num_gpus() == 1 else 2,
+            dtype="float32",
+            micro_batch_size=128,
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=5e-4, warmup_steps=5, beta2=0.99, minibatches_per_step=2
+        ),
+        objective=ObjectiveConfig(objective="acr"),
+        quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
+        rollout=RolloutConfig(
+            prompts_per_step=64,
+            completions_per_prompt=8,
+            max_prompt_length=6,
+            max_response_length=1,
+            server=server,
+            agent=f"{__name__}:guess",
+            max_turns=TURNS,
+            max_episode_tokens=16,
+        ),
+        evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),
+    )
+
+
+async def guess(policy: Any, problem: Any) -> dict[str, float]:
+    """Play one game."""
+    secret = LETTERS[zlib.crc32(problem.question.encode()) % len(LETTERS)]
+    policy.begin(policy.encode("?"))
+    for number in range(TURNS):
+        turn = await policy.generate()
+        if turn.text == secret:
+            return {"reward": 1.0, "accuracy": 1.0, "guesses": number + 1}
+        is_letter = len(turn.text) == 1 and turn.text in LETTERS
+        answer = "!" if not is_letter else "<" if secret < turn.text else ">"
+        policy.observe(policy.encode(answer))
+    return {"reward": 0.0, "accuracy": 0.0, "guesses": TURNS}

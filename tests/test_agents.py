@@ -1,0 +1,325 @@
+"""Agents in processes of their own: what they are given, and what each way to fail costs."""
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conversations import chat_tokenizer
+from qurl_megatron.agents.client import AgentClient, AgentFailed, with_own_scores
+from qurl_megatron.agents.pool import Agents, check_agent
+from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
+from qurl_megatron.algorithm.score import Score
+from qurl_megatron.config.schema import AgentConfig, Config, ConfigError
+from samplers import sampler_of, scores_of
+from tiny import EOS_TOKEN_ID
+
+AGENT = """
+import asyncio, itertools, os, time
+
+NUMBERS = itertools.count()
+
+async def play(policy, problem):
+    agents = {"three": three, "branched": branched, "mixed": mixed}
+    return await agents.get(problem.answer, each)(policy, problem)
+
+async def mixed(policy, problem):
+    number = next(NUMBERS) % 4
+    await policy.generate(max_tokens=2)
+    policy.observe([9])
+    await policy.generate(max_tokens=1)
+    return [1.0, 0.5, 0.0, None][number] if number < 3 else int("nothing")
+
+async def three(policy, problem):
+    for number in range(3):
+        turn = await policy.generate(max_tokens=2 + number)
+        policy.observe([100 + number, 101 + number])
+    return {"reward": 0.5, "turns": policy.num_turns, "asked": float(problem.question)}
+
+async def branched(policy, problem):
+    await policy.generate(max_tokens=1)
+    policy.begin([7, 8, 9])
+    await policy.generate(max_tokens=2)
+    policy.observe([5])
+    await policy.generate(max_tokens=3)
+    return 1
+
+async def each(policy, problem):
+    how = problem.answer
+    if how == "unplayed":
+        return 1.0
+    print("plays", how)
+    if how == "long prompt":
+        policy.begin([3] * 50)
+    turn = await policy.generate(max_tokens=2)
+    if how == "raises":
+        raise LookupError("no such table")
+    elif how == "sleeps":
+        await asyncio.sleep(60)
+    elif how == "blocks":
+        time.sleep(60)
+    elif how == "blocks in a task":
+        async def block():
+            time.sleep(60)
+        await asyncio.create_task(block())
+    elif how == "dies":
+        os._exit(3)
+    elif how == "no number":
+        return "much"
+    elif how == "talks":
+        while True:
+            policy.observe([40])
+            await policy.generate(max_tokens=1)
+    elif how == "fills":
+        while True:
+            await policy.generate()
+    elif how == "unsure":
+        return None
+    await asyncio.sleep(0.2)
+    await policy.generate(max_tokens=2)
+    return 1.0
+
+def plain(policy, problem):
+    return 1.0
+
+async def odd(policy):
+    return 1.0
+"""
+PROMPT = [50, 51]
+
+
+class Scripted(AgentClient):
+    """A client whose fleet samples 200, 201, ...: the next number at each token."""
+
+    delay_s = 0.0
+
+    async def complete(
+        self, token_ids: list[int], sampling: dict[str, Any], prefer: Any = None
+    ) -> Any:
+        await asyncio.sleep(self.delay_s)
+        length = sampling["max_new_tokens"]
+        self.contexts.append(list(token_ids))
+        ids = [200 + (len(token_ids) + place) % 50 for place in range(length)]
+        turn = Completion(ids, [-0.5] * length, f"of {length}", True, [4] * length)
+        return [turn], None
+
+    contexts: list[list[int]] = []
+
+
+Play = Callable[..., tuple[list[Completion], Scripted]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("agents")
+    chat_tokenizer(directory=directory / "model")
+    (directory / "agent.py").write_text(AGENT)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def play(directory: Path) -> Iterator[Play]:
+    """Play an episode of each of some answers at once; return the completions and the client.
+
+    Runs with the same settings share a process, whose start takes seconds.
+    """
+    opened: dict[str, Agents] = {}
+
+    def play(
+        *answers: str, delay_s: float = 0.0, max_turns: int = 0, **settings: Any
+    ) -> tuple[list[Completion], Scripted]:
+        rollout = AgentConfig(
+            agent=f"{directory}/agent.py:play",
+            agent_workers=1,
+            max_turns=max_turns,
+            **{"agent_turn_timeout_s": 1.5, **settings},
+        )
+        if str(settings) not in opened:
+            opened[str(settings)] = Agents(rollout, 40, str(directory / "model"), directory)
+        agents = opened[str(settings)]
+        agents.wait_ready()
+        agents._config = rollout
+        client = Scripted(agents, -1.0, None, chat_tokenizer(), [EOS_TOKEN_ID])
+        client.delay_s, client.contexts = delay_s, []
+        prompts = [Prompt("0", "7", answer, PROMPT) for answer in answers]
+        sampling = {"n": 1, "max_new_tokens": 9, "stop_token_ids": [EOS_TOKEN_ID], "top_k": -1}
+
+        async def all_at_once() -> list[list[Completion]]:
+            return await asyncio.gather(*(client.group(prompt, sampling) for prompt in prompts))
+
+        return [completion for (completion,) in asyncio.run(all_at_once())], client
+
+    yield play
+    for agents in opened.values():
+        agents.close()
+
+
+def episode_of(completion: Completion) -> Episode:
+    assert completion.episode is not None
+    return completion.episode
+
+
+def score_of(completion: Completion) -> Score:
+    score = episode_of(completion).score
+    assert score is not None
+    return score
+
+
+def test_an_episode_has_what_was_sampled_and_what_was_observed_in_between(play: Play) -> None:
+    (episode,), client = play("three")
+    assert episode.token_ids == [202, 203, 100, 101, 206, 207, 208, 101, 102, 211, 212, 213, 214]
+    assert episode.sampled == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 4
+    assert episode.behaviour_logprobs == [-0.5] * 9 and episode.token_versions == [4] * 9
+    assert episode_of(episode).prompt_ids == PROMPT
+    assert [tuple(turn) for turn in episode_of(episode).turns] == [(2, 2, 0), (3, 6, 0), (4, 11, 0)]
+    assert client.contexts == [
+        PROMPT + episode.token_ids[:length] for length in (0, 4, 9)
+    ]  # each a beginning of the next
+    assert score_of(episode) == Score(0.5, {"turns": 3.0, "asked": 7.0}, "")
+    assert (
+        episode_of(episode).end == "answered" and not episode.truncated and episode.text == "of 4"
+    )
+
+
+def test_a_new_beginning_opens_a_branch(play: Play) -> None:
+    (episode,), client = play("branched")
+    first, last = episode.sequences()
+    assert (first.token_ids, episode_of(first).prompt_ids) == ([202], PROMPT)
+    assert first.sampled == [True] and last is episode
+    assert client.contexts == [PROMPT, [7, 8, 9], [7, 8, 9, *last.token_ids[:3]]]
+    assert last.sampled == [True, True, False, True, True, True]
+    assert episode.num_sampled == 6 and len(episode_of(episode).turns) == 3
+
+
+ENDS = {  # what an episode does -> how it ends, the reward, and what went wrong
+    "well": ("answered", 1.0, ""),
+    "raises": ("error", -1.0, "LookupError: no such table"),
+    "sleeps": ("deadline", -1.0, "took longer than agent_turn_timeout_s 1.5 between two turns"),
+    "no number": ("error", -1.0, "TypeError: it returned 'much'; expected a number"),
+    "unplayed": ("error", -1.0, "the agent returned without a turn of the policy"),
+    "long prompt": ("error", -1.0, "the sequence has 50 tokens; max_episode_tokens is 40"),
+    "talks": ("turns", -1.0, ""),
+    "fills": ("tokens", -1.0, ""),
+}
+
+
+def test_each_way_to_end_costs_that_episode_only(play: Play, directory: Path) -> None:
+    episodes, _ = play(*ENDS, "unsure", max_turns=6)
+    for episode, (end, reward, failure) in zip(episodes, ENDS.values(), strict=False):
+        score = score_of(episode)
+        assert (episode_of(episode).end, score.failure, score.value) == (end, failure, reward)
+        assert episode.has_failed == (end in ("deadline", "error"))
+        assert episode.truncated == (end in ("turns", "tokens"))
+    assert len(episode_of(episodes[6]).turns) == 6
+    assert len(PROMPT + episodes[7].token_ids) == 40
+    assert episode_of(episodes[-1]).score is None
+    log = (directory / "agents_0.log").read_text()
+    assert re.search(r"episode (\d+): plays raises\n(.*\n)*episode \1: LookupError: no such", log)
+
+
+@pytest.mark.parametrize(
+    ("how", "end", "failure"),
+    [
+        ("blocks", "deadline", "blocked its process for longer than agent_turn_timeout_s 1.5"),
+        ("blocks in a task", "deadline", "blocked its process"),
+        ("dies", "error", "its process ended with code 3"),
+    ],
+)
+def test_a_process_that_hangs_or_dies_costs_the_episode_that_did_it_only(
+    play: Play, how: str, end: str, failure: str
+) -> None:
+    bad, *others = play(how, *["well"] * 5)[0]
+    assert episode_of(bad).end == end and score_of(bad).failure.startswith(failure)
+    for episode in others:  # begun again, without what they had sampled
+        assert episode_of(episode).end == "answered" and len(episode_of(episode).turns) == 2
+        assert episode.token_ids == [202, 203, 204, 205]
+
+
+def test_the_time_of_an_episode_includes_that_of_the_servers(play: Play) -> None:
+    (episode,), _ = play("well", delay_s=3600.0, agent_timeout_s=1.0)
+    assert episode_of(episode).end == "deadline"
+    assert score_of(episode).failure == "took longer than agent_timeout_s 1"
+
+
+def test_the_time_between_turns_does_not(play: Play) -> None:
+    (episode,), _ = play("well", delay_s=2.0)
+    assert episode_of(episode).end == "answered"
+
+
+def test_only_as_many_episodes_are_played_at_once_as_there_may_be(play: Play) -> None:
+    began = time.monotonic()
+    episodes, _ = play(*["well"] * 5, agent_episodes=1)
+    assert all(episode_of(each).end == "answered" for each in episodes)
+    assert time.monotonic() - began > 5 * 0.2
+
+
+def test_what_an_agent_leaves_open_the_runs_reward_scores(play: Play) -> None:
+    episodes, _ = play("well", "unsure")
+    seen = []
+
+    def verify(prompt: Prompt, completions: Any) -> Any:
+        seen.extend(each.text for each in completions)
+        return scores_of([0.25] * len(completions))
+
+    scores = with_own_scores(verify)(Prompt("", "", "", []), episodes).result()
+    assert [score.value for score in scores] == [1.0, 0.25] and seen == ["of 2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("plain", r"TypeError: it is not async; expected `async def NAME\(policy, problem\)`"),
+        ("odd", r"TypeError: its parameters are \(policy\); expected \(policy, problem\)"),
+        ("absent", "ImportError: .*agent.py has no function absent"),
+    ],
+)
+def test_an_agent_that_cannot_be_used_is_refused_in_one_line(
+    directory: Path, name: str, why: str
+) -> None:
+    config = AgentConfig(agent=f"{directory}/agent.py:{name}")
+    with pytest.raises(ConfigError, match=f"^agent=.*{name}: {why}$"):
+        check_agent(config, str(directory / "model"))
+
+
+def test_what_sampling_raises_ends_the_run_and_not_the_episode(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: Any) -> Any:
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(Scripted, "complete", refuse)
+    with pytest.raises(ConnectionError):
+        play("three")
+
+
+@pytest.mark.parametrize("answer", ["mixed", "raises"])
+def test_a_step_trains_on_episodes_with_a_reward_and_counts_the_others(
+    play: Play, answer: str
+) -> None:
+    _, client = play("three")
+    config = Config()
+    config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, 4
+    prompts = [Prompt("0", "7", answer, PROMPT)]
+
+    def never(prompt: Prompt, completions: Any) -> Any:
+        raise AssertionError("an agent gives its own rewards")
+
+    with sampler_of(config, client, with_own_scores(never), prompts, chat_tokenizer()) as sampler:
+        if answer == "raises":
+            with pytest.raises(AgentFailed, match="no episode of step 1 .*; LookupError: no such"):
+                sampler.sample(step=1, version=4)
+            return
+        batch, summary = sampler.sample(step=1, version=4)
+    assert len(batch) == 3 and batch.loss_mask.sum() == 3 * 3
+    assert batch.advantages is not None and batch.token_lags is not None
+    by_sequence = batch.advantages.split(batch.lengths.tolist())
+    assert sorted(round(float(each[-1]), 3) for each in by_sequence) == [-1, 0, 1]  # of three
+    assert not batch.token_lags.any()
+    assert summary["reward_mean"] == 0.5 and summary["episodes_failed"] == 1
+    assert summary["episode_failure"].startswith("ValueError: invalid literal for int()")
+    assert summary["episode_ends"]["answered"] == 3 and summary["episode_ends"]["error"] == 1
+    assert summary["turns_mean"] == 2 and summary["observed_length_mean"] == 1

@@ -1,0 +1,301 @@
+"""Conversations: sampled tokens stay, and what is new is what the template writes."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conversations import DROPS_THOUGHTS, KEEPS_THOUGHTS, SPECIAL, VOCABULARY, chat_tokenizer
+from qurl_megatron.agents.chat import TemplateError, check_template, parse, render
+from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
+from qurl_megatron.agents.tools import call_tools, schema
+from tiny import EOS_TOKEN_ID
+
+KEEPS, DROPS = chat_tokenizer(KEEPS_THOUGHTS), chat_tokenizer(DROPS_THOUGHTS)
+LIMITS = Limits(max_turns=0, max_turn_tokens=1000, max_episode_tokens=100_000)
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+@dataclass
+class Server:
+    """What rank 0 records of an episode; each turn samples the next of some token lists."""
+
+    turns: list[list[int]]
+    sequences: list[list[tuple[int, bool]]] = field(default_factory=list)  # token, was sampled
+
+    async def sample(self, request: Request) -> Turn:
+        if request.begins:
+            self.sequences.append([])
+        self.sequences[-1] += [(token, False) for token in request.ids]
+        ids = self.turns.pop(0)
+        await asyncio.sleep(0)
+        self.sequences[-1] += [(token, True) for token in ids]
+        finish = "stop" if ids[-1] == EOS_TOKEN_ID else "length"
+        return Turn(ids, "", [-0.5] * len(ids), finish, [1] * len(ids), 0)
+
+    def sampled(self) -> list[int]:
+        return [token for each in self.sequences for token, sampled in each if sampled]
+
+
+def write(tokenizer: Any, text: str, random: Random | None = None) -> list[int]:
+    """Return tokens of a text; with `random`, some are cut into bytes that no encoding gives."""
+    pieces: list[int] = []
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        name = tokenizer.convert_ids_to_tokens(token)
+        splits = random is not None and token >= len(SPECIAL) and random.random() < 0.5
+        pieces += (
+            [tokenizer.convert_tokens_to_ids(letter) for letter in name] if splits else [token]
+        )
+    return pieces
+
+
+def play(tokenizer: Any, server: Server, agent: Any) -> Policy:
+    policy = Policy([5], LIMITS, server.sample, tokenizer)
+    asyncio.run(agent(policy))
+    return policy
+
+
+THOUGHT = "<think>\nthis is the thought\n</think>\n\n"
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
+SAYS = st.builds(
+    lambda thought, text, call, end: (thought + text + call, end),
+    st.sampled_from(["", THOUGHT]),
+    st.sampled_from(
+        ["", "this is the answer", "is the <", "\n\n  the  \n", "\u00e9\U0001f600 the"]
+    ),
+    st.sampled_from(["", CALL, CALL + "\n" + CALL, "<tool_call>\n{broken\n</tool_call>"]),
+    st.booleans(),
+)
+DOES = st.sampled_from(["user", "tools", "two users", "rewrite", "compact", "tools off"])
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.tuples(SAYS, DOES), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+    st.sampled_from([KEEPS, DROPS]),
+)
+def test_whatever_is_said_sampled_tokens_stay_and_text_is_what_the_template_writes(
+    talk: list[tuple[tuple[str, bool], str]], random: Random, tokenizer: Any
+) -> None:
+    """Chat, tools, observations, changed histories and cut-off turns, in any order.
+
+    The tokens sampled are in the record id for id, once, in order. As long as only the template has
+    written between turns, the text of a sequence is what it writes for the whole conversation,
+    but that it writes down calls again in its own way.
+    """
+    turns = []
+    for (text, ends), _ in talk:
+        ids = write(tokenizer, text or "this", random)
+        turns.append([*ids, EOS_TOKEN_ID] if ends else ids)
+    server = Server([list(turn) for turn in turns])
+    expected: list[list[int]] = []  # sampled tokens, by sequence
+
+    async def agent(policy: Policy) -> None:
+        messages: list[Any] = [{"role": "user", "content": "what is this"}]
+        tools: list[Any] = [multiply]
+        for number, (_, does) in enumerate(talk):
+            before = len(server.sequences)
+            reply = await policy.chat(messages, tools=tools)
+            if len(server.sequences) > before:
+                expected.append([])
+                whole = render(tokenizer, messages, [schema(tool) for tool in tools])
+                prompt = [token for token, sampled in server.sequences[-1] if not sampled]
+                assert prompt == tokenizer.encode(whole, add_special_tokens=False)
+            expected[-1] += turns[number]
+            assert policy.ids == [token for token, _ in server.sequences[-1]]
+            messages = [*messages, reply]
+            if does == "tools" and reply.get("tool_calls"):
+                answers = await call_tools(reply, [multiply])
+                assert {answer["content"] for answer in answers} == {"42"}
+                messages += answers
+            elif does == "compact":
+                messages = [messages[0], {"role": "user", "content": "go on"}]
+            elif does == "rewrite":
+                messages = [{"role": "user", "content": "else"}, *messages[1:]]
+                messages.append({"role": "user", "content": "more"})
+            else:
+                messages.append({"role": "user", "content": "more"})
+                if does == "two users":
+                    messages.append({"role": "user", "content": "is the"})
+            if does == "tools off":
+                tools = []
+
+    play(tokenizer, server, agent)
+    assert server.sampled() == [token for turn in turns for token in turn]
+    assert [[t for t, sampled in each if sampled] for each in server.sequences] == expected
+
+
+def conversation(tokenizer: Any, *said: str) -> tuple[Server, list[Any]]:
+    """Play turns that say these texts, each followed by a user's message."""
+    server = Server([[*write(tokenizer, text), EOS_TOKEN_ID] for text in said])
+    messages: list[Any] = [{"role": "user", "content": "what is this"}]
+
+    async def agent(policy: Policy) -> None:
+        for _ in said:
+            messages.append(await policy.chat(list(messages)))
+            messages.append({"role": "user", "content": "more"})
+
+    play(tokenizer, server, agent)
+    return server, messages
+
+
+def text_of(tokenizer: Any, sequence: list[tuple[int, bool]]) -> str:
+    text: str = tokenizer.decode([token for token, _ in sequence])
+    return text
+
+
+@pytest.mark.parametrize("said", ["this", THOUGHT + "this"])
+def test_a_sequence_is_the_text_that_the_template_writes_for_the_conversation(said: str) -> None:
+    server, messages = conversation(KEEPS, said, said, said)
+    (sequence,) = server.sequences
+    whole = render(KEEPS, messages[:-2], []) + said + "<|im_end|>"
+    assert text_of(KEEPS, sequence) == whole
+
+
+def test_thoughts_that_the_template_drops_open_a_branch_without_them() -> None:
+    server, _ = conversation(DROPS, THOUGHT + "first", "second", "third")
+    first, second = server.sequences
+    assert THOUGHT in text_of(DROPS, first) and "thought" not in text_of(DROPS, second)
+    assert text_of(DROPS, second).count("<|im_start|>assistant") == 3  # no further branch
+    plain, _ = conversation(DROPS, "first", "second")
+    assert len(plain.sequences) == 1
+
+
+def test_messages_may_be_written_down_again_as_openai_clients_do() -> None:
+    server = Server([[*write(KEEPS, CALL), EOS_TOKEN_ID], [*write(KEEPS, "42"), EOS_TOKEN_ID]])
+
+    async def agent(policy: Policy) -> None:
+        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "6 x 7"}]}]
+        reply = await policy.chat(messages, tools=[multiply])
+        again = {**json.loads(json.dumps(reply)), "refusal": None}
+        again["tool_calls"][0]["function"]["arguments"] = '{"b": 7, "a": 6}'
+        messages = [
+            {"role": "user", "content": "6 x 7"},
+            again,
+            *await call_tools(reply, [multiply]),
+        ]
+        last = await policy.chat(messages, tools=[multiply])
+        assert last == {"role": "assistant", "content": "42"}
+
+    play(KEEPS, server, agent)
+    assert len(server.sequences) == 1
+
+
+def test_a_turn_that_was_cut_off_is_ended_before_the_next_message() -> None:
+    server = Server([write(KEEPS, "this"), [*write(KEEPS, "is"), EOS_TOKEN_ID]])
+
+    async def agent(policy: Policy) -> None:
+        user = {"role": "user", "content": "what"}
+        await policy.chat([user, await policy.chat([user]), user])
+
+    play(KEEPS, server, agent)
+    (sequence,) = server.sequences
+    user = "<|im_start|>user\nwhat<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(KEEPS, sequence) == f"{user}this<|im_end|>\n{user}is<|im_end|>"
+
+
+def test_a_call_that_fits_no_tool_or_fails_is_answered_with_why() -> None:
+    texts = [
+        '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "multiply", "arguments": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "multiply", "arguments": "x"}</tool_call>',
+    ]
+    for text, why in zip(
+        texts, ["no tool divide; there are", "missing 1", "TypeError"], strict=True
+    ):
+        (answer,) = asyncio.run(call_tools(parse(text), [multiply]))
+        assert why in answer["content"] and answer["role"] == "tool"
+    assert asyncio.run(call_tools(parse("plain"), [multiply])) == []
+
+
+def test_a_function_becomes_the_schema_that_openai_clients_send() -> None:
+    assert schema(multiply) == {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "Multiply two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "The first number."},
+                    "b": {"type": "integer", "description": "The second number."},
+                },
+                "required": ["a", "b"],
+            },
+            "return": {"type": "integer"},
+        },
+    }
+
+    def untyped(a):  # type: ignore[no-untyped-def]
+        """Do something.
+
+        Args:
+            a: A number.
+        """
+
+    with pytest.raises(TypeError, match="tool 'untyped': Argument a is missing a type hint"):
+        schema(untyped)
+
+
+BROKEN = {
+    "another end": KEEPS_THOUGHTS.replace("<|im_end|>\n", "</s>\n"),
+    "only the last message": KEEPS_THOUGHTS.replace("in messages -%}", "in messages[-1:] -%}"),
+    "a count of messages": KEEPS_THOUGHTS.replace("{{ m.role }}", "{{ m.role }}{{ loop.index }}"),
+    "no template": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    zip(
+        BROKEN.values(),
+        ["does not end messages with", "depends on|leaves out|fewer", "depends on", "has no chat"],
+        strict=True,
+    ),
+    ids=BROKEN,
+)
+def test_a_template_that_cannot_be_appended_to_is_refused(template: str, why: str) -> None:
+    with pytest.raises(TemplateError, match=why):
+        check_template(chat_tokenizer(template))
+
+
+def test_templates_that_can_be_appended_to_are_accepted() -> None:
+    check_template(KEEPS)
+    check_template(DROPS)
+
+
+def test_two_turns_at_once_and_turns_beyond_a_limit_are_refused() -> None:
+    async def agent() -> None:
+        policy = Policy([5], Limits(2, 4, 8), Server([[9], [9], [9]]).sample, KEEPS)
+        with pytest.raises(ValueError, match="stop='what is': has \\d tokens; a stop is one token"):
+            await policy.generate(stop=["what is"])
+        one, other = await asyncio.gather(
+            policy.generate(stop=["</tool_call>", 7]), policy.generate(), return_exceptions=True
+        )
+        assert isinstance(one, Turn) and isinstance(other, RuntimeError)
+        assert policy.room == 6 and policy.ids == [5, 9]
+        await policy.generate()
+        with pytest.raises(EpisodeOver, match="max_turns is 2"):
+            await policy.generate()
+        assert policy.over == "turns"
+
+    asyncio.run(agent())
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer() -> None:
+    assert len(KEEPS) == VOCABULARY

@@ -1,0 +1,144 @@
+"""Episodes over HTTP: OpenAI's client at an episode's endpoint, and environments of OpenEnv."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from openai import APIStatusError, AsyncOpenAI
+
+from conversations import KEEPS_THOUGHTS, chat_tokenizer
+from qurl_megatron.agents.endpoint import Endpoint
+from qurl_megatron.agents.openenv import Environment
+from qurl_megatron.agents.policy import Limits, Policy, Request, Turn
+from tiny import EOS_TOKEN_ID
+
+TOKENIZER = chat_tokenizer(KEEPS_THOUGHTS)
+CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "x"}}\n</tool_call>'
+LOOK: Any = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def play(agent: Callable[[Policy, AsyncOpenAI], Awaitable[None]], *texts: str) -> list[list[Any]]:
+    """Have an agent talk to a policy that says these texts; return tokens with who wrote them."""
+    sequences: list[list[Any]] = []
+    said = iter(texts)
+
+    async def sample(request: Request) -> Turn:
+        if request.begins:
+            sequences.append([])
+        ids = [*TOKENIZER.encode(next(said), add_special_tokens=False), EOS_TOKEN_ID]
+        sequences[-1] += [(token, False) for token in request.ids]
+        sequences[-1] += [(token, True) for token in ids]
+        return Turn(ids, "", [-1.0] * len(ids), "stop", [1] * len(ids), 0)
+
+    async def run() -> None:
+        endpoint = Endpoint()
+        policy = Policy([5], Limits(3, 99, 500), sample, TOKENIZER, endpoint.add)
+        async with AsyncOpenAI(base_url=policy.base_url, api_key="none", max_retries=0) as client:
+            await agent(policy, client)
+            endpoint.drop(policy)
+            with pytest.raises(APIStatusError, match="it has ended"):
+                await client.chat.completions.create(model="policy", messages=[])
+
+    asyncio.run(run())
+    return sequences
+
+
+def test_openais_client_plays_an_episode_with_tools_and_streams() -> None:
+    async def agent(policy: Policy, client: AsyncOpenAI) -> None:
+        assert [model.id async for model in await client.models.list()] == ["policy"]
+        messages: list[Any] = [{"role": "user", "content": "what is x"}]
+        answer = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[LOOK], max_tokens=30
+        )
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+        call = choice.message.tool_calls[0]
+        assert call.function.name == "look" and call.function.arguments == '{"key": "x"}'
+        assert answer.usage is not None and answer.usage.total_tokens == len(policy.ids)
+        messages.append(choice.message.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": "42"})
+        stream = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[LOOK], stream=True
+        )
+        chunks = [chunk.choices[0] async for chunk in stream]
+        text = "".join(chunk.delta.content or "" for chunk in chunks)
+        assert text == "it is 42" and chunks[-1].finish_reason == "stop"
+
+    (sequence,) = play(agent, CALL, "it is 42")
+    sampled = [token for token, sampled in sequence if sampled]
+    assert TOKENIZER.decode(sampled) == f"{CALL}<|im_end|>it is 42<|im_end|>"
+
+
+def test_what_an_episode_has_no_room_for_and_what_is_no_chat_are_refused() -> None:
+    async def agent(policy: Policy, client: AsyncOpenAI) -> None:
+        async def refused(match: str, **body: Any) -> None:
+            with pytest.raises(APIStatusError, match=match):
+                await client.chat.completions.create(**({"model": "policy"} | body))
+
+        user: Any = {"role": "user", "content": "go on"}
+        await refused("n must be 1", messages=[user], n=2)
+        async with aiohttp.ClientSession() as session:
+            url = f"{policy.base_url}/chat/completions"
+            async with session.post(url, data="no JSON") as answer:
+                assert answer.status == 400
+        for number in range(3):
+            await client.chat.completions.create(model="policy", messages=[user] * (number + 1))
+        await refused("max_turns is 3", messages=[user])
+
+    assert len(play(agent, "a", "b", "c")) == 3  # each began anew
+
+
+@asynccontextmanager
+async def counting() -> AsyncIterator[str]:
+    """Serve an environment that speaks OpenEnv's protocol: count to three."""
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        count = 0
+        async for message in socket:
+            asked = message.json()
+            if asked["type"] == "close":
+                break
+            if asked["type"] == "reset":
+                count = asked["data"].get("start", 0)
+            elif asked["data"].get("say") == count + 1:
+                count += 1
+            else:
+                error = {"message": f"expected {count + 1}", "code": "EXECUTION_ERROR"}
+                await socket.send_json({"type": "error", "data": error})
+                continue
+            data = {"observation": {"count": count}, "reward": count / 3, "done": count == 3}
+            await socket.send_json({"type": "observation", "data": data})
+        await socket.close()
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/ws", session)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+def test_an_environment_of_openenv_is_reset_and_stepped_through() -> None:
+    async def run() -> None:
+        async with counting() as url, Environment(url) as one, Environment(f"{url}/") as other:
+            step = await one.reset()
+            assert step == ({"count": 0}, 0, False)
+            assert (await other.reset(start=2)).observation == {"count": 2}
+            while not step.done:
+                step = await one.step({"say": step.observation["count"] + 1})
+            assert step == ({"count": 3}, 1, True)
+            with pytest.raises(RuntimeError, match="refused step: expected 3"):
+                await other.step({"say": 7})
+
+    asyncio.run(run())

@@ -1,0 +1,221 @@
+"""Episodes of several turns as training data: which tokens are trained on, and with what."""
+
+import dataclasses
+from random import Random
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from qurl_megatron.algorithm.advantages import generalized_advantages
+from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, RolloutGroup, Turn, pack
+from qurl_megatron.algorithm.objective import PolicyLoss, token_weights
+from qurl_megatron.algorithm.score import Score
+from qurl_megatron.config.schema import ObjectiveConfig, RolloutConfig
+from qurl_megatron.evaluation.episodes import describe
+from qurl_megatron.loop.sampling import _penalize_length, _summarize, make_samples
+
+PROMPT = Prompt("0", "question", "answer", [90, 91, 92])
+
+
+def sequence(random: Random, spans: list[tuple[int, int]], **episode: Any) -> Completion:
+    """Return a sequence that samples and then observes as many tokens as each span says."""
+    sampled: list[bool] = []
+    for number, (acted, observed) in enumerate(spans):
+        sampled += [True] * acted + [False] * (observed if number < len(spans) - 1 else 0)
+    count = sum(sampled)
+    prompt = [random.randrange(90) for _ in range(random.randrange(1, 5))]
+    return Completion(
+        [random.randrange(90) for _ in sampled],
+        [-random.random() for _ in range(count)],
+        "",
+        False,
+        sorted(random.randrange(3, 6) for _ in range(count)),
+        episode=Episode(prompt, sampled, **episode),
+    )
+
+
+SPANS = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4)
+
+
+@given(st.lists(st.lists(SPANS, min_size=1, max_size=3), min_size=1, max_size=4), st.randoms())
+def test_a_batch_has_every_branch_with_its_own_prompt_and_trains_on_sampled_tokens_only(
+    episodes: list[list[list[tuple[int, int]]]], random: Random
+) -> None:
+    completions = []
+    for branches in episodes:
+        *others, last = [sequence(random, spans) for spans in branches]
+        assert last.episode is not None
+        completions.append(
+            dataclasses.replace(last, episode=dataclasses.replace(last.episode, branches=others))
+        )
+    rewards = [float(number) for number in range(len(completions))]
+    advantages = [-1.0 - reward for reward in rewards]
+    batch = pack([RolloutGroup(PROMPT, completions, rewards)], [advantages], version=7)
+    assert batch.behaviour_logprobs is not None and batch.token_lags is not None
+    assert batch.rewards is not None and batch.advantages is not None
+    rows = [(each, number) for number, c in enumerate(completions) for each in c.sequences()]
+    assert len(batch) == len(rows) == sum(map(len, episodes))
+    for number, (each, of_episode) in enumerate(rows):
+        assert each.episode is not None
+        part, before = batch.select([number]), len(each.episode.prompt_ids)
+        assert part.tokens.tolist() == each.episode.prompt_ids + each.token_ids
+        mask = part.loss_mask
+        assert mask.tolist() == [False] * before + each.episode.sampled
+        for values, expected in (
+            (part.behaviour_logprobs, torch.tensor(each.behaviour_logprobs)),
+            (part.token_lags, 7 - torch.tensor(each.token_versions)),
+            (part.advantages, torch.tensor(advantages[of_episode])),
+        ):
+            assert isinstance(values, Tensor)
+            assert torch.equal(values[mask], expected.to(values.dtype).expand(int(mask.sum())))
+            assert not values[~mask].any()
+        assert part.rewards is not None
+        assert part.rewards.tolist() == [0.0] * (len(part.tokens) - 1) + [rewards[of_episode]]
+
+
+@given(SPANS, st.randoms(), st.sampled_from(["naive", "on_policy", "decoupled", "tis", "acr"]))
+def test_what_lies_at_observed_tokens_reaches_neither_loss_nor_gradient(
+    spans: list[tuple[int, int]], random: Random, objective: Any
+) -> None:
+    """Bit for bit, even NaN: the objective of an episode is that of its sampled tokens alone."""
+    group = RolloutGroup(PROMPT, [sequence(random, spans)], [1.0])
+    batch = pack([group], [[0.7]], version=7)
+    weights = token_weights(batch.loss_mask, batch.lengths, "token_mean")
+    current = -torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(1))
+    loss = PolicyLoss(ObjectiveConfig(objective=objective), by_lag=True)
+
+    def gradient(polluted: bool, alone: bool) -> tuple[Tensor, Tensor]:
+        part = batch.map(lambda tensor: tensor[batch.loss_mask]) if alone else batch
+        kept = batch.loss_mask if alone else torch.ones_like(batch.loss_mask)
+        logprobs = current[kept].clone().requires_grad_()
+        assert part.behaviour_logprobs is not None and part.advantages is not None
+        if polluted:
+            nan = torch.tensor(float("nan"))
+            part = dataclasses.replace(
+                part,
+                behaviour_logprobs=torch.where(part.loss_mask, part.behaviour_logprobs, nan),
+                advantages=torch.where(part.loss_mask, part.advantages, nan),
+            )
+        part = dataclasses.replace(part, proximal_logprobs=None)
+        value, _ = loss(logprobs, torch.zeros(len(logprobs)), part, weights[kept])
+        value.backward()
+        assert logprobs.grad is not None
+        return value.detach(), logprobs.grad
+
+    (plain, of_plain), (dirty, of_dirty) = gradient(False, False), gradient(True, False)
+    assert torch.equal(plain, dirty) and torch.equal(of_plain, of_dirty)
+    assert not of_plain[~batch.loss_mask].any()
+    assert of_plain[batch.loss_mask].count_nonzero() > 0 or objective == "naive"
+    _, of_sampled = gradient(False, True)
+    assert torch.equal(of_plain[batch.loss_mask], of_sampled)
+
+
+@given(SPANS, st.randoms())
+def test_ppo_carries_an_advantage_over_observed_tokens_as_if_they_were_not_there(
+    spans: list[tuple[int, int]], random: Random
+) -> None:
+    batch = pack([RolloutGroup(PROMPT, [sequence(random, spans)], [1.0])])
+    assert batch.rewards is not None
+    values, mask = torch.randn(len(batch.tokens)), batch.loss_mask
+    settings = {"discount": 0.9, "gae_lambda": 0.8}
+    whole = generalized_advantages(batch.rewards, values, mask, batch.lengths, **settings)
+    count = torch.tensor([int(mask.sum())])
+    alone = generalized_advantages(batch.rewards[mask], values[mask], mask[mask], count, **settings)
+    for each, expected in zip(whole, alone, strict=True):
+        assert torch.equal(each[mask], expected) and not each[~mask].any()
+
+
+def episode_of(*turns: Turn, end: str = "answered", **fields: Any) -> Completion:
+    made = sequence(Random(1), [(turn.length, 2) for turn in turns], end=end, turns=list(turns))
+    return dataclasses.replace(made, **fields)
+
+
+def test_the_penalty_for_length_is_that_of_the_longest_turn() -> None:
+    rollout = RolloutConfig(max_response_length=8, soft_overlong_tokens=4)
+    short = episode_of(*[Turn(4, 5, 0)] * 5)  # 20 sampled tokens in all
+    long = episode_of(Turn(2, 5, 0), Turn(7, 9, 0))
+    group = RolloutGroup(PROMPT, [short, long], [1.0, 1.0])
+    assert _penalize_length(group, rollout).rewards == [1.0, 1.0 - 3 / 4]
+
+
+def test_metrics_count_sampled_and_observed_tokens_turns_ends_and_failures() -> None:
+    failed = episode_of(Turn(1, 1, 0), end="deadline")
+    assert failed.episode is not None
+    failure = Score(0.0, {}, "took too long")
+    failed = dataclasses.replace(failed, episode=dataclasses.replace(failed.episode, score=failure))
+    completions = [
+        episode_of(Turn(3, 4, 0), Turn(2, 9, 7)),  # two observed between
+        episode_of(Turn(5, 4, 0), end="turns", truncated=True),
+    ]
+    scores = [Score(value, {}, "") for value in (1.0, 0.0)]
+    group = RolloutGroup(PROMPT, completions, [1.0, 0.0], scores, failed=[failed])
+    summary = _summarize([group], [group], pack([group], version=7))
+    assert summary["response_length_mean"] == summary["sampled_tokens"] / 2 == 5
+    assert summary["observed_length_mean"] == 1 and summary["turns_mean"] == 1.5
+    assert summary["branches_mean"] == 1 and summary["response_truncated_fraction"] == 0.5
+    assert summary["episode_ends"] == {
+        "answered": 1, "turns": 1, "tokens": 0, "deadline": 1, "error": 0,
+    }  # fmt: skip
+    assert (summary["episodes_failed"], summary["episode_failure"]) == (1, "took too long")
+    assert summary["prefix_cached_by_turn"] == {"1": 0, "2": 7 / 9}
+    assert summary["reward_mean"] == 0.5
+
+
+def test_a_sample_shows_which_tokens_were_read() -> None:
+    completion = episode_of(Turn(2, 4, 0), Turn(1, 8, 6))
+    group = RolloutGroup(PROMPT, [completion], [1.0], [Score(1.0, {}, "")])
+    batch = pack([group])
+    assert batch.behaviour_logprobs is not None
+
+    class Tokenizer:
+        def batch_decode(self, batch: list[list[int]]) -> list[str]:
+            return [str(token) for (token,) in batch]
+
+    (sample,) = make_samples(
+        1, [group], [batch.behaviour_logprobs + batch.loss_mask], Tokenizer(), 1
+    )
+    assert sample.ratios == [2.718, 2.718, None, None, 2.718]
+    assert sample.tokens == [str(token) for token in completion.token_ids]
+    assert sample.end == "answered"
+
+
+def test_an_episode_is_described_token_by_token() -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+            return "".join(f"<{token}>" for token in ids)
+
+    first = Completion([7], [-0.5], "", False, [1], episode=Episode([5], [True]))
+    turns = [Turn(1, 1, 0), Turn(2, 2, 1), Turn(1, 4, 3), Turn(1, 7, 6)]
+    score = Score(0.5, {"guesses": 3.0}, "")
+    episode = Episode([5, 6], [True, True, True, False, False, True], "answered", score, turns)
+    last = Completion(
+        [8, 9, 8, 30, 31, 9],
+        [-1.0, -2.0, -3.0, -4.0],
+        "",
+        False,
+        [1] * 4,
+        episode=dataclasses.replace(episode, branches=[first]),
+    )
+    assert list(describe(3, PROMPT, last, Tokenizer())) == [
+        "episode 3: answered after 4 turns, reward 0.5, guesses 3",
+        "  question: 'question'",
+        "  prompt    1 tokens: '<5>'",
+        "  sampled   1 tokens: '<7>'",
+        "            0 of 1 tokens before it were cached; log-probs:",
+        "            '<7>' -0.500",
+        "  branch 1: another history",
+        "  prompt    2 tokens: '<5><6>'",
+        "  sampled   2 tokens: '<8><9>'",
+        "            1 of 2 tokens before it were cached; log-probs:",
+        "            '<8>' -1.000  '<9>' -2.000",
+        "  sampled   1 tokens: '<8>'",
+        "            3 of 4 tokens before it were cached; log-probs:",
+        "            '<8>' -3.000",
+        "  observed  2 tokens: '<30><31>'",
+        "  sampled   1 tokens: '<9>'",
+        "            6 of 7 tokens before it were cached; log-probs:",
+        "            '<9>' -4.000",
+    ]
