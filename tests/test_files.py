@@ -39,6 +39,7 @@ OWN_WAYS = {
     "launch/status": "owner.json, which is locked, and so must stay the same file",
     "model/huggingface": "a file that `write_whole` renames",
     "commands/scaling": "a file that `write_whole` renames",
+    "rehearsal/rehearsal": "what a process is to do, through a pipe",
     "report/plots": "a picture in memory",
     "process": "a log in place of a closed output, and a file to lock",
     "rollout/preload": "the logs of processes",

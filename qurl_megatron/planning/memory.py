@@ -49,6 +49,9 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                  the output layer's shard for its gradient.
     gathered     eh per token with t > 1: the input of a layer, from all tensor-parallel ranks.
                  Without Transformer Engine Megatron keeps this memory between passes.
+    placeholders e per value of the weight of each of a layer's linear modules, of experts of one.
+                 Transformer Engine adds gradients to Megatron's buffers itself, gives autograd a
+                 placeholder of its shape, and keeps that for the next layers and passes.
     backward     e(3F/t + h) per token, with t = 1 e(3F + 2h), and the largest weight's gradient
                  before it is accumulated. Either this or the logits are in memory.
     converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
@@ -459,6 +462,7 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         "converter": _measured_bytes(architecture, config, stage)
         + _kept_bytes(architecture, config, stage),
         "gathered": gathered,
+        "placeholders": element * sum(n for rule, n, _ in parameters if rule.quantized),
         "runtime": RUNTIME_BYTES,
         "activations": activations,
         "backward": backward + element * max(n for _, n, _ in parameters),
