@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 150], help="of a turn")
     options = parser.parse_args()
-    machine.print_machine("httpx")
+    machine.print_machine("aiohttp")
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch)
         quickstart.build_model(directory / "model", seed=0)

@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import httpx
 import pytest
 
 from answering import Address
 from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.process import start_ticks
-from qurl_megatron.rollout import asking
 from qurl_megatron.rollout import fleet as fleets
+from qurl_megatron.rollout.asking import Answer, NoAnswer
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
@@ -201,13 +201,12 @@ def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
     async def answer(server: Server) -> str:
         return server.url
 
-    async def silence(request: httpx.Request) -> httpx.Response:
+    async def silence(server: Server, method: str, path: str, **_: Any) -> Answer:
         if answers_a_prompt:
             await fleet.ask(1, answer)
-        raise httpx.ReadTimeout(request.url.path)
+        raise NoAnswer(f"did not answer {path}")
 
-    http = httpx.AsyncClient(transport=httpx.MockTransport(silence))
-    monkeypatch.setattr(asking, "connect", lambda: http)
+    monkeypatch.setattr(Server, "ask", silence)
     asyncio.run(fleet._probe(member))
     assert member.state == ("serving" if answers_a_prompt else "lost")
 

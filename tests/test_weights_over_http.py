@@ -25,7 +25,8 @@ from torch import Tensor
 import sglang_loader
 from elsewhere import KEPT, KEY, description
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
-from qurl_megatron.rollout import asking, elsewhere
+from qurl_megatron.rollout import elsewhere
+from qurl_megatron.rollout.asking import Answer
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.wire import BucketHeader, Description
 from qurl_megatron.sglang_plugin import door, weights
@@ -107,9 +108,13 @@ class ServerProcess:
         app = FastAPI()
         plugin.add_routes(add_api_key_middleware, app, api_key=KEY, admin_api_key=None)
         self.http = TestClient(app)
-        monkeypatch.setattr(
-            asking, "connect", lambda: httpx.AsyncClient(transport=httpx.ASGITransport(app))
-        )
+
+        async def ask(method: str, url: str, headers: dict[str, str], **rest: Any) -> Answer:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
+                said = await http.request(method, url, headers=headers, content=rest["data"])
+            return Answer(said.status_code, said.headers["Content-Type"], said.content)
+
+        monkeypatch.setattr(elsewhere, "ask", ask)
 
     async def _update(self, request: Any) -> tuple[bool, str]:
         self.versions.append((request.weight_version, request.flush_cache))

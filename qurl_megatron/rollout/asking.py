@@ -1,7 +1,7 @@
 """One request to a server, and its answer: in time, whole, and no larger than it may be.
 
 A server that somebody else runs may do anything. It stalls no run: a time limit is of the whole
-answer, while httpx's are of each read, and a byte now and then would satisfy those. It fills no
+answer, since a byte now and then would satisfy a limit of each read. It fills no
 memory: an answer has a limit of size, and nothing is unpacked. What it says is printed on one line,
 without control characters.
 """
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
+from yarl import URL
 
 from qurl_megatron.rollout.wire import escaped, read_json
 
@@ -45,7 +46,7 @@ class Answer:
     @property
     def is_success(self) -> bool:
         """True if the server says that it did what was asked."""
-        return httpx.codes.is_success(self.status)
+        return 200 <= self.status < 300
 
     @property
     def is_json(self) -> bool:
@@ -71,26 +72,26 @@ class Answer:
 
 @functools.cache
 def certificates() -> ssl.SSLContext:
-    """Return what servers elsewhere are verified with.
-
-    A client that is not given it reads the certificates of all authorities anew, even if it only
-    speaks plain HTTP.
-    """
-    return httpx.create_ssl_context()
+    """Return what servers elsewhere are verified with: read once, since it takes milliseconds."""
+    return ssl.create_default_context()
 
 
-def connect(most: int | None = None) -> httpx.AsyncClient:
-    """Return a client with at most this many connections at a time.
+def connect(most: int = 0) -> aiohttp.TCPConnector:
+    """Return what opens at most this many connections at a time; 0: any number.
 
     It keeps none: a server closes an idle one after 5 s, maybe just when it is used again, which
-    could not be told from a server that dies. It asks no proxy that a variable such as HTTP_PROXY
-    names, which could not reach loopback, and would read what is sent there.
+    could not be told from a server that dies.
     """
-    limits = httpx.Limits(max_connections=most, max_keepalive_connections=0)
-    transport = httpx.AsyncHTTPTransport(
-        limits=limits, socket_options=KEEP_ALIVE, verify=certificates()
+    return aiohttp.TCPConnector(
+        limit=most, force_close=True, ssl=certificates(), socket_factory=_open_socket
     )
-    return httpx.AsyncClient(timeout=None, transport=transport)
+
+
+def _open_socket(address: tuple[Any, ...]) -> socket.socket:
+    opened = socket.socket(*address[:3])
+    for option in KEEP_ALIVE:
+        opened.setsockopt(*option)
+    return opened
 
 
 def transfer_s(num_bytes: int) -> float:
@@ -105,47 +106,55 @@ async def ask(
     *,
     timeout_s: float | None,
     most_bytes: int = LARGEST_ANSWER_BYTES,
-    http: httpx.AsyncClient | None = None,
+    connector: aiohttp.TCPConnector | None = None,
     **request: Any,
 ) -> Answer:
     """Send a request; return the answer, whatever its status.
+
+    It asks no proxy that a variable such as HTTP_PROXY names, which could not reach loopback, and
+    would read what is sent there.
 
     Args:
         timeout_s: time for all of it. None: any time until the answer begins, which then has
             `transfer_s`.
         most_bytes: that the answer may have.
-        http: the client to use; None: one of its own.
-        request: the rest of the request, in httpx's words.
+        connector: opens the connection; None: one of its own.
+        request: the rest of the request, in aiohttp's words.
 
     Raises:
         NoAnswer: there was none in time, or it was too large, or the connection was closed.
     """
-    path = httpx.URL(url).path
-    if http is None:
-        async with connect() as http:
-            return await ask(
-                method, url, headers, timeout_s=timeout_s, most_bytes=most_bytes, http=http,
-                **request,
-            )  # fmt: skip
-    headers = {"Accept-Encoding": "identity", **headers}
+    path = URL(url).path
     content = bytearray()
     try:
         async with (
             asyncio.timeout(timeout_s) as limit,
-            http.stream(method, url, headers=headers, **request) as response,
+            aiohttp.ClientSession(
+                connector=connector or connect(),
+                connector_owner=connector is None,
+                timeout=aiohttp.ClientTimeout(),
+                auto_decompress=False,
+            ) as session,
+            session.request(
+                method,
+                url,
+                headers={"Accept-Encoding": "identity", **headers},
+                allow_redirects=False,
+                **request,
+            ) as response,
         ):
             if timeout_s is None:
                 timeout_s = transfer_s(most_bytes)
                 limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
-            async for chunk in response.aiter_raw():
+            async for chunk in response.content.iter_any():
                 content += chunk
                 if len(content) > most_bytes:
                     raise NoAnswer(f"answered {path} with more than {most_bytes:,} bytes")
-    except (TimeoutError, httpx.TimeoutException):
+    except TimeoutError:
         within = "in time" if timeout_s is None else f"in {timeout_s:g} s"
         raise NoAnswer(f"did not answer {path} {within}") from None
-    except httpx.ConnectError as error:
+    except aiohttp.ClientConnectorError as error:
         raise NoAnswer(f"cannot be reached: {escaped(str(error))}") from None
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise NoAnswer(f"closed the connection in {path} ({error!r})") from None
-    return Answer(response.status_code, response.headers.get("Content-Type", ""), bytes(content))
+    except (aiohttp.ClientError, OSError) as error:
+        raise NoAnswer(f"closed the connection in {path} ({escaped(repr(error))})") from None
+    return Answer(response.status, response.headers.get("Content-Type", ""), bytes(content))

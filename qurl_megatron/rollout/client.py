@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-import httpx
+import aiohttp
 import pydantic
 import torch
 
@@ -76,9 +76,9 @@ class RolloutClient:
         self._routing_shape = routing_shape
         self._tokenizer = tokenizer
         self._stop_token_ids = list(stop_token_ids)
-        self._https: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, httpx.AsyncClient] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._connectors: weakref.WeakKeyDictionary[
+            asyncio.AbstractEventLoop, aiohttp.TCPConnector
+        ] = weakref.WeakKeyDictionary()
 
     def generate(
         self,
@@ -195,7 +195,7 @@ class RolloutClient:
                 json=body,
                 timeout_s=None,
                 most_bytes=self._most_bytes(body),
-                http=self._http(),
+                connector=self._connector(),
             )
         except NoAnswer as error:
             raise server.failed(str(error)) from None
@@ -261,14 +261,13 @@ class RolloutClient:
                 if len(numbers) != read * layers * experts * torch.int32.itemsize:
                     raise ValueError("not the experts of each token")
 
-    def _http(self) -> httpx.AsyncClient:
-        """Return this event loop's connections; a loop that has ended leaves none open."""
+    def _connector(self) -> aiohttp.TCPConnector:
+        """Return what opens this event loop's connections; a loop that has ended leaves none."""
         loop = asyncio.get_running_loop()
-        if loop not in self._https:
+        if loop not in self._connectors:
             # A prompt takes a connection, which is an open file. Those over the limit wait.
-            most = raise_open_file_limit() // 2
-            self._https[loop] = connect(most)
-        return self._https[loop]
+            self._connectors[loop] = connect(raise_open_file_limit() // 2)
+        return self._connectors[loop]
 
     def _completion(self, answer: _Sampled, prompt_length: int) -> Completion:
         meta = answer.meta_info

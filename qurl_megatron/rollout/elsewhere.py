@@ -17,7 +17,6 @@ from importlib.metadata import version
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
@@ -78,9 +77,9 @@ def check_servers(
     """
     for url in config.rollout.servers_at:
         try:
-            _ = urlsplit(url).port  # httpx takes any number
+            _ = urlsplit(url).port  # raises if it is none
             is_safe = is_private(url)
-        except (ValueError, httpx.InvalidURL) as error:
+        except ValueError as error:
             raise ConfigError(f"rollout.servers_at: {url} is no URL: {error}") from None
         if not (config.rollout.servers_plain_http or is_safe):
             raise ConfigError(
@@ -114,11 +113,12 @@ async def _problems(
 
 def is_private(url: str) -> bool:
     """Return whether nobody between this machine and the server can read what is sent."""
-    parts = httpx.URL(url)
-    if parts.scheme == "https" or parts.host == "localhost":
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme == "https" or host == "localhost":
         return True
     try:
-        return ipaddress.ip_address(parts.host).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name
         return False
 
@@ -217,7 +217,7 @@ def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload
                 url,
                 {**server.headers, **headers},
                 timeout_s=timeout_s + transfer_s(num_bytes),
-                content=_chunks(start, payload),
+                data=_chunks(start, payload),
             )
         )
     except NoAnswer as error:
