@@ -373,6 +373,29 @@ def test_the_longest_response_and_the_learner_share_the_steps_it_spans(max_stale
     assert state.limit == "longest response"
 
 
+def test_an_episode_that_waits_for_its_agent_is_a_longer_response() -> None:
+    waiting = dataclasses.replace(LOAD, agent_s=6.0)
+    assert steady_state(waiting, learner_s=2, max_staleness=1).step_s == pytest.approx(18 / 2)
+    assert rollout_s(waiting) == pytest.approx(rollout_s(LOAD) + 6.0)
+
+
+def test_what_an_agent_observes_is_read_once_and_not_decoded() -> None:
+    """Half of 2000 tokens: half the decoding, and 64 times 1000 tokens more to read."""
+    config = with_overrides(Config(), ["rollout.servers=1", "rollout.completions_per_prompt=1"])
+    config.rollout.agent = "a:b"
+    answer, episode = Workload(512, 2000), Workload(512, 2000, mean_observed=1000)
+    plain, turns = (
+        server_load(QWEN2, config, lengths, slots=64, publish_s=1.0)
+        for lengths in (answer, episode)
+    )
+    assert turns.token_s(64, 500) == pytest.approx(plain.token_s(64, 500) / 2)
+    read = step_time.prefill_s(QWEN2, "int8", 1, 64 * 1000)
+    assert turns.prompts_s == pytest.approx(plain.prompts_s + read)
+    assert turns.pause_s(64) > 1.0  # the next turn of each running episode reads it again
+    config.rollout.agent, config.rollout.pause_mode = "", "in_place"
+    assert server_load(QWEN2, config, answer, slots=64, publish_s=1.0).pause_s(64) == 1.0
+
+
 def test_few_slots_determine_the_step() -> None:
     """100 x 500 tokens of 10 ms in 20 slots take 25 s."""
     state = steady_state(dataclasses.replace(LOAD, slots=20), learner_s=2, max_staleness=4)

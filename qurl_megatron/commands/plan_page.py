@@ -52,8 +52,13 @@ def _describe(plan: Plan) -> Iterator[str]:
         f"A step has {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} "
         f"responses. Prompts have {workload.mean_prompt:,.0f} tokens; lengths of responses are "
         f"lognormal (deviation {workload.log_deviation:g}), with a mean of "
-        f"{workload.mean_response:,.0f} and at most {rollout.max_response_length:,} tokens."
+        f"{workload.mean_response:,.0f} and at most {plan.load.lengths.maximum:,} tokens."
     )
+    if rollout.agent:
+        yield (
+            f"A response is an episode of turns: {workload.mean_observed:,.0f} of its tokens are "
+            f"read between them, and it waits {workload.agent_s:g} s for its agent."
+        )
     yield (
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.load.slots} sequences at "
         f"once. {_describe_publish(plan.publish)} An update reaches {plan.update_mfu:.0%} of the "

@@ -49,9 +49,20 @@ def plan(
     mean_response: Annotated[
         float | None,
         typer.Option(
-            help="Mean response length, in tokens. Default: a quarter of max_response_length."
+            help="Mean response length, in tokens; of an agent, with what it observes. Default: a "
+            "quarter of max_response_length, or of the room of an episode."
         ),
     ] = None,
+    mean_observed: Annotated[
+        float | None,
+        typer.Option(
+            help="Mean number of tokens of a response that an agent observes. Default: half."
+        ),
+    ] = None,
+    agent_time: Annotated[
+        float,
+        typer.Option(help="Time that an episode waits for its agent and tools, in seconds."),
+    ] = 0.0,
     log_deviation: Annotated[
         float,
         typer.Option(
@@ -109,7 +120,9 @@ def plan(
     numbers = _numbers(gpus)
     architecture, config, given = plan_input(subject, overrides or [])
     check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
-    workload = _workload(config, mean_prompt, mean_response, log_deviation)
+    workload = _workload(
+        config, mean_prompt, mean_response, log_deviation, mean_observed, agent_time
+    )
     rows, refusals = [], {}
     for number in numbers:
         try:
@@ -150,7 +163,12 @@ def _numbers(gpus: str) -> list[int]:
 
 
 def _workload(
-    config: Config, mean_prompt: float | None, mean_response: float | None, log_deviation: float
+    config: Config,
+    mean_prompt: float | None,
+    mean_response: float | None,
+    log_deviation: float,
+    mean_observed: float | None,
+    agent_s: float,
 ) -> Workload:
     """Return the lengths that are given, and for the others what a plan assumes.
 
@@ -158,23 +176,38 @@ def _workload(
         ConfigError: a length is above its maximum in `config`, or a number is none.
     """
     from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.planning.lengths import Workload
+    from qurl_megatron.planning.lengths import Workload, longest_response
 
-    assumed = Workload.of(config)
+    assumed, rollout = Workload.of(config), config.rollout
+    longest = {"prompt": rollout.max_prompt_length, "response": longest_response(config)}
     for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
-        longest = getattr(config.rollout, f"max_{name}_length")
-        if mean is not None and not 1 <= mean <= longest:
-            raise ConfigError(
-                f"--mean-{name} {mean}: must be from 1 to rollout.max_{name}_length={longest}"
-            )
+        if mean is not None and not 1 <= mean <= longest[name]:
+            limit = f"rollout.max_{name}_length={longest[name]}"
+            if name == "response" and rollout.agent:
+                limit = f"{longest[name]}, the room of an episode behind its prompt"
+            raise ConfigError(f"--mean-{name} {mean}: must be from 1 to {limit}")
     if not 0.01 <= log_deviation <= 10:
         raise ConfigError(
             f"--log-deviation {log_deviation}: must be from 0.01 to 10; around 1 for reasoning"
         )
+    response = assumed.mean_response if mean_response is None else mean_response
+    if (mean_observed is not None or agent_s) and not rollout.agent:
+        raise ConfigError("--mean-observed and --agent-time are of a run with rollout.agent")
+    if mean_observed is None:
+        mean_observed = response * assumed.mean_observed / assumed.mean_response
+    if not 0 <= mean_observed < response:
+        raise ConfigError(
+            f"--mean-observed {mean_observed}: must be from 0 to less than the mean response, "
+            f"{response:g}"
+        )
+    if not 0 <= agent_s < 1e6:
+        raise ConfigError(f"--agent-time {agent_s}: must be a number of seconds, such as 20")
     return Workload(
         assumed.mean_prompt if mean_prompt is None else mean_prompt,
-        assumed.mean_response if mean_response is None else mean_response,
+        response,
         log_deviation,
+        mean_observed,
+        agent_s,
     )
 
 

@@ -1,6 +1,7 @@
 """A run on several numbers of GPUs, planned and measured: as a table, as CSV and as a picture."""
 
 import csv
+import dataclasses
 import io
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -55,8 +56,11 @@ def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: N
             f"{num_parameters(architecture):,} parameters, not {num_parameters(model):,}"
         )
     steps = run.steps[1:] or run.steps
-    mean_response = fmean(step["response_length_mean"] for step in steps)
-    lengths = Workload(workload.mean_prompt, mean_response, workload.log_deviation)
+    sampled = fmean(step["response_length_mean"] for step in steps)
+    observed = fmean(step.get("observed_length_mean") or 0.0 for step in steps)
+    lengths = dataclasses.replace(
+        workload, mean_response=sampled + observed, mean_observed=observed
+    )
     measured_s = {phase: median(step[f"time_{phase}_s"] for step in steps) for phase in PHASES}
     try:
         planned = plan_run(architecture, run.config, lengths, node)

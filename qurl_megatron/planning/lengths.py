@@ -1,7 +1,8 @@
 """How long prompts and responses are, which a configuration has only the maxima of.
 
 Responses are lognormal and cut off at their maximum, as a server cuts them. Prompts all have their
-mean length.
+mean length. An agent's episode is a response too: what its turns sample and what it reads between
+them, of which all episodes read the same part.
 """
 
 import math
@@ -70,11 +71,18 @@ class Workload:
     mean_prompt: float
     mean_response: float
     log_deviation: float = 1.0  # around 1 for reasoning
+    mean_observed: float = 0.0  # of the response, what an agent's policy reads
+    agent_s: float = 0.0  # seconds that an episode waits for its agent
 
     @classmethod
     def of(cls, config: Config) -> "Workload":
-        """Return what a plan assumes: half of the longest prompt, a quarter of the response."""
-        return cls(config.rollout.max_prompt_length / 2, _longest(config) / 4)
+        """Return what a plan assumes: half of the longest prompt, a quarter of the response.
+
+        Half of an agent's response is read.
+        """
+        response = longest_response(config) / 4
+        observed = response / 2 if config.rollout.agent else 0.0
+        return cls(config.rollout.max_prompt_length / 2, response, mean_observed=observed)
 
     @property
     def mean_length(self) -> float:
@@ -83,7 +91,7 @@ class Workload:
 
     def responses(self, config: Config) -> ResponseLengths:
         """Return the lengths of responses that `config` cuts off."""
-        return ResponseLengths(self.mean_response, _longest(config), self.log_deviation)
+        return ResponseLengths(self.mean_response, longest_response(config), self.log_deviation)
 
     def mean_square_length(self, config: Config) -> float:
         """Return the mean square of prompt plus response."""
@@ -91,7 +99,7 @@ class Workload:
         return prompt**2 + 2 * prompt * self.mean_response + self.responses(config).mean_square
 
 
-def _longest(config: Config) -> int:
+def longest_response(config: Config) -> int:
     """Return the most tokens after a prompt; an agent's turns and what it reads together."""
     rollout = config.rollout
     if rollout.max_episode_tokens:

@@ -18,7 +18,10 @@ are in flight. In the steady state a step takes the longest of:
 
 The number of running sequences follows from Little's law: a step adds `sequences` of them, and each
 runs for its own length. A publish pauses the servers; with `pause_mode=retract` they then read the
-context of every running sequence again.
+context of every running sequence again. So do the next turns of an agent's running episodes.
+
+An agent's observed tokens are read like prompts, each once, and cost no decoding. The longest
+episode also waits for its agent.
 
 `benchmarks/overlap.py` compares this estimate with a simulation of every sequence.
 """
@@ -43,11 +46,12 @@ class ServerLoad:
     """One server's share of a step."""
 
     token_s: Callable[[float, float], float]  # seconds per token, by sequences and their mean age
-    prompts_s: float  # seconds to read the prompts
+    prompts_s: float  # seconds to read the prompts, and what agents observe
     pause_s: Callable[[float], float]  # seconds of a publish, by the number of running sequences
     sequences: float  # responses per step
     slots: int  # sequences decoded at once
     lengths: ResponseLengths
+    agent_s: float = 0.0  # seconds that an episode waits for its agent
 
 
 def server_load(
@@ -65,32 +69,39 @@ def server_load(
     rollout = config.rollout
     size, weight_format = rollout.server.tensor_parallel_size, config.quantization.format
     lengths, value_bytes = workload.responses(config), kv_value_bytes(rollout.server)
+    sampled = 1 - workload.mean_observed / workload.mean_response
+    sequences_per_step = rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers
 
     def token_s(sequences: float, mean_age: float) -> float:
         context = sequences * (workload.mean_prompt + mean_age)
-        return decode_s(architecture, weight_format, size, sequences, context, node, value_bytes)
+        of_sampled = decode_s(
+            architecture, weight_format, size, sequences, context, node, value_bytes
+        )
+        return sampled * of_sampled
 
     def pause_s(running: float) -> float:
-        if rollout.pause_mode != "retract":
+        if rollout.pause_mode != "retract" and not rollout.agent:
             return publish_s
         context = running * (workload.mean_prompt + lengths.mean_age)
         return publish_s + prefill_s(architecture, weight_format, size, context, node)
 
-    prompt_tokens = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
+    read = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
+    read += sequences_per_step * workload.mean_observed
     return ServerLoad(
         token_s=token_s,
-        prompts_s=prefill_s(architecture, weight_format, size, prompt_tokens, node),
+        prompts_s=prefill_s(architecture, weight_format, size, read, node),
         pause_s=pause_s,
-        sequences=rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers,
+        sequences=sequences_per_step,
         slots=slots,
         lengths=lengths,
+        agent_s=workload.agent_s,
     )
 
 
 def rollout_s(load: ServerLoad) -> float:
     """Return the seconds in which a server that does nothing else samples all its responses."""
     longest, batch = load.lengths.maximum, min(load.sequences, load.slots)
-    time_s = load.prompts_s
+    time_s = load.prompts_s + load.agent_s
     if load.sequences > load.slots:
         turns = (load.sequences - load.slots) * load.lengths.mean / load.slots
         time_s += turns * load.token_s(batch, load.lengths.mean_age)
@@ -139,9 +150,10 @@ def _decode_s(load: ServerLoad, running: float) -> float:
 
 
 def _longest_s(load: ServerLoad, step_s: float, running: float) -> float:
-    """Return the seconds of a response of maximum length, including the pauses in it."""
+    """Return the seconds of a response of maximum length, with its pauses and its agent."""
     decoding = (step_s - load.prompts_s - load.pause_s(running)) / step_s
-    return load.lengths.maximum * load.token_s(running, load.lengths.mean_age) / decoding
+    response_s = load.lengths.maximum * load.token_s(running, load.lengths.mean_age)
+    return response_s / decoding + load.agent_s
 
 
 def _running(load: ServerLoad, step_s: float, most: float) -> float:
