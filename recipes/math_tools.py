@@ -77,7 +77,7 @@ async def python(code: str) -> str:
     """
     with tempfile.TemporaryDirectory() as empty:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-c", code),
+            *(sys.executable, "-I", "-u", "-c", code),
             cwd=empty,
             env={},
             stdin=asyncio.subprocess.DEVNULL,

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from conversations import chat_tokenizer
-from qurl_megatron.agents.client import AgentClient, AgentFailed, with_own_scores
+from qurl_megatron.agents.client import AgentClient, AgentFailed, _Sequence, with_own_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
@@ -183,6 +184,23 @@ def test_an_episode_has_what_was_sampled_and_what_was_observed_in_between(play: 
     assert (
         episode_of(episode).end == "answered" and not episode.truncated and episode.text == "of 4"
     )
+
+
+def test_a_token_keeps_the_experts_of_the_pass_that_sampled_the_next() -> None:
+    """Later turns read it again, with the experts of another pass, perhaps of other weights."""
+
+    def turn(ids: list[int], read: int, expert: int) -> Completion:
+        experts = torch.full((read, 2, 1), expert, dtype=torch.int16)
+        return Completion(ids, [-1.0] * len(ids), "", False, [1] * len(ids), experts)
+
+    sequence = _Sequence([1, 2])
+    sequence.sample(turn([3, 4], 3, 7))
+    sequence.observe([5])
+    sequence.sample(turn([6], 5, 8))
+    sequence.observe([9])  # nothing is sampled after it
+    episode = sequence.completion()
+    assert episode.token_ids == [3, 4, 5, 6] and episode.routed_experts is not None
+    assert episode.routed_experts[:, 0, 0].tolist() == [7, 7, 7, 8, 8]
 
 
 def test_a_new_beginning_opens_a_branch(play: Play) -> None:

@@ -152,6 +152,13 @@ FIELDS = rows(r"""
     rollout.stages.9=[1]                    rollout.stages.9=[1]: input should be a dictionary
     rollout.max_staleness=2 & objective.objective=on_policy  on_policy treats every token as sampled
     rollout.routing=replay                  rollout.routing=replay: the model has no experts
+    rollout.agent=play                      rollout.agent=play: an agent is FILE.py:NAME or
+    rollout.agent=nowhere.py:play           nowhere.py
+    rollout.agent=no_such_module:play       No module named 'no_such_module'
+    rollout.agent=json:play                 agent=json:play: ImportError: json has no function play
+    rollout.agent=json:dumps                agent=json:dumps: TypeError: it is not async; expected
+    rollout.max_turns=3                     rollout.max_turns=3: there is no agent; give
+    rollout.agent=json:dumps & rollout.max_episode_tokens=9999  the model has 512 positions
     rollout.servers=0                       nobody samples; give servers, or rollout.servers_at
     rollout.min_servers=3 & rollout.servers_at=[http://a:1]  at most rollout.servers=1 plus 1
     rollout.servers_at=[http://a:1,http://a:1]  rollout.servers_at: lists a server twice
@@ -262,6 +269,11 @@ COMMANDS = rows("""
     eval model                                     Missing argument
     eval nowhere problems.jsonl                    model directory 'nowhere' does not exist
     eval model k=1                                 data: missing
+    eval model problems.jsonl agent=json:dumps max_prompt_length=9 max_response_length=9  not async
+    eval model problems.jsonl max_turns=3          max_turns=3: there is no agent; give agent, or
+    eval model problems.jsonl agent=json:dumps max_episode_tokens=999  model has 512 positions
+    agent json:dumps --model nowhere --data problems.jsonl  'nowhere' does not exist
+    agent json:dumps --model model --data problems.jsonl --episodes 0  '--episodes'
     eval model no_such.jsonl max_prompt_length=99 max_response_length=99  no_such.jsonl
     eval model problems.jsonl k=-1                 k=-1
     eval model problems.jsonl format=int3          format=int3

@@ -205,6 +205,13 @@ def test_tokens_are_coloured_by_their_ratio() -> None:
     assert spans == [("213, 94, 0, 0.53", "1.5", " b"), ("43, 140, 214, 0.80", "0.25", "c")]
 
 
+def test_what_an_agent_read_is_grey_and_has_no_ratio() -> None:
+    page = samples_section(record([sample_of(1, ratios=[1.0, None, 1.5])]))
+    _, card = page.split('<section class="card">')
+    assert '<span class="read"> b</span>' in card and card.count("title=") == 1
+    assert "Grey tokens were read, not sampled" in page
+
+
 def test_each_kind_shows_its_first_middle_and_last_completion() -> None:
     samples = [sample_of(step, kind) for step in range(1, 8) for kind in KINDS[:2]]
     page = samples_section(record(samples + [sample_of(9, "cut off")]))

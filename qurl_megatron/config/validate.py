@@ -8,6 +8,7 @@ from pathlib import Path
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
+    AgentConfig,
     Config,
     ConfigError,
     LearnerConfig,
@@ -256,6 +257,36 @@ def validate_lengths(
         )
 
 
+def validate_agent(
+    agent: AgentConfig, architecture: Architecture, max_prompt_length: int, section: str = ""
+) -> None:
+    """Check that there is an agent if it has settings, and that its episodes have room.
+
+    `section` is that of its fields in error messages, such as `rollout.`.
+
+    Raises:
+        ConfigError: not so; the message names the field.
+    """
+    of_agents = ("max_turns", "max_episode_tokens", "agent_workers", "agent_episodes")
+    idle = next((name for name in of_agents if getattr(agent, name)), None)
+    if idle and not agent.agent:
+        raise ConfigError(
+            f"{section}{idle}={getattr(agent, idle)}: there is no agent; give {section}agent, or "
+            "leave it out"
+        )
+    positions, longest = architecture.max_position_embeddings, agent.max_episode_tokens
+    if longest > positions:
+        raise ConfigError(
+            f"{section}max_episode_tokens={longest}: the model has {positions} positions; set it "
+            f"to {positions} or less"
+        )
+    if 0 < longest <= max_prompt_length:
+        raise ConfigError(
+            f"{section}max_episode_tokens={longest}: a prompt of {section}max_prompt_length="
+            f"{max_prompt_length} leaves no room for a turn; set it higher"
+        )
+
+
 def validate_resume(saved: Config, config: Config) -> None:
     """Check that a run saved under `saved` can resume under `config`.
 
@@ -321,19 +352,6 @@ def _validate_fields(config: Config) -> None:
             "the model before its warm-up; set it to 0, or warmup.max_steps=0"
         )
 
-    of_agents = ("max_turns", "max_episode_tokens", "agent_workers", "agent_episodes")
-    idle = next((name for name in of_agents if getattr(rollout, name)), None)
-    if idle and not rollout.agent:
-        raise ConfigError(
-            f"rollout.{idle}={getattr(rollout, idle)}: there is no agent; give rollout.agent, or "
-            "leave it out"
-        )
-    if rollout.agent and rollout.max_prompt_length >= rollout.max_length:
-        raise ConfigError(
-            f"rollout.max_episode_tokens={rollout.max_episode_tokens}: a prompt of "
-            f"rollout.max_prompt_length={rollout.max_prompt_length} leaves no room for a turn; set "
-            "it higher"
-        )
     if rollout.agent and warmup.max_steps:
         raise ConfigError(
             f"warmup.max_steps={warmup.max_steps}: the warm-up trains on answers, and the episodes "
@@ -400,12 +418,7 @@ def _validate_model(config: Config) -> Architecture:
     responses = {"rollout.": rollout.max_response_length}
     for first, stage in rollout.stages.items():
         responses[f"rollout.stages.{first}."] = stage.max_response_length
-    positions = architecture.max_position_embeddings
-    if rollout.max_episode_tokens > positions:
-        raise ConfigError(
-            f"rollout.max_episode_tokens={rollout.max_episode_tokens}: the model has {positions} "
-            f"positions; set it to {positions} or less"
-        )
+    validate_agent(rollout, architecture, rollout.max_prompt_length, "rollout.")
     for section, length in responses.items():
         validate_lengths(architecture, rollout.max_prompt_length, length, "rollout.", section)
     for layer in config.quantization.uaq.layer_scales:

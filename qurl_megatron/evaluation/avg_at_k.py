@@ -46,7 +46,7 @@ from qurl_megatron.config.schema import (
     ServerConfig,
     WeightFormat,
 )
-from qurl_megatron.config.validate import validate_lengths, validate_server
+from qurl_megatron.config.validate import validate_agent, validate_lengths, validate_server
 from qurl_megatron.config.values import (
     Count,
     CountOrZero,
@@ -239,6 +239,7 @@ def check(config: EvalConfig) -> None:
     model = Path(config.model)
     architecture = Architecture.from_directory(model / "model" if _is_checkpoint(model) else model)
     validate_server("server", config.server, architecture, config.format, config.max_length)
+    validate_agent(config, architecture, config.max_prompt_length)
     validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
 
 
