@@ -9,6 +9,7 @@ the agents, and how long it took.
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -94,7 +95,8 @@ def main() -> None:
         answering = subprocess.Popen([sys.executable, "-c", ANSWERS, str(port)])
         try:
             server = Server(
-                url=f"http://127.0.0.1:{port}", pid=os.getpid(),
+                url=f"http://127.0.0.1:{port}", api_key="none", machine=socket.gethostname(),
+                pid=os.getpid(),
                 start_ticks=start_ticks(os.getpid()), log_file=f"{directory}/log",
             )  # fmt: skip
             fleet = Fleet("rollout", {0: server}, loaded=True)

@@ -132,6 +132,7 @@ async def ask(
             aiohttp.ClientSession(
                 connector=connector or connect(),
                 connector_owner=connector is None,
+                cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(),
                 auto_decompress=False,
             ) as session,
