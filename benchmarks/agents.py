@@ -8,6 +8,7 @@ the agents, and how long it took.
 """
 
 import argparse
+import gc
 import os
 import socket
 import subprocess
@@ -111,6 +112,7 @@ def main() -> None:
                     for each in psutil.Process().children()
                     if "agents.worker" in " ".join(each.cmdline())
                 ]
+                gc.freeze()  # as the loop does
                 for tokens in options.tokens:
                     print(f"turns of {tokens} tokens", flush=True)
                     chosen = argparse.Namespace(turns=options.turns, tokens=tokens)

@@ -3,6 +3,7 @@
 A run can begin with a supervised warm-up of the learner.
 """
 
+import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -165,6 +166,11 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             files=prompts.files,
             warmup_check=warmup_check,
         )
+    if agents:
+        # Episodes make many objects. A full collection would visit all that was imported, which is
+        # a third of what a turn costs: `benchmarks/agents.py`.
+        gc.collect()
+        gc.freeze()
     return Run(
         learner=learner,
         critic=critic,
