@@ -54,11 +54,11 @@ def test_a_toolkit_of_the_machine_comes_before_the_packages_and_cuda_home_before
 ) -> None:
     system, on_path, given = (make_toolkit(tmp_path / name) for name in ("usr", "path", "given"))
     monkeypatch.setattr(toolkit, "SYSTEM", system)
-    assert toolkit.find_toolkit(tmp_path) == (system, {})
+    assert toolkit.find_toolkit(tmp_path) == system
     monkeypatch.setenv("PATH", f"{on_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    assert toolkit.find_toolkit(tmp_path) == (on_path, {})
+    assert toolkit.find_toolkit(tmp_path) == on_path
     monkeypatch.setenv("CUDA_HOME", str(given))
-    assert toolkit.find_toolkit(tmp_path) == (given, {})
+    assert toolkit.find_toolkit(tmp_path) == given
 
 
 def test_an_incomplete_toolkit_is_passed_over_unless_it_was_named(
@@ -67,8 +67,7 @@ def test_an_incomplete_toolkit_is_passed_over_unless_it_was_named(
     part = make_toolkit(tmp_path / "part")
     (part / "lib64" / "libcudart.so").unlink()
     monkeypatch.setattr(toolkit, "SYSTEM", part)
-    root, _ = toolkit.find_toolkit(tmp_path)
-    assert root != part
+    assert toolkit.find_toolkit(tmp_path) != part
     monkeypatch.setenv("CUDA_HOME", str(part))
     with pytest.raises(ConfigError, match=r"^CUDA_HOME=.*it has no lib64/libcudart.so; unset"):
         plan(tmp_path).environment()
