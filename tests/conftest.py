@@ -21,7 +21,7 @@ LONGEST_FILES = [
     "test_transformer_engine_layers",
     "test_scale",
     "test_rehearsal",
-    "test_toolkit",
+    "test_gpu_start",
     "test_experiment",
     "test_cli",
     "test_reshard",
