@@ -51,7 +51,7 @@ LAYOUTS = {
     "few experts a rank": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2
         learner.data_parallel_size=4 learner.expert_parallel_size=8""",
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
-        advantage_estimator=gae""",
+        advantage_estimator=gae quantization.format=int4""",
 }
 IN_CI = ("packs", "context", "virtual", "experts")
 
@@ -72,7 +72,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     names = arguments.names or list(LAYOUTS)
-    print("layout, rank: GiB traced and planned; waits, kernels of update and publish; CPU")
+    print(
+        "layout, rank: GiB traced, and the plan's error; waits, kernels of update and publish; CPU"
+    )
     for name, played in zip(
         names, play([rehearsal(name, arguments.layers) for name in names]), strict=True
     ):
@@ -81,9 +83,8 @@ def main() -> None:
             print(played.error)
             continue
         for peak, traced in played.traced.items():
-            planned = played.planned[peak]
-            off = planned / traced - 1
-            print(f"{peak} {traced / GIB:.2f} {planned / GIB:.2f} {off:+.1%}; ", end="")
+            off = f" {played.planned[peak] / traced - 1:+.1%}" if played.planned else ""
+            print(f"{peak} {traced / GIB:.2f}{off}; ", end="")
         for phase in (played.phases["update"], played.phases["publish"]):
             waits = Counter(phase["waits"]).total() + Counter(phase["copies"]).total()
             print(f"{waits} waits, {Counter(phase['kernels']).total():,} kernels; ", end="")

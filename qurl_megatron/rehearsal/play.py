@@ -121,7 +121,10 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
             learner.update(part, loss, temperature=config.rollout.temperature)
         del parts, part
     trace.start("publish")
-    publish(None if config.quantization.publish == "full" else 1)
+    publish(None)
+    if config.quantization.publish != "full":
+        trace.start("delta")
+        publish(1)
     trace.start("end")
 
 

@@ -217,7 +217,12 @@ class Trace(TorchDispatchMode):
     def fake_like(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor of another process, whose memory does not count here."""
         with self._fake:
-            return torch.empty_like(tensor)
+            fake = torch.empty_like(tensor)
+        storage = fake.untyped_storage()
+        key = storage._cdata
+        gone = weakref.ref(storage, lambda _: self._remove(key))
+        self._storages[key] = (0, "another process", gone)
+        return fake
 
     def fake_on_host(self, shape: list[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor on the CPU without values, such as a weight that is not read."""
