@@ -32,10 +32,11 @@ LAYOUTS = {
         quantization.format=fp8 quantization.publish=delta""",
     "virtual": """Qwen2.5-32B 4 0 learner.tensor_parallel_size=2 learner.pipeline_parallel_size=2
         learner.virtual_pipeline_parallel_size=2 learner.data_parallel_size=2
-        learner.recompute=full learner.recompute_layers=1 quantization.format=fp8-block""",
-    "experts": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2 learner.data_parallel_size=8
-        learner.expert_parallel_size=8 learner.expert_tensor_parallel_size=2
-        quantization.transport=direct""",
+        learner.recompute=full learner.recompute_layers=1 quantization.format=fp8-block
+        optimizer.minibatches_per_step=1""",
+    "experts": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2 learner.data_parallel_size=32
+        learner.expert_parallel_size=32 learner.expert_tensor_parallel_size=2
+        quantization.transport=direct optimizer.minibatches_per_step=1""",
     "32b on 64": """Qwen2.5-32B 8 0 learner.tensor_parallel_size=8
         learner.pipeline_parallel_size=4 learner.data_parallel_size=2""",
     "last stage": """Qwen2.5-32B 8 24 learner.tensor_parallel_size=8

@@ -46,8 +46,8 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                  Without fused kernels (on a CPU): norms keep float32 tensors and SwiGLU 2eF/t more,
                  and selective drops those too.
     logits       Computed in chunks of at most 2^26 values (`device.logit_chunk_elements`). The
-                 forward pass takes 8 B per value; the backward pass takes 6 B, and 6 B per value of
-                 the output layer's shard for its gradient.
+                 forward pass takes 12 B per value, the backward pass 6 B, and 6 B per value of the
+                 output layer's shard for its gradient.
     gathered     eh per token with t > 1: the input of a layer, from all tensor-parallel ranks.
                  Without Transformer Engine Megatron keeps this memory between passes.
     workspaces   32 MiB for the products of Transformer Engine, and as much for those of experts.
@@ -456,7 +456,7 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         activations += tokens * (2 * element * hidden + 4) // size  # final norm, its output
         vocabulary_rows = architecture.padded_vocab_size(size) // size
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
-        logits = max(8 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
+        logits = max(12 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
     intermediate = architecture.active_intermediate_size
     gathered = element * tokens * hidden if size > 1 else 0
     backward = element * tokens * (3 * intermediate // size + 2 * hidden) - gathered

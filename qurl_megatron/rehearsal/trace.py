@@ -218,10 +218,7 @@ class Trace(TorchDispatchMode):
         """Return a fake tensor of another process, whose memory does not count here."""
         with self._fake:
             fake = torch.empty_like(tensor)
-        storage = fake.untyped_storage()
-        key = storage._cdata
-        gone = weakref.ref(storage, lambda _: self._remove(key))
-        self._storages[key] = (0, "another process", gone)
+        self._add(fake.untyped_storage(), counts=False)
         return fake
 
     def fake_on_host(self, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -238,10 +235,12 @@ class Trace(TorchDispatchMode):
                 if storage._cdata not in self._storages:
                     self._add(storage)
 
-    def _add(self, storage: Any) -> None:
+    def _add(self, storage: Any, *, counts: bool = True) -> None:
         key = storage._cdata
         gone = weakref.ref(storage, lambda _: self._remove(key))
         self._storages[key] = (0, purpose(), gone)
+        if not counts:
+            return
         if self._fusing is None:
             self._resize(key, storage.nbytes())
         else:
