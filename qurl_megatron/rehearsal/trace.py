@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -216,7 +216,7 @@ class Trace(TorchDispatchMode):
 
     def fake_like(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor of another process, whose memory does not count here."""
-        with self._fake:
+        with _disable_current_modes(), self._fake:
             fake = torch.empty_like(tensor)
         self._add(fake.untyped_storage(), counts=False)
         return fake
