@@ -17,6 +17,9 @@ from qurl_megatron.report.plots import read_run
 
 DEEP = "[" * 5_000
 LONG = "9" * 5_000
+BILLION = "\n".join(  # values, of which each line has nine times those of the line before
+    [f"a0: &a0 [{'x, ' * 9}]"] + [f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 9)]
+)
 LINES = {  # a line of metrics.jsonl, and what is said of it
     "{broken": "not JSON",
     "[1, 2]": "should be an object",
@@ -73,7 +76,7 @@ def test_a_broken_file_is_named_and_the_others_are_shown(
         assert status(run_dir).startswith("step 40 of 100")
 
 
-@pytest.mark.parametrize("text", [DEEP, f"steps: {LONG}", "steps: x", "- 1", "\x00"])
+@pytest.mark.parametrize("text", [DEEP, f"steps: {LONG}", "steps: x", "- 1", "\x00", BILLION])
 def test_a_broken_configuration_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/config.yaml: ") as refused:
