@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--slack", type=float, default=1.0, help="seconds, for a busy machine")
     arguments = parser.parse_args()
     machine.print_machine("torch", "sglang", "megatron-core")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's would be inherited
     names, is_wrong = arguments.signals.split(","), False
     with tempfile.TemporaryDirectory(prefix="qurl-signals-") as scratch:
         home = Path(scratch)

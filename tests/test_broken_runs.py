@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.status import newest_logs, slurm_jobs, status
 from qurl_megatron.learner.checkpoint import CheckpointError, read_state
+from qurl_megatron.report.page import write_report
 from qurl_megatron.report.plots import read_run
 
 DEEP = "[" * 5_000
@@ -141,3 +143,42 @@ def test_a_broken_state_of_a_checkpoint_is_one_line_with_a_way_out(
     with pytest.raises(CheckpointError, match=f"^{tmp_path}/state.json: .*; remove ") as refused:
         read_state(tmp_path)
     assert len(str(refused.value).splitlines()) == 1
+
+
+AVERAGE = {"mean": 0.5, "standard_error": 0.1}
+HOSTILE = [  # metrics of a step, and what is said of them
+    ({"evaluation": {"aime": {"Avg@1": {}}}}, "evaluation.aime.Avg@1: "),
+    ({"evaluation": {"aime": {"Avg@1": AVERAGE | {"standard_error": -1.0}}}}, "aime.Avg@1: "),
+    ({"evaluation": {"aime": {"Avg@1": AVERAGE | {"mean": 10**400}}}}, "larger than any number"),
+    ({"by_lag": []}, "by_lag: "),
+    ({"reward_counts": [[0.0, 0]]}, "reward_counts.0.1: "),
+    ({"reward_counts": [[float("inf"), 2]]}, "reward_counts.0.0: "),
+    ({"step": -5}, "step: "),
+    ({"step": 10**400}, "larger than any number"),
+    ({"grad_norm": 1e308}, "larger than any number"),
+]
+
+
+@pytest.mark.parametrize(("metrics", "reason"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_step_with_a_hostile_value_is_named_and_left_out(
+    metrics: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", late=metrics)
+    assert len(read_run(run_dir).steps) == 30
+    assert reason in capsys.readouterr().err
+
+
+def test_a_report_shows_hostile_names_and_infinities_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "<script>$\\frac{\0"
+    metrics = {
+        "evaluation": {name: {name: AVERAGE}},
+        "by_lag": {"0": {}, name: {"token_fraction": float("nan")}},
+        "stale_token_fraction": 0.5,
+        "grad_norm": float("inf"),
+    }
+    page = tmp_path / "page.html"
+    write_report([write_run(tmp_path / "run", late=metrics)], page)
+    assert "&lt;script&gt;$" in page.read_text() and "<script>$" not in page.read_text()
+    assert not capsys.readouterr().err
