@@ -29,6 +29,7 @@ import ctypes
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -152,7 +153,8 @@ class Fuzz:
             outcome.hangs.append(f"{given}: {why}")
         else:
             outcome.refused += why == 2
-            lines = [line for line in shown.splitlines() if line.startswith("qurl: ")]
+            # What is broken in a run's directory is named and left out, and then nothing may be left.
+            lines = re.findall(r"^qurl: (?!.*left out)", shown, flags=re.MULTILINE)
             if "Traceback" in shown or why not in (0, 1, 2) or (why == 2 and len(lines) != 1):
                 outcome.tracebacks.append(f"{given}: code {why}: {shown.strip()[-300:]!r}")
         outcome.orphans += [f"{given}: {name}" for name in _end_children()]
@@ -177,10 +179,6 @@ class Fuzz:
         path = self.work / "runs" / "run" / name
         path.write_bytes(content)
         self.command(outcome, command, "runs/run", of=f"{name} {content[:100]!r}: ")
-        if not outcome.is_good:
-            outcome.tracebacks[-1:] = [
-                f"{name} {content[:100]!r}: {each}" for each in outcome.tracebacks[-1:]
-            ]
 
     def bodies(self, outcome: Outcome, request: tuple[tuple[str, str], bool, bytes]) -> None:
         (method, path), has_run, body = request

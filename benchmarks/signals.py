@@ -185,8 +185,8 @@ def run_cell(home: Path, command: str, phase: str, name: str, slack_s: float) ->
                 time.sleep(AT_ONCE_S)
                 if process.poll() is not None:
                     return f"WRONG: {process.returncode}"
-                process.send_signal(signal.SIGTERM)
-                number = signal.SIGTERM
+                number, sent_at = signal.SIGTERM, time.monotonic()
+                process.send_signal(number)
             code = process.wait(timeout=LIMIT_S)
             took_s = time.monotonic() - sent_at
             return judge(cell, command, phase, number, code, took_s, slack_s, mark)
