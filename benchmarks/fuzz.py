@@ -153,7 +153,7 @@ class Fuzz:
             outcome.hangs.append(f"{given}: {why}")
         else:
             outcome.refused += why == 2
-            # What is broken in a run's directory is named and left out, and then nothing may be left.
+            # What is broken in a run's directory is named and left out: that is no refusal.
             lines = re.findall(r"^qurl: (?!.*left out)", shown, flags=re.MULTILINE)
             if "Traceback" in shown or why not in (0, 1, 2) or (why == 2 and len(lines) != 1):
                 outcome.tracebacks.append(f"{given}: code {why}: {shown.strip()[-300:]!r}")
