@@ -53,8 +53,8 @@ RUNS_OF_PHASES = {"warm-up": EVALUATED + WARMED_UP, "evaluation": EVALUATED, "en
 SERVER = ["server.max_total_tokens=20000", "server.mem_fraction_static=0.3"]
 RUNS = ("train", "launch")
 OTHERS = {
-    "eval": "eval model problems.jsonl reward=exact k=32 max_prompt_length=64".split()
-    + ["max_response_length=300", "output=out", "server.max_running_requests=8", *SERVER],
+    "eval": "eval model problems.jsonl reward=exact k=4 max_prompt_length=64".split()
+    + ["max_response_length=200", "output=out", "server.max_running_requests=8", *SERVER],
     "mismatch": "mismatch model problems.jsonl --prompts 40 --max-response 400".split(),
     "serve": ["serve", "model", "key_file=key", *SERVER],
 }
