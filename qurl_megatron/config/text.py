@@ -117,8 +117,7 @@ def _from_yaml(text: str | bytes) -> Any:
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
-                where = event.start_mark
-                raise yaml.MarkedYAMLError(problem="aliases are refused", problem_mark=where)
+                raise ValueError(f"the alias *{event.anchor} is refused")
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
