@@ -515,6 +515,7 @@ def peaks(parts: dict[str, int]) -> dict[str, int]:
     `parts` are from `learner_memory`.
     """
     in_layer = max(parts["backward"], parts.get("exchange", 0))
+    scored = min(parts["logits"], 12 * LOGIT_CHUNK_ELEMENTS)  # by a forward pass
     # The logits' gradients are gone when that of the last layer is computed.
     in_passes = parts["activations"] + max(in_layer, parts["logits"])
     buckets, between = parts["buckets"], parts.get(OFFLOADED, 0)
@@ -522,7 +523,8 @@ def peaks(parts: dict[str, int]) -> dict[str, int]:
     static = sum(num_bytes for name, num_bytes in parts.items() if name not in not_kept)
     return {
         "kept": static + between,
-        "score": static + between + in_layer,  # an offloaded optimizer is still there
+        # An offloaded optimizer is still there.
+        "score": static + between + max(in_layer, scored),
         "update": static + max(in_passes, between),
         "publish": static + between + buckets,
     }
