@@ -8,11 +8,11 @@ BY_FILE = --dist loadfile --no-loadscope-reorder
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
-test: lint docs test-fast  # tests/e2e often waits: two workers would leave cores idle
+test: lint docs test-fast  # tests often wait: two workers would leave cores idle
 	$(PYTEST) -n 3 $(BY_FILE) tests/e2e
 
 test-fast: .venv/ready  # all that start no server
-	$(PYTEST) -n 2 $(BY_FILE) --ignore tests/e2e --ignore tests/slurm tests
+	$(PYTEST) -n 3 $(BY_FILE) --ignore tests/e2e --ignore tests/slurm tests
 
 test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
 	$(PYTEST) tests/slurm

@@ -32,10 +32,11 @@ LAYOUTS = {
         quantization.format=fp8 quantization.publish=delta""",
     "virtual": """Qwen2.5-32B 4 0 learner.tensor_parallel_size=2 learner.pipeline_parallel_size=2
         learner.virtual_pipeline_parallel_size=2 learner.data_parallel_size=2
-        learner.recompute=full learner.recompute_layers=1 quantization.format=fp8-block""",
-    "experts": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2 learner.data_parallel_size=8
-        learner.expert_parallel_size=8 learner.expert_tensor_parallel_size=2
-        quantization.transport=direct""",
+        learner.recompute=full learner.recompute_layers=1 quantization.format=fp8-block
+        optimizer.minibatches_per_step=1""",
+    "experts": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2 learner.data_parallel_size=32
+        learner.expert_parallel_size=32 learner.expert_tensor_parallel_size=2
+        quantization.transport=direct optimizer.minibatches_per_step=1""",
     "32b on 64": """Qwen2.5-32B 8 0 learner.tensor_parallel_size=8
         learner.pipeline_parallel_size=4 learner.data_parallel_size=2""",
     "last stage": """Qwen2.5-32B 8 24 learner.tensor_parallel_size=8
@@ -51,7 +52,7 @@ LAYOUTS = {
     "few experts a rank": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2
         learner.data_parallel_size=4 learner.expert_parallel_size=8""",
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
-        advantage_estimator=gae""",
+        advantage_estimator=gae quantization.format=int4""",
 }
 IN_CI = ("packs", "context", "virtual", "experts")
 
@@ -72,7 +73,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     names = arguments.names or list(LAYOUTS)
-    print("layout, rank: GiB traced and planned; waits, kernels of update and publish; CPU")
+    print(
+        "layout, rank: GiB traced, and the plan's error; waits, kernels of update and publish; CPU"
+    )
     for name, played in zip(
         names, play([rehearsal(name, arguments.layers) for name in names]), strict=True
     ):
@@ -81,9 +84,8 @@ def main() -> None:
             print(played.error)
             continue
         for peak, traced in played.traced.items():
-            planned = played.planned[peak]
-            off = planned / traced - 1
-            print(f"{peak} {traced / GIB:.2f} {planned / GIB:.2f} {off:+.1%}; ", end="")
+            off = f" {played.planned[peak] / traced - 1:+.1%}" if played.planned else ""
+            print(f"{peak} {traced / GIB:.2f}{off}; ", end="")
         for phase in (played.phases["update"], played.phases["publish"]):
             waits = Counter(phase["waits"]).total() + Counter(phase["copies"]).total()
             print(f"{waits} waits, {Counter(phase['kernels']).total():,} kernels; ", end="")

@@ -20,6 +20,7 @@ from typing import Any
 import pydantic
 
 PARTIAL = ".partial"
+LARGEST = 2.0**128  # as float32 has it
 # What is below them belongs to the system. Memory that processes share is ordinary space.
 SYSTEM = "bin boot dev etc lib lib32 lib64 proc sbin sys usr/bin usr/include usr/lib usr/lib32 \
 usr/lib64 usr/libexec usr/sbin usr/share".split()
@@ -113,9 +114,25 @@ def _parse(text: str, kind: Any) -> dict[str, Any]:
     Raises:
         ValueError, RecursionError: it is not of that form.
     """
-    content: dict[str, Any] = json.loads(text)
+    content: dict[str, Any] = json.loads(
+        text,
+        parse_int=functools.partial(_number, int),
+        parse_float=functools.partial(_number, float),
+    )
     _adapter(kind).validate_json(text, strict=True)
     return content
+
+
+def _number(convert: Callable[[str], float], text: str) -> float:
+    """Return a number that sums and plots can hold.
+
+    Raises:
+        ValueError: it is larger than every float32.
+    """
+    number = convert(text)
+    if abs(number) > LARGEST:
+        raise ValueError(f"{text[:20]}: larger than any number that a run has")
+    return number
 
 
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from qurl_megatron import device
+from qurl_megatron.rollout import toolkit
+
 # What SGLang's libraries look up in the driver. The stub's functions fail, and none is called.
 FUNCTIONS = """
 cuCtxFromGreenCtx cuCtxPopCurrent_v2 cuCtxPushCurrent_v2 cuDevResourceGenerateDesc
@@ -16,6 +19,19 @@ cuDevSmResourceSplitByCount cuDeviceGetCount cuDeviceGetDevResource cuDriverGetV
 cuGetErrorName cuGetErrorString cuGetProcAddress cuGetProcAddress_v2 cuGreenCtxCreate
 cuGreenCtxDestroy cuGreenCtxGetDevResource cuInit cuPointerGetAttribute cuStreamCreate
 """.split()
+
+
+def leave_only_packages(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Let the machine have a GPU, no toolkit but the packages', and `directory` as its /tmp."""
+    toolkit.environment.cache_clear()
+    for name in ("CUDA_HOME", "CUDA_PATH", "SGLANG_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    folders = os.environ["PATH"].split(os.pathsep)
+    without = [folder for folder in folders if not (Path(folder) / "nvcc").exists()]
+    monkeypatch.setenv("PATH", os.pathsep.join(without))
+    monkeypatch.setattr(toolkit, "SYSTEM", directory / "no toolkit")
+    monkeypatch.setattr(toolkit.tempfile, "tempdir", str(directory))
+    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
 
 
 def run(

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +14,14 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.status import newest_logs, slurm_jobs, status
 from qurl_megatron.learner.checkpoint import CheckpointError, read_state
+from qurl_megatron.report.page import write_report
 from qurl_megatron.report.plots import read_run
 
 DEEP = "[" * 5_000
 LONG = "9" * 5_000
+BILLION = "\n".join(  # values, of which each line has nine times those of the line before
+    [f"a0: &a0 [{'x, ' * 9}]"] + [f"a{n}: &a{n} [{f'*a{n - 1}, ' * 9}]" for n in range(1, 9)]
+)
 LINES = {  # a line of metrics.jsonl, and what is said of it
     "{broken": "not JSON",
     "[1, 2]": "should be an object",
@@ -73,7 +78,7 @@ def test_a_broken_file_is_named_and_the_others_are_shown(
         assert status(run_dir).startswith("step 40 of 100")
 
 
-@pytest.mark.parametrize("text", [DEEP, f"steps: {LONG}", "steps: x", "- 1", "\x00"])
+@pytest.mark.parametrize("text", [DEEP, f"steps: {LONG}", "steps: x", "- 1", "\x00", BILLION])
 def test_a_broken_configuration_is_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/config.yaml: ") as refused:
@@ -138,3 +143,42 @@ def test_a_broken_state_of_a_checkpoint_is_one_line_with_a_way_out(
     with pytest.raises(CheckpointError, match=f"^{tmp_path}/state.json: .*; remove ") as refused:
         read_state(tmp_path)
     assert len(str(refused.value).splitlines()) == 1
+
+
+AVERAGE = {"mean": 0.5, "standard_error": 0.1}
+HOSTILE = [  # metrics of a step, and what is said of them
+    ({"evaluation": {"aime": {"Avg@1": {}}}}, "evaluation.aime.Avg@1: "),
+    ({"evaluation": {"aime": {"Avg@1": AVERAGE | {"standard_error": -1.0}}}}, "aime.Avg@1: "),
+    ({"evaluation": {"aime": {"Avg@1": AVERAGE | {"mean": 10**400}}}}, "larger than any number"),
+    ({"by_lag": []}, "by_lag: "),
+    ({"reward_counts": [[0.0, 0]]}, "reward_counts.0.1: "),
+    ({"reward_counts": [[float("inf"), 2]]}, "reward_counts.0.0: "),
+    ({"step": -5}, "step: "),
+    ({"step": 10**400}, "larger than any number"),
+    ({"grad_norm": 1e308}, "larger than any number"),
+]
+
+
+@pytest.mark.parametrize(("metrics", "reason"), HOSTILE, ids=range(len(HOSTILE)))
+def test_a_step_with_a_hostile_value_is_named_and_left_out(
+    metrics: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "run", late=metrics)
+    assert len(read_run(run_dir).steps) == 30
+    assert reason in capsys.readouterr().err
+
+
+def test_a_report_shows_hostile_names_and_infinities_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "<script>$\\frac{\0"
+    metrics = {
+        "evaluation": {name: {name: AVERAGE}},
+        "by_lag": {"0": {}, name: {"token_fraction": float("nan")}},
+        "stale_token_fraction": 0.5,
+        "grad_norm": float("inf"),
+    }
+    page = tmp_path / "page.html"
+    write_report([write_run(tmp_path / "run", late=metrics)], page)
+    assert "&lt;script&gt;$" in page.read_text() and "<script>$" not in page.read_text()
+    assert not capsys.readouterr().err

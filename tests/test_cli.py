@@ -171,3 +171,16 @@ def test_a_command_reads_and_writes_utf_8_whatever_the_locale(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["system_prompt"] == "R\u00e9ponds en \u4e2d"
     assert done.stderr == b""
+
+
+def test_a_user_without_a_home_gets_one_for_the_caches_of_libraries(tmp_path: Path) -> None:
+    program = "import atexit, os; atexit.register(lambda: print(os.environ['HOME']))\n"
+    program += "from qurl_megatron.cli import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "--version"],
+        env={**os.environ, "HOME": "/nonexistent", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    home = Path(ended.stdout.splitlines()[-1])
+    assert home.parent == tmp_path and home.is_dir(), ended.stderr

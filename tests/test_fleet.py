@@ -191,6 +191,26 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
     assert reported_lost(tmp_path) == {incarnation("rollout", 0, server)}
 
 
+def test_a_server_that_compiles_in_its_first_prompt_is_kept_and_one_that_hangs_later_is_not(
+    tmp_path: Path, address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "SILENT_S", 0.1)
+    server = make_server(0, tmp_path, url=address.url, gpus=[0])
+    address.delay_s = 3.0
+
+    async def compile_and_answer(server: Server) -> str:
+        await asyncio.sleep(2.0)
+        return server.url
+
+    with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=0.5)) as fleet:
+        fleet.watch()
+        assert asyncio.run(fleet.ask(1, compile_and_answer)) == server.url
+        assert 3.0 in address.asked  # it was silent, and did not answer /health in time
+        address.delay_s = 60.0
+        with pytest.raises(FleetTooSmall, match="did not answer /health in 0.5 s"):
+            asyncio.run(asyncio.wait_for(fleet.ask(1, never), timeout=120))
+
+
 @pytest.mark.parametrize("answers_a_prompt", [True, False])
 def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_a_prompt: bool

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.gpu import kit, record, run_all, smoke
 from benchmarks.gpu.tests import run_tests
+from qurl_megatron.process import die_with_parent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="rehearsals refuse to use a GPU")
 
@@ -52,33 +53,45 @@ def test_a_file_of_another_kind_machine_or_version_is_refused(key: str, tmp_path
         open_record(tmp_path)
 
 
-def test_a_check_of_smoke_that_fails_is_tried_again_and_one_that_passed_is_not(
+def test_a_check_of_smoke_that_fails_or_is_killed_is_tried_again_and_one_that_passed_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes: dict[str, list[Any]] = {
         "rank": [AssertionError("broken"), {}],
+        "direct": [KeyboardInterrupt(), {}],
         "peer": [{"needs": "two GPUs"}] * 2,
     }
     ran: list[str] = []
 
-    def run(command: list[str], timeout: float | None, **_: object) -> SimpleNamespace:
+    def run(command: list[str], timeout: float | None, **named: object) -> SimpleNamespace:
         name = command[command.index("--check") + 1]
         ran.append(name)
         assert (timeout is None) == (name == "compile")
+        assert named["preexec_fn"] is die_with_parent
         outcome = outcomes[name].pop(0) if name in outcomes else {}
+        if isinstance(outcome, KeyboardInterrupt):
+            raise outcome
         if isinstance(outcome, Exception):
             return SimpleNamespace(returncode=1, stdout=f"{outcome}\n")
         return SimpleNamespace(returncode=0, stdout=f"{smoke.ANSWER}{json.dumps(outcome)}\n")
 
     monkeypatch.setattr(smoke.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["smoke", "--rehearsal", "--results", str(tmp_path)])
+    names = list(smoke.CHECKS)
+    assert names == list(smoke.LIMITS_S)
+    with pytest.raises(KeyboardInterrupt):
+        smoke.main()
+    assert ran == names[: names.index("direct") + 1]
+    kept = json.loads((tmp_path / "smoke.json").read_text())
+    assert kept["rows"].keys() == {"compile", "quantize", "products", "server"}
+    ran.clear()
+    outcomes["rank"].insert(0, AssertionError("broken"))
     with pytest.raises(SystemExit, match="^smoke: failed: rank$"):
         smoke.main()
-    assert ran == list(smoke.CHECKS) == list(smoke.LIMITS_S)
-    kept = json.loads((tmp_path / "smoke.json").read_text())
-    assert kept["rows"].keys() == smoke.CHECKS.keys() - {"rank", "peer"}
+    assert ran == ["rank", *names[names.index("direct") :]]
+    ran.clear()
     smoke.main()
-    assert ran[len(smoke.CHECKS) :] == ["rank", "peer"]
+    assert ran == ["rank", "peer"]
     assert not json.loads((tmp_path / "smoke.json").read_text())["complete"]
 
 

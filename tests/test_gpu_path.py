@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config
 
-import stub_driver
 from benchmarks.gpu import kit, timing
 from qurl_megatron import device
 from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
-from qurl_megatron.config.server_options import command_line
-from qurl_megatron.launch.prepare import load_recipe, prepare_new, recipe_names
+from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.rollout.server import ServerPlan
 
 
@@ -53,42 +49,6 @@ def test_integers_are_refused_on_blackwell_which_has_no_product_for_them(
         ServerPlan(tmp_path, ServerConfig(), weight_format, 64, tmp_path / "log", seed=0).start()
     with pytest.raises(ConfigError, match=refused):
         prepare_new("quickstart", words, num_gpus=2)
-
-
-def test_servers_on_an_h100_start_as_the_docs_say(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Their kernels and graphs, which take most of a start, for the servers of every recipe."""
-    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    monkeypatch.setattr(device, "lacks_flash_attention", lambda: False)
-    model = Qwen2Config(num_attention_heads=16, num_key_value_heads=8, vocab_size=512)
-    model.architectures = ["Qwen2ForCausalLM"]
-    model.save_pretrained(tmp_path)
-    servers = [load_recipe(name).recipe() for name in recipe_names()]
-    words = []
-    for config in servers:
-        server, length = config.rollout.server, config.rollout.max_length
-        method = config.quantization.format
-        server.expert_parallel_size = 1  # the model is dense
-        plan = ServerPlan(tmp_path, server, method, length, tmp_path / "log", seed=0)
-        words.append(command_line({**plan.options(), **server.options}))
-    output = stub_driver.run("server_arguments", json.dumps(words), directory=tmp_path)
-    found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    for config, resolved in zip(servers, found, strict=True):
-        graphs = resolved.pop("cuda_graph_config")
-        assert graphs["decode"]["max_bs"] == config.rollout.server.max_running_requests
-        assert len(graphs["decode"]["bs"]) <= 52
-        assert len(graphs["prefill"]["bs"]) <= 58
-        assert graphs["prefill"]["max_bs"] == resolved.pop("chunked_prefill_size")
-        assert resolved == {
-            "attention_backend": "fa3",
-            "sampling_backend": "pytorch",
-            "enable_fp32_lm_head": True,
-            "mem_fraction_static": config.rollout.server.mem_fraction_static,
-            "disable_overlap_schedule": False,
-            "disable_custom_all_reduce": False,
-            "moe_runner_backend": "auto",
-        }
 
 
 class Gpu:

@@ -111,11 +111,12 @@ def test_processes_that_hang_are_ended_and_their_nodes_named(
     assert missing == [node.name for node in NODES]
 
 
-def take_part(name: str, logs: Path, port: int, title: str, how: str) -> None:
+def take_part(name: str, logs: Path, port: int, meet_s: float, title: str, how: str) -> None:
     """Be a node that does not do the exchange of this title as it should."""
     os.environ.update({"SLURMD_NODENAME": name, "GLOO_SOCKET_IFNAME": "lo"})
-    network.MEET_TIMEOUT_S, network.ROUND_TIMEOUT_S, network.ALARM_S = 10.0, 8.0, 5.0
-    network.EXCHANGE_TIMEOUT_S, network.MESSAGE_BYTES, network.MEASURE_S = 2.0, 2**16, 0.01
+    network.MEET_TIMEOUT_S, network.ROUND_TIMEOUT_S, network.LEAVE_TIMEOUT_S = meet_s, 4.0, 1.0
+    network.EXCHANGE_TIMEOUT_S, network.ALARM_S = 2.0, 3.0
+    network.MESSAGE_BYTES, network.MEASURE_S = 2**16, 0.01
     measure = network.measure
 
     def disturbed(exchange: Exchange, rank: int, store: Any) -> float:
@@ -133,7 +134,13 @@ def take_part(name: str, logs: Path, port: int, title: str, how: str) -> None:
 
 
 def exchange_on(
-    names: Sequence[str], directory: Path, bad: str = "", title: str = "", how: str = ""
+    names: Sequence[str],
+    directory: Path,
+    bad: str = "",
+    title: str = "",
+    how: str = "",
+    *,
+    meet_s: float = 60.0,
 ) -> tuple[list[str], dict[str, int | None]]:
     """Return what is said of the exchanges between these nodes, and the processes' exit codes."""
     plan = JobPlan("token", "key", 0, "127.0.0.1", 1, NODES)
@@ -142,7 +149,8 @@ def exchange_on(
     port = free_port()
     tasks = {
         name: rank_context().Process(
-            target=take_part, args=(name, directory, port, title if name == bad else "", how)
+            target=take_part,
+            args=(name, directory, port, meet_s, title if name == bad else "", how),
         )
         for name in names
     }
@@ -162,7 +170,7 @@ def exchange_on(
 
 
 def test_a_node_that_never_joins_is_named(tmp_path: Path) -> None:
-    lines, codes = exchange_on(["n1", "n2", "n4"], tmp_path)
+    lines, codes = exchange_on(["n1", "n2", "n4"], tmp_path, meet_s=3.0)
     assert lines == ["qurl: network: n3 never joined; its step's log says why"]
     assert codes == {"n1": 0, "n2": 0, "n4": 0}
 

@@ -280,6 +280,8 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
                 "model=Qwen3-30B-A3B",
                 "rollout.routing=replay",
                 "learner.recompute=full",
+                "--gpus",
+                "16",
             ],
             2,
             "would replay ",

@@ -33,7 +33,15 @@ MIB = 2**20
 PYTHON = "3.12"
 PLATFORMS = ["manylinux1", "manylinux2014", *(f"manylinux_2_{minor}" for minor in range(5, 40))]
 # Direct requirements that a server and a learner do not need on a bare machine.
-SKIPPED_ROOTS = {"nemo-run", "leptonai", "mypy", "ruff", "types-psutil", "types-pyyaml"}
+SKIPPED_ROOTS = {
+    "cuda-toolkit",
+    "leptonai",
+    "mypy",
+    "nemo-run",
+    "ruff",
+    "types-psutil",
+    "types-pyyaml",
+}
 BASE_PACKAGES = {"torch", "triton", "torchvision", "torchaudio", "setuptools", "wheel", "pip"}
 OPTIONAL = {
     "anthropic",

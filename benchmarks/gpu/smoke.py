@@ -14,8 +14,8 @@ hangs hides none. What says most stands first, so a machine that is taken away l
                publish: the learner goes on
     demo       the quickstart trains for two steps
 
-A check that passed is kept, with what it measured. One that failed, or had to be left out, is tried
-again by the same command. The exit code is 1 if a check failed.
+A check that passed is kept, with what it measured. One that failed, had to be left out or was
+killed is tried again by the same command. The exit code is 1 if a check failed.
 """
 
 import argparse
@@ -36,6 +36,7 @@ import torch
 from benchmarks.gpu import exact_interpreter, kernels, record
 from qurl_megatron import device
 from qurl_megatron.config.schema import QuantizationConfig, ServerConfig
+from qurl_megatron.process import die_with_parent
 
 LIMITS_S = {
     "compile": None,
@@ -93,6 +94,7 @@ def run_check(words: list[str], limit_s: float | None) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
             text=True,
             timeout=limit_s,
+            preexec_fn=die_with_parent,
         )
     except subprocess.TimeoutExpired as expired:
         output = (expired.stdout or b"").decode(errors="replace").splitlines()[-8:]
@@ -248,7 +250,13 @@ def check_demo(arguments: argparse.Namespace) -> dict[str, Any]:
         words = [f"output_dir={directory}", "name=smoke", "steps=2", "warmup.max_steps=0"]
         program = "from qurl_megatron.cli import main; main()"
         command = [sys.executable, "-c", program, "train", "quickstart", *words]
-        ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        ran = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=die_with_parent,
+        )
         if ran.returncode:
             raise AssertionError(ran.stdout[-2000:])
         metrics = Path(directory) / "smoke" / "metrics.jsonl"

@@ -52,7 +52,10 @@ def play_and_print(rehearsal: Rehearsal, *, as_json: bool = False) -> int:
     learner = rehearsal.config.learner
     check_layout(rehearsal.architecture, learner)
     if learner.fp8:
-        raise ConfigError(f"learner.fp8={learner.fp8}: cannot be rehearsed; leave it out")
+        raise ConfigError(
+            f"learner.fp8={learner.fp8}: cannot be rehearsed, since nothing stands for Transformer "
+            "Engine's FP8 kernels; leave it out, and add the plan's fp8 codes to what is traced"
+        )
     start, played = time.monotonic(), []
     for each in play([rehearsal]):
         played.append(each)
@@ -78,13 +81,14 @@ def _page(rehearsal: Rehearsal, played: Sequence[Played]) -> Iterator[str]:
         "Of a publish, the plan is that of a rank that sends."
     )
     yield f"\n{'rank':>6} {'stage':>5}" + "".join(
-        f" {name:>22}" for name in ("kept", "update", "publish")
+        f" {name:>22}" for name in ("kept", "score", "update", "publish")
     )
     for each in played:
         row = f"{each.rank:>6} {each.stage:>5}"
         for name, traced in each.traced.items():
-            planned = each.planned[name]
-            row += f" {traced / GIB:7.2f}{planned / GIB:7.2f} {planned / traced - 1:+6.1%}"
+            planned = each.planned.get(name)
+            row += f" {traced / GIB:7.2f}"
+            row += f"{planned / GIB:7.2f} {planned / traced - 1:+6.1%}" if planned else " " * 14
         yield row + (f"  error: {each.error}" if each.error else "" if each.fits else "  too large")
     alive = [each for each in played if not each.error]
     if alive:
@@ -117,7 +121,8 @@ def _describe(played: Played, name: str) -> Iterator[str]:
 
 def _waits(played: Sequence[Played]) -> Iterator[str]:
     """Yield where the host waits for the GPU, with the most of any rank."""
-    for name in ("score", "update", "publish"):
+    shown = ("score", "update", "publish", "delta")
+    for name in (name for name in shown if name in played[0].phases):
         most: Counter[str] = Counter()
         for each in played:
             phase = each.phases[name]

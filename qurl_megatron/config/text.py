@@ -83,10 +83,9 @@ def with_overrides(config: T, overrides: list[str]) -> T:
             node = node[name]
         if is_key or isinstance(leaves[path], dict):
             try:
-                node[leaf] = yaml.safe_load(value)
-            except yaml.YAMLError as error:
-                reason = " ".join(str(error).split())
-                raise ConfigError(f"{override}: not readable as YAML ({reason})") from None
+                node[leaf] = _from_yaml(value)
+            except ConfigError as error:
+                raise ConfigError(f"{override}: {error}") from None
             if not is_key and not isinstance(node[leaf], dict):
                 raise ConfigError(f"{override}: not of the form {{key: value}}; {{}} leaves no key")
         elif isinstance(leaves[path], list):
@@ -107,6 +106,22 @@ def overrides_between(config: T, changed: T) -> list[str]:
                 text = json.dumps(value, default=vars)
             overrides.append(f"{field}={text}")
     return overrides
+
+
+def _from_yaml(text: str | bytes) -> Any:
+    """Return the values of a YAML text without aliases: nine lines of them can be a billion values.
+
+    Raises:
+        ConfigError: it is not such a text.
+    """
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"the alias *{event.anchor} is refused")
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"not readable as YAML ({reason})") from None
 
 
 def _items(value: str) -> list[str]:
@@ -157,12 +172,9 @@ def load(path: Path) -> Config:
         ConfigError: it is not YAML, or has a value that its field does not accept.
     """
     try:
-        return from_tree(Config, _in_todays_fields(yaml.safe_load(path.read_text())))
+        return from_tree(Config, _in_todays_fields(_from_yaml(path.read_bytes())))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not readable as YAML ({reason})") from None
 
 
 def _in_todays_fields(tree: Any) -> Any:

@@ -32,8 +32,9 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                    e(3Q + 3K)/t + 4 heads/t  qkv, rotated q and k, attention output, log-sum-exp
                    3eF/t                   fc1 output and fc2 input
                    eQ/t                    if query and key are normalized
-                   (ekh + 9 experts)/t     with experts: their inputs, the router's probabilities;
-                                           every expert is taken to get equally many tokens
+                   (eskh + 9 experts)/t    with experts, each on s ranks: their inputs, the router's
+                                           probabilities; every expert is taken to get equally
+                                           many tokens
                  plus 4e head_dim per time step for the rotary tables. This is multiplied by the
                  layers of a stage and by its micro batches in flight, at most p - stage. With v
                  virtual stages, at most 2 (p - 1 - stage) + (v - 1) p + 1 passes through layers / v
@@ -45,15 +46,21 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                  Without fused kernels (on a CPU): norms keep float32 tensors and SwiGLU 2eF/t more,
                  and selective drops those too.
     logits       Computed in chunks of at most 2^26 values (`device.logit_chunk_elements`). The
-                 forward pass takes 8 B per value; the backward pass takes 6 B, and 6 B per value of
-                 the output layer's shard for its gradient.
+                 forward pass takes 12 B per value, the backward pass 6 B, and 6 B per value of the
+                 output layer's shard for its gradient.
     gathered     eh per token with t > 1: the input of a layer, from all tensor-parallel ranks.
                  Without Transformer Engine Megatron keeps this memory between passes.
+    workspaces   32 MiB for the products of Transformer Engine, and as much for those of experts.
     placeholders e per value of the weight of each of a layer's linear modules, of experts of one.
                  Transformer Engine adds gradients to Megatron's buffers itself, gives autograd a
                  placeholder of its shape, and keeps that for the next layers and passes.
     backward     e(3F/t + h) per token, with t = 1 e(3F + 2h), and the largest weight's gradient
-                 before it is accumulated. Either this or the logits are in memory.
+                 before it is accumulated.
+    exchange     With experts, in the forward pass of a layer, a copy of a token for each chosen
+                 expert: sorted, received, sorted by local expert, and multiplied; per token
+                 e(4h + 4kh + 3F)/t. With s > 1 all s ranks have the copies of each and add up their
+                 products in float32: e(4h + 2kh + 6skh)/t.
+                 Only one of backward, exchange and logits is in memory.
     converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
                  between publishes; of an expert's at most 128 / experts, but 4. Unless
                  quantization.publish is full, also what the rank sent last: codes and scales, and
@@ -100,6 +107,7 @@ from qurl_megatron.quantization import quantize
 
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation.
 RUNTIME_BYTES = 4 * GIB
+WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
 
 
 @functools.cache
@@ -332,7 +340,8 @@ def layer_activation_bytes(
         per_token += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
     per_token += element * intermediate * (2 if selective else 3 if fused else 5)
     # Each chosen expert's input; logits and probabilities in float32, and who is chosen.
-    per_token += element * architecture.experts_per_token * hidden + 9 * architecture.num_experts
+    copies = architecture.experts_per_token * learner.expert_tensor_parallel_size
+    per_token += element * copies * hidden + 9 * architecture.num_experts
     return tokens * per_token // size + 4 * element * architecture.head_dim * time
 
 
@@ -447,11 +456,12 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         activations += tokens * (2 * element * hidden + 4) // size  # final norm, its output
         vocabulary_rows = architecture.padded_vocab_size(size) // size
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
-        logits = max(8 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
+        logits = max(12 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
     intermediate = architecture.active_intermediate_size
     gathered = element * tokens * hidden if size > 1 else 0
     backward = element * tokens * (3 * intermediate // size + 2 * hidden) - gathered
     linear = sum(n * count for rule, n, count in parameters if rule.quantized)
+    experts = architecture.num_experts > 0
     return {
         "weights": element * numel,
         "gradients": 4 * numel,
@@ -462,17 +472,29 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         "converter": _measured_bytes(architecture, config, stage)
         + _kept_bytes(architecture, config, stage),
         "gathered": gathered,
+        "workspaces": WORKSPACE_BYTES * (2 if experts else 1),
         "placeholders": element * sum(n for rule, n, _ in parameters if rule.quantized),
         "runtime": RUNTIME_BYTES,
         "activations": activations,
         "backward": backward + element * max(n for _, n, _ in parameters),
         "logits": logits,
+        **({"exchange": _exchange_bytes(architecture, learner, tokens)} if experts else {}),
         **({"fp8 codes": 2 * linear} if learner.fp8 else {}),
         "buckets": bucket_bytes(architecture, config, stage),
     }
 
 
 OFFLOADED = "optimizer, between passes"
+
+
+def _exchange_bytes(architecture: Architecture, learner: LearnerConfig, tokens: int) -> int:
+    """Return the bytes that a layer holds while it sends tokens to experts and back."""
+    hidden, shared_by = architecture.hidden_size, learner.expert_tensor_parallel_size
+    copy = architecture.experts_per_token * hidden
+    per_token = 4 * hidden + 4 * copy + 3 * architecture.active_intermediate_size
+    if shared_by > 1:
+        per_token = 4 * hidden + (2 + 6 * shared_by) * copy
+    return element_bytes(learner) * tokens * per_token // learner.tensor_parallel_size
 
 
 def _layers_in_flight(config: Config, layers: int, stage: int) -> int:
@@ -488,19 +510,22 @@ def _layers_in_flight(config: Config, layers: int, stage: int) -> int:
 
 
 def peaks(parts: dict[str, int]) -> dict[str, int]:
-    """Return the bytes that a rank keeps, and those at the peaks of an update and a publish.
+    """Return the bytes that a rank keeps, and those at the peaks of what it does with them.
 
     `parts` are from `learner_memory`.
     """
+    in_layer = max(parts["backward"], parts.get("exchange", 0))
+    scored = min(parts["logits"], 12 * LOGIT_CHUNK_ELEMENTS)  # by a forward pass
     # The logits' gradients are gone when that of the last layer is computed.
-    in_passes = parts["activations"] + max(parts["backward"], parts["logits"])
+    in_passes = parts["activations"] + max(in_layer, parts["logits"])
     buckets, between = parts["buckets"], parts.get(OFFLOADED, 0)
-    not_kept = ("activations", "backward", "logits", "buckets", OFFLOADED)
+    not_kept = ("activations", "backward", "exchange", "logits", "buckets", OFFLOADED)
     static = sum(num_bytes for name, num_bytes in parts.items() if name not in not_kept)
     return {
         "kept": static + between,
-        # While tokens are scored before the passes, an offloaded optimizer is still there.
-        "update": static + max(in_passes, between + parts["backward"]),
+        # An offloaded optimizer is still there.
+        "score": static + between + max(in_layer, scored),
+        "update": static + max(in_passes, between),
         "publish": static + between + buckets,
     }
 

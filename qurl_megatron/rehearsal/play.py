@@ -121,7 +121,10 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
             learner.update(part, loss, temperature=config.rollout.temperature)
         del parts, part
     trace.start("publish")
-    publish(None if config.quantization.publish == "full" else 1)
+    publish(None)
+    if config.quantization.publish != "full":
+        trace.start("delta")
+        publish(1)
     trace.start("end")
 
 
@@ -234,6 +237,8 @@ def _replace_the_outside(architecture: Architecture, trace: Trace, changed_part:
     shares._to_replicas = to_replicas
     Learner._total = total_of_all  # type: ignore[method-assign]
     delta._changed = changed
+    # Arithmetic on the host, token by token; the batch has values of its own.
+    Critic._estimate = lambda *_: 0.0  # type: ignore[method-assign, assignment]
 
 
 def _label_groups(trace: Trace) -> None:

@@ -53,18 +53,24 @@ class Played:
 
     @property
     def traced(self) -> dict[str, int]:
-        """Bytes between steps, and at the peaks of an update and a publish, as `memory.peaks`."""
+        """Bytes between steps and at the peaks of a step, as `memory.peaks` has them."""
         if self.error:
             return {}
         return {
             "kept": self.phases["publish"]["end_bytes"],
-            "update": max(self.phases[name]["peak_bytes"] for name in ("score", "update")),
-            "publish": self.phases["publish"]["peak_bytes"],
+            "score": self._peak("score"),
+            "update": self._peak("update"),
+            "publish": self._peak("publish", "delta"),
         }
+
+    def _peak(self, *names: str) -> int:
+        return max(self.phases[name]["peak_bytes"] for name in names if name in self.phases)
 
     @cached_property
     def planned(self) -> dict[str, int]:
-        """What a plan says of them, without the CUDA runtime."""
+        """What a plan says of them, without the CUDA runtime; nothing with a critic."""
+        if self.rehearsal.config.advantage_estimator == "gae":
+            return {}  # plans do not know critics
         of = self.rehearsal.architecture, self.rehearsal.config
         return peaks(learner_memory(*of, self.stage) | {"runtime": 0})
 

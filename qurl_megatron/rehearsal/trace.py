@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
@@ -216,8 +216,10 @@ class Trace(TorchDispatchMode):
 
     def fake_like(self, tensor: Tensor) -> Tensor:
         """Return a fake tensor of another process, whose memory does not count here."""
-        with self._fake:
-            return torch.empty_like(tensor)
+        with _disable_current_modes(), self._fake:
+            fake = torch.empty_like(tensor)
+        self._add(fake.untyped_storage(), counts=False)
+        return fake
 
     def fake_on_host(self, shape: list[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor on the CPU without values, such as a weight that is not read."""
@@ -233,10 +235,12 @@ class Trace(TorchDispatchMode):
                 if storage._cdata not in self._storages:
                     self._add(storage)
 
-    def _add(self, storage: Any) -> None:
+    def _add(self, storage: Any, *, counts: bool = True) -> None:
         key = storage._cdata
         gone = weakref.ref(storage, lambda _: self._remove(key))
         self._storages[key] = (0, purpose(), gone)
+        if not counts:
+            return
         if self._fusing is None:
             self._resize(key, storage.nbytes())
         else:

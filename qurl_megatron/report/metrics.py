@@ -11,6 +11,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Annotated
+
+from annotated_types import Predicate
+from pydantic import FiniteFloat, PositiveInt
 
 MAX_REWARDS = 20  # of `StepMetrics.reward_counts`
 SHOWN_CHARACTERS = 4096  # of a prompt or a completion; the middle of a longer one is left out
@@ -20,7 +24,13 @@ PHASES = ("rollout", "proximal", "critic", "update", "publish")  # of a step, ea
 KINDS = ("highest reward", "lowest reward", "cut off", "largest ratio")
 """Why a completion was chosen."""
 
-Averages = dict[str, dict[str, float]]
+
+def has_mean_and_error(average: dict[str, float]) -> bool:
+    """Return whether it has a `mean`, and a `standard_error` that can be one."""
+    return "mean" in average and average.get("standard_error", -1.0) >= 0
+
+
+Averages = dict[str, Annotated[dict[str, float], Predicate(has_mean_and_error)]]
 """`Avg@1`, and `Avg@k sampled` if answers were sampled -> `mean` and `standard_error`."""
 
 
@@ -82,7 +92,7 @@ class StepMetrics:
     also include those of groups that dynamic sampling replaced.
     """
 
-    step: int
+    step: PositiveInt
     """Number of the step, from 1."""
 
     weight_version: int
@@ -274,7 +284,7 @@ class StepMetrics:
     """Fraction of the step's prompts whose completions all have the same reward. They give GRPO no
     gradient. With dynamic sampling, it is what the replacements leave."""
 
-    reward_counts: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    reward_counts: list[tuple[FiniteFloat, PositiveInt]] = dataclasses.field(default_factory=list)
     """Distribution of the rewards of sampled completions, without the penalty for overlong
     responses: pairs of a reward and the number of completions with it, from the lowest reward. More
     than 20 different rewards are rounded to 20 evenly spaced ones."""

@@ -216,8 +216,12 @@ def _kl_by_lag(run: RunRecord) -> str:
             for lag, measured in (step.get("by_lag") or {}).items()
             if (lag == "0") == is_fresh
         ]
-        weight = sum(measured["token_fraction"] for measured in of_lags)
-        kl = sum(measured["token_fraction"] * measured[KL] for measured in of_lags)
+        weights = [measured.get("token_fraction", 0.0) for measured in of_lags]
+        weight = sum(weights)
+        kl = sum(
+            of_lag * measured.get(KL, math.nan)
+            for of_lag, measured in zip(weights, of_lags, strict=True)
+        )
         means.append(f"{kl / weight:.1e}" if weight else NOT_MEASURED)
     return ", ".join(means)
 

@@ -49,6 +49,8 @@ SILENT_S = 2.0  # a server with prompts that has not answered any for this long 
 # A server that is restarted without need costs more than one that is waited for: SGLang answers
 # /health after a step of its scheduler, but a busy machine may take seconds for that.
 HEALTH_TIMEOUT_S = 20.0
+# On a GPU its scheduler may compile a kernel in its first prompt, which takes a minute or two.
+FIRST_ANSWER_TIMEOUT_S = 300.0
 ASK_AGAIN_S = 5.0  # between two questions to a server elsewhere whether it is back
 
 
@@ -80,6 +82,7 @@ class Member:
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
     answered_at: float = field(default_factory=time.monotonic)  # a prompt, or began to owe one
     is_paused: bool = False
+    has_answered: bool = False  # a prompt
 
 
 class Fleet:
@@ -102,7 +105,8 @@ class Fleet:
             loaded: they hold the weights to sample from. Otherwise they wait for a publish.
             min_servers: nothing is sampled while fewer serve.
             patience_s: how long there may be fewer, without counting servers that wait for weights.
-            health_timeout_s: time that a silent server has to answer /health.
+            health_timeout_s: time that a silent server has to answer /health. On a GPU it has
+                more until its first answer.
             say: prints a line for the user.
         """
         self.set_name = set_name
@@ -227,7 +231,7 @@ class Fleet:
                 if not asking.done() or asking.cancelled():
                     continue  # lost
                 result = asking.result()
-                member.answered_at = time.monotonic()
+                member.answered_at, member.has_answered = time.monotonic(), True
                 return result
             except RequestRefused:
                 raise
@@ -343,6 +347,8 @@ class Fleet:
         asked_at = time.monotonic()
         problem = ""
         server, timeout_s = member.server, self._health_timeout_s
+        if server.gpus and not member.has_answered:
+            timeout_s = FIRST_ANSWER_TIMEOUT_S
         try:
             if member.state == "starting" and server.is_remote:
                 problem = "" if await revived(server, timeout_s) else "does not resume"

@@ -36,14 +36,12 @@ def environment() -> Mapping[str, str]:
     if missing := missing_compilers():
         raise ConfigError(f"a server on a GPU compiles kernels: {'; '.join(missing)}")
     cache = cache_dir()
-    toolkit, variables = find_toolkit(cache)
     return {
-        "CUDA_HOME": str(toolkit),
+        "CUDA_HOME": str(find_toolkit(cache)),
         # ninja is beside this Python, which may run without its environment being activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "SGLANG_CACHE_DIR": str(cache),
         "SGLANG_JIT_CACHE_DIR": str(cache / "jit"),
-        **variables,
     }
 
 
@@ -61,8 +59,8 @@ def _python_header() -> Path:
     return Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
-def find_toolkit(cache: Path) -> tuple[Path, dict[str, str]]:
-    """Return a complete toolkit, and variables that it needs; `cache` is where one may be made.
+def find_toolkit(cache: Path) -> Path:
+    """Return a complete toolkit; `cache` is where one may be made.
 
     CUDA_HOME comes first, then the toolkit of the nvcc on PATH, /usr/local/cuda and the packages.
 
@@ -76,17 +74,16 @@ def find_toolkit(cache: Path) -> tuple[Path, dict[str, str]]:
                     f"{name}={given}: no CUDA toolkit to compile with, it has no {missing}; unset "
                     f"{name}, or {INSTALL}"
                 )
-            return Path(given), {}
+            return Path(given)
     nvcc = shutil.which("nvcc")
     places = [Path(nvcc).parent.parent] if nvcc else []
     for place in [*places, SYSTEM]:
         if not _missing(place):
-            return place, {}
+            return place
     spec = importlib.util.find_spec("nvidia")
     for packages in (spec.submodule_search_locations or []) if spec else []:
         if (Path(packages) / "cu13").is_dir() and not _missing(root := _link(packages, cache)):
-            # The packages' compiler is newer than their headers, which refuse that.
-            return root, {"NVCC_APPEND_FLAGS": "-DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"}
+            return root
     raise ConfigError(f"no CUDA toolkit, with which a server on a GPU compiles kernels: {INSTALL}")
 
 

@@ -188,6 +188,7 @@ class Publisher:
             link.close()
         self._links.clear()
         self._open_channels([])
+        self._parameters.keep([], [])  # while their servers live
 
     @cached_property
     def _key_frame(self) -> Manifest:

@@ -154,21 +154,22 @@ class Cluster:
         """Return the task of a rank on a node, without its child processes."""
         tasks = []
         for process in self.processes(node):
-            parent = process.parent()
-            if parent and "slurmstepd" in parent.name() and role in process.cmdline():
-                if process.environ().get("SLURM_PROCID") == str(rank):
-                    tasks.append(process)
+            with contextlib.suppress(psutil.NoSuchProcess):  # it just ended
+                parent = process.parent()
+                if parent and "slurmstepd" in parent.name() and role in process.cmdline():
+                    if process.environ().get("SLURM_PROCID") == str(rank):
+                        tasks.append(process)
         return tasks
 
     def left_over(self) -> list[str]:
         """Return the command lines of Python processes that jobs have left on the nodes."""
-        return [
-            " ".join(process.cmdline())
-            for node in NODES
-            if node in self._daemons
-            for process in self.processes(node)
-            if "python" in process.name() or "sglang" in process.name()
-        ]
+        left = []
+        for node in NODES:
+            for process in self.processes(node) if node in self._daemons else []:
+                with contextlib.suppress(psutil.NoSuchProcess):  # it just ended
+                    if "python" in process.name() or "sglang" in process.name():
+                        left.append(" ".join(process.cmdline()))
+        return left
 
     def cancel_all(self) -> None:
         """Cancel all jobs and restart killed nodes."""
