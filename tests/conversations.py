@@ -56,7 +56,7 @@ def chat_tokenizer(template: str = KEEPS_THOUGHTS, directory: Path | None = None
     vocabulary = {word: index for index, word in enumerate([*words, *map("".join, merges)])}
     tokenizer = Qwen2Tokenizer(
         vocab=vocabulary,
-        merges=merges,
+        merges=merges,  # type: ignore[arg-type]  # as the tokenizers library takes them
         eos_token="<|im_end|>",
         pad_token="<pad>",
         unk_token=None,  # type: ignore[arg-type]  # every byte has a token

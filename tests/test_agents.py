@@ -277,7 +277,7 @@ def test_only_as_many_episodes_are_played_at_once_as_there_may_be(play: Play) ->
 
 def test_what_an_agent_leaves_open_the_runs_reward_scores(play: Play) -> None:
     episodes, _ = play("well", "unsure")
-    seen = []
+    seen: list[Any] = []
 
     def verify(prompt: Prompt, completions: Any) -> Any:
         seen.extend(each.text for each in completions)

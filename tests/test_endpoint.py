@@ -60,6 +60,7 @@ def test_openais_client_plays_an_episode_with_tools_and_streams() -> None:
         (choice,) = answer.choices
         assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
         call = choice.message.tool_calls[0]
+        assert call.type == "function"
         assert call.function.name == "look" and call.function.arguments == '{"key": "x"}'
         assert answer.usage is not None and answer.usage.total_tokens == len(policy.ids)
         messages.append(choice.message.model_dump(exclude_none=True))
