@@ -267,6 +267,21 @@ def _reap() -> dict[int, int]:
     return codes
 
 
+@contextlib.contextmanager
+def starting_a_worker() -> Iterator[None]:
+    """Have what the body starts block, from its first instruction, the signals that stop a run.
+
+    They are for the learner, which finishes its step with its workers. A terminal sends Ctrl-C to
+    all processes, and a Python that still imports would answer with a traceback.
+    """
+    blocked = LAUNCHER_SIGNALS | {signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ending_signals() -> set[signal.Signals]:
     r"""Return what ends a command in order: Ctrl-C, Ctrl-\, SIGTERM, and SIGHUP of its terminal.
 

@@ -20,6 +20,7 @@ from qurl_megatron.data.problems import DataError, Problem, Source, keep_verifia
 from qurl_megatron.data.rewards import VERIFIER_CPU_LIMIT_S
 from qurl_megatron.data.scoring import Scorer, check_reward, unverifiable
 from qurl_megatron.process import start_ticks
+from waiting import wait_until
 
 TOO_SLOW = "\\boxed{9^{9^{9^9}}}"
 
@@ -138,12 +139,14 @@ def test_workers_die_with_a_process_that_is_killed(tmp_path: Path) -> None:
         wait_until_gone(workers)
 
 
-def test_workers_outlive_the_signals_that_stop_a_run() -> None:
+def test_workers_outlive_the_signals_that_stop_a_run_from_their_first_instruction() -> None:
     with Scorer(Config(reward="exact"), workers=1) as scorer:
-        scorer.wait_ready()
+        assert wait_until(lambda: bool(children(os.getpid())))
         (worker,) = children(os.getpid())
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(worker, number)
+        scorer.wait_ready()
+        assert children(os.getpid()) == [worker]
         scores = submit(scorer, "42").result(timeout=60)
         assert scores == [Score(1, {"accuracy": 1}, "")]
 

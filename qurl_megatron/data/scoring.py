@@ -27,7 +27,7 @@ from qurl_megatron.algorithm.score import TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import rewards
 from qurl_megatron.data.verifiers import is_plain
-from qurl_megatron.process import END_CONTAINED, LAUNCHER_SIGNALS, contain, die_with_parent
+from qurl_megatron.process import END_CONTAINED, contain, die_with_parent, starting_a_worker
 
 if TYPE_CHECKING:  # it imports torch, which a worker does not need
     from qurl_megatron.algorithm.batch import Completion, Prompt
@@ -142,12 +142,13 @@ class _Worker:
         self._is_own = rewards.is_own_function(config)
         self._limit_s = config.reward_timeout_s + GRACE_S if self._is_own else None
         self._connection, theirs = Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a reward function prints belongs into the log
-            pass_fds=[theirs.fileno()],
-        )
+        with starting_a_worker():
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", WORKER, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward function prints belongs into the log
+                pass_fds=[theirs.fileno()],
+            )
         theirs.close()
         self._connection.send(config)
         self._error: str | None = None  # why the reward cannot be loaded; None: not known yet
@@ -246,8 +247,6 @@ def work(descriptor: int) -> None:
     The process ends with the one that started it, whatever happens to it.
     """
     die_with_parent()
-    # The signals that stop a run are for the learner, which finishes its step with this process.
-    signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS | {signal.SIGINT})
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):  # the other side is gone
         config = connection.recv()
