@@ -26,7 +26,7 @@ from qurl_megatron.agents.worker import NOBODY, Ended, Marks, Settings
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.schema import AgentConfig, ConfigError
-from qurl_megatron.process import raise_open_file_limit
+from qurl_megatron.process import raise_open_file_limit, starting_a_worker
 
 PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(int, sys.argv[1:]))"
 CORES_PER_WORKER = 4
@@ -249,13 +249,21 @@ class _Process:
             with self._lock:
                 if self._closed:
                     raise EOFError
-                self._process = subprocess.Popen(
-                    [sys.executable, "-u", "-c", PROGRAM, str(theirs.fileno()), str(descriptor)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    pass_fds=[theirs.fileno(), descriptor],
-                )
+                with starting_a_worker():
+                    self._process = subprocess.Popen(
+                        [
+                            sys.executable,
+                            "-u",
+                            "-c",
+                            PROGRAM,
+                            f"{theirs.fileno()}",
+                            f"{descriptor}",
+                        ],
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        pass_fds=[theirs.fileno(), descriptor],
+                    )
         theirs.close()
         connection.send(self._settings)
         self._error = connection.recv()

@@ -15,7 +15,6 @@ import contextlib
 import contextvars
 import inspect
 import mmap
-import signal
 import sys
 import threading
 import traceback
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple, TextIO
 from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
 from qurl_megatron.algorithm.score import Question, Score
 from qurl_megatron.data.rewards import load_function, one_line, score_of
-from qurl_megatron.process import LAUNCHER_SIGNALS, die_with_parent
+from qurl_megatron.process import die_with_parent
 
 TICK_S = 0.5
 NOBODY = -1  # in place of the key of an episode
@@ -289,8 +288,6 @@ def load_agent(settings: Settings) -> tuple[Any, Any]:
 def work(descriptor: int, marks: int) -> None:
     """Be a worker: load an agent, then play episodes until the connection is closed."""
     die_with_parent()
-    # The signals that stop a run are for the learner, which finishes its step with this process.
-    signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS | {signal.SIGINT})
     sys.stdout = sys.stderr = _Log(sys.stdout)  # type: ignore[assignment]
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):  # the other side is gone
