@@ -32,6 +32,7 @@ PACKAGE = Path(qurl_megatron.__file__).parent
 # The files that write in other ways than `write_whole` and `append_lines`, and what they write.
 OWN_WAYS = {
     "files": "this is where those are",
+    "agents/pool": "the logs of processes",
     "config/disk": "256 MiB to see how fast this machine writes; it deletes them",
     "launch/serve": "a log, to see that it can be opened",
     "launch/slurm": "the logs of processes",

@@ -26,7 +26,15 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 # Import names that differ from the name of the package.
 IMPORT_NAMES = {"megatron-core": "megatron", "pyyaml": "yaml"}
 # torch and sglang bring these; the last two are extras, and the one before is for GPUs.
-BROUGHT_BY_OTHERS = {"triton", "sgl_kernel", "starlette", "transformer_engine", "nemo_run", "wandb"}
+BROUGHT_BY_OTHERS = {
+    "triton",
+    "sgl_kernel",
+    "starlette",
+    "transformer_engine",
+    "nemo_run",
+    "wandb",
+    "yarl",
+}
 
 
 def requirements_of(lines: list[str]) -> dict[str, Requirement]:
