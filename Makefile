@@ -1,18 +1,19 @@
 # Every target sets up .venv first; nothing is written outside this directory.
 PYTHON ?= python3
 PYTEST = .venv/bin/pytest -rs --durations=15
-# Files in the order of tests/conftest.py: xdist would begin with those of the most tests.
-BY_FILE = --dist loadfile --no-loadscope-reorder
+# Tests often wait: two workers would leave cores idle. Files are in the order of tests/conftest.py;
+# xdist would begin with those of the most tests.
+PARALLEL = $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-slurm canary docs lint lock
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
-test: lint docs test-fast  # tests often wait: two workers would leave cores idle
-	$(PYTEST) -n 3 $(BY_FILE) tests/e2e
+test: lint docs test-fast
+	$(PARALLEL) tests/e2e
 
 test-fast: .venv/ready  # all that start no server
-	$(PYTEST) -n 3 $(BY_FILE) --ignore tests/e2e --ignore tests/slurm tests
+	$(PARALLEL) --ignore tests/e2e --ignore tests/slurm tests
 
 test-slurm: .venv/ready  # needs Slurm and root: CONTRIBUTING.md
 	$(PYTEST) tests/slurm

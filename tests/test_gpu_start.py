@@ -4,7 +4,6 @@ One process shows all three, because it imports SGLang's CUDA packages for ten s
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ def servers() -> list[Config]:
 
 
 @pytest.fixture(scope="module")
-def started(servers: list[Config], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Yield what the process found, and `directory`, in which it has compiled."""
+def started(servers: list[Config], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what the process found, and `directory`, in which it has compiled."""
     directory = tmp_path_factory.mktemp("server")
     model = Qwen2Config(num_attention_heads=16, num_key_value_heads=8, vocab_size=512)
     model.architectures = ["Qwen2ForCausalLM"]
@@ -52,7 +51,7 @@ def started(servers: list[Config], tmp_path_factory: pytest.TempPathFactory) -> 
     for line in output.splitlines():
         if line.startswith("{"):
             found |= json.loads(line)
-    yield found
+    return found
 
 
 def test_every_hook_takes_what_sglang_gives_it_on_a_gpu(started: dict[str, Any]) -> None:

@@ -107,6 +107,7 @@ from qurl_megatron.quantization import quantize
 
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation.
 RUNTIME_BYTES = 4 * GIB
+SCORED_LOGIT_BYTES = 12  # of a logit, in a forward pass
 WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
 
 
@@ -456,7 +457,7 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
         activations += tokens * (2 * element * hidden + 4) // size  # final norm, its output
         vocabulary_rows = architecture.padded_vocab_size(size) // size
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
-        logits = max(12 * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
+        logits = max(SCORED_LOGIT_BYTES * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
     intermediate = architecture.active_intermediate_size
     gathered = element * tokens * hidden if size > 1 else 0
     backward = element * tokens * (3 * intermediate // size + 2 * hidden) - gathered
@@ -515,7 +516,8 @@ def peaks(parts: dict[str, int]) -> dict[str, int]:
     `parts` are from `learner_memory`.
     """
     in_layer = max(parts["backward"], parts.get("exchange", 0))
-    scored = min(parts["logits"], 12 * LOGIT_CHUNK_ELEMENTS)  # by a forward pass
+    # Of a backward pass the gradient of the output layer may be more.
+    scored = min(parts["logits"], SCORED_LOGIT_BYTES * LOGIT_CHUNK_ELEMENTS)
     # The logits' gradients are gone when that of the last layer is computed.
     in_passes = parts["activations"] + max(in_layer, parts["logits"])
     buckets, between = parts["buckets"], parts.get(OFFLOADED, 0)
