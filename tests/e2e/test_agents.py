@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -218,10 +218,19 @@ def groups_of(asked: list[Prompt], completions: list[Completion]) -> list[Rollou
 
 
 def play(
-    deployment: Deployment, name: str, directory: Path, seed: int, disturb: Any = None
+    deployment: Deployment,
+    name: str,
+    directory: Path,
+    seed: int,
+    disturb: Any = None,
+    without: Sequence[str] = (),
 ) -> tuple[list[Completion], list[Prompt]]:
-    """Play random conversations; `disturb` runs beside them."""
+    """Play random conversations, `without` some of their parts; `disturb` runs beside them."""
     asked = prompts(Random(seed), directory)
+    for prompt in asked:
+        prompt.metadata["plan"] = [
+            part for part in prompt.metadata["plan"] if part[0] not in without
+        ]
     client = deployment.clients[name]
     client.answers.clear()
     thread = threading.Thread(target=disturb or (lambda: None))
@@ -289,17 +298,15 @@ def test_publishes_between_and_within_turns_change_no_token(
 def test_turns_of_an_episode_find_its_tokens_in_the_cache(
     deployment: Deployment, tmp_path: Path
 ) -> None:
-    completions, _ = play(deployment, "int8", tmp_path, seed=3)
+    completions, _ = play(deployment, "int8", tmp_path, seed=3, without=["chat", "begin"])
     found = read = 0
     for completion in completions:
         assert completion.episode is not None
-        if completion.episode.branches:
-            continue
         for before, turn in pairwise(completion.episode.turns):
             found += turn.cached_tokens
             read += before.context + before.length - 1  # the last one was read by no pass
     print(f"of {read} tokens of earlier turns {found} were cached")
-    assert found > 0.9 * read
+    assert found > 0.9 * read  # an episode moves to the other server if its own is much busier
 
 
 def test_episodes_go_on_elsewhere_when_their_server_dies(

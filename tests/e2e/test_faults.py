@@ -71,8 +71,10 @@ def test_a_run_goes_on_without_one_of_its_servers_and_waits_for_new_ones_without
     assert prompts_trained(run) == num_steps * PER_STEP
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert 0 <= summary["held_out_accuracy_after"] <= 1
-    logs = [*(run.run_dir / "logs").glob("server_rollout_*.log")]
-    assert len(logs) == 5 == len({random_seed(log) for log in logs})
+    logs = {log.name: log for log in (run.run_dir / "logs").glob("server_rollout_*.log")}
+    assert len(logs) == 5
+    logs.pop("server_rollout_0_restarted_1.log")  # the run may be over before it has its settings
+    assert len({random_seed(log) for log in logs.values()}) == 4
 
 
 def test_a_run_without_servers_saves_and_another_layout_resumes_it(
