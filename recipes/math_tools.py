@@ -38,6 +38,7 @@ SYSTEM = "Solve the problem. Use Python where it helps. Put the final answer int
 TIME_S, MEMORY_BYTES, FILE_BYTES = 10, 2**30, 2**20
 SHOWN_CHARACTERS = 4000  # of what a program prints
 NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000  # from linux/sched.h
+LIBC = ctypes.CDLL(None, use_errno=True)  # here, since a fork may not wait for the loader's lock
 
 
 def recipe() -> Config:
@@ -75,32 +76,30 @@ async def python(code: str) -> str:
     Args:
         code: The program. It has 10 seconds, 1 GB of memory and no network.
     """
-    with tempfile.TemporaryDirectory() as empty:
+    # Its output is a file: from a pipe that nobody reads to its end, asyncio waits for ever.
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-u", "-c", code),
             cwd=empty,
             env={},
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
+            stdout=output,
+            stderr=output,
             preexec_fn=_confine,
             start_new_session=True,
         )
-        printed = b""
+        late = ""
         try:
-            async with asyncio.timeout(TIME_S):
-                assert process.stdout is not None
-                while len(printed) < 4 * SHOWN_CHARACTERS:
-                    if not (piece := await process.stdout.read(4096)):
-                        break
-                    printed += piece
+            await asyncio.wait_for(process.wait(), TIME_S)
         except TimeoutError:
-            printed = f"took longer than {TIME_S} seconds".encode()
+            late = f"took longer than {TIME_S} seconds\n"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
             await process.wait()
-    return printed.decode(errors="replace")[:SHOWN_CHARACTERS]
+        output.seek(0)
+        printed = output.read(4 * SHOWN_CHARACTERS).decode(errors="replace")
+        return printed[:SHOWN_CHARACTERS] + late
 
 
 def _confine() -> None:
@@ -117,5 +116,5 @@ def _confine() -> None:
     }
     for limit, most in limits.items():
         resource.setrlimit(limit, (most, most))
-    if ctypes.CDLL(None, use_errno=True).unshare(NEW_USER | NEW_NETWORK):
+    if LIBC.unshare(NEW_USER | NEW_NETWORK):
         raise OSError(ctypes.get_errno(), "this machine allows no user namespaces")
