@@ -105,7 +105,7 @@ SETTINGS = {
         recipe="quickstart_experts",
     ),
     "agent": Setting(
-        BF16 | {"acr+uaq int8": arm("acr", "int8", UAQ)} | int4_arms("naive", "tis", "acr"),
+        BF16 | {"acr+uaq int8": arm("acr", "int8", UAQ)} | int4_arms("naive", "tis"),
         ["steps=80"],
         recipe="quickstart_agent",
     ),

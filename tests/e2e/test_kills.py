@@ -98,12 +98,9 @@ class Kill:
 TABLE = [
     Kill("preparing", lambda run: lambda: True, signal.SIGKILL),
     Kill("before it starts", lambda run: says(run, "run directory"), signal.SIGUSR1),
-    Kill("servers starting", lambda run: exists(run, "logs/**/server_*.log"), signal.SIGINT),
-    Kill("evaluation", lambda run: says(run, "server evaluation_0 serves"), signal.SIGKILL),
-    Kill("first publish", lambda run: exists(run, "evaluation/*/*"), signal.SIGKILL),
-    Kill("any", lambda run: in_next_step(run, "rollout"), signal.SIGUSR1),
+    Kill("first publish", lambda run: exists(run, "evaluation/*/*"), signal.SIGINT),
     Kill("sampling", lambda run: in_next_step(run, "rollout"), signal.SIGKILL, to_rank=True),
-    Kill("update", lambda run: in_next_step(run, "update"), signal.SIGTERM),
+    Kill("update", lambda run: in_next_step(run, "update"), signal.SIGUSR1),
     Kill(
         "checkpoint being written",
         lambda run: exists(run, f"checkpoints/*{PARTIAL}"),
@@ -179,7 +176,9 @@ def test_a_run_that_is_killed_in_every_phase_leaves_no_process_and_completes(
             time.sleep(0.3)  # it checks and prepares
         wait_until(run, is_reached)
         listening |= listened(run)
-        if kill.phase == "evaluation":  # the kernel has processes of every kind to end
+        if (
+            kill.phase == "checkpoint being written"
+        ):  # the kernel has processes of every kind to end
             assert run.first_rank() and run.find("sglang::scheduler")
         saved = steps_saved(run)
         send(kill, run)
