@@ -196,8 +196,7 @@ SAVED_AND_RESUMED: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {  #
     "untied, TP2xPP2 to DP2": (False, {**TP2, **PP2}, DP2),
     "untied, DP3 to CP2xTP2": (False, DP3, {**CP2, **TP2}),
     "tied, CP2 to VPP2xDP2": (True, CP2, {**VPP2, **DP2}),
-    "tied, TP2xDP2 to one rank": (True, {**TP2, **DP2}, {}),
-    "untied, PP2xDP2 to DP3": (False, {**PP2, **DP2}, DP3),
+    "tied, PP2xDP2 to one rank": (True, {**PP2, **DP2}, {}),
 }
 # Those of untied models have masters beside their weights.
 DTYPES = {True: "float32", False: "bfloat16"}

@@ -67,14 +67,12 @@ ETP2: dict[str, Any] = {"expert_tensor_parallel_size": 2}
 # Layouts, and which of the ranks send.
 CASES: dict[str, tuple[Family, dict[str, Any], list[int]]] = {
     "TP1": ("qwen2", {}, [0]),
-    "TP2": ("qwen3", TP2, [0]),
     "PP2": ("qwen2", PP2, [0, 1]),
     "TP2xPP2": ("qwen3", {**TP2, **PP2}, [0, 2]),
     "TP2xDP2": ("qwen2", {**TP2, **DP2}, [0]),
     "TP4, two to a key-value head": ("qwen3", TP4, [0]),
     "PP3 of 1, 1 and 2 layers": ("qwen2", PP3, [0, 1, 2]),
     "PP2 in 2 parts": ("qwen3", VPP2, [0, 1]),
-    "TP4, with biases": ("qwen2", TP4, [0]),
     "TP8": ("qwen2", TP8, [0]),
     "TP2xPP4": ("qwen2", {**TP2, **PP4}, [0, 2, 4, 6]),
     "experts": ("qwen3_moe", {}, [0]),
