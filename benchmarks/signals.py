@@ -228,6 +228,8 @@ def judge(
         time.sleep(0.2)
     if left:
         wrong.append(f"{len(left)} processes are left")
+    if wrong:
+        print(cell.shown()[-4000:], file=sys.stderr)
     found = f"{code}, {took_s:.1f} s"
     return f"WRONG: {found}: {', '.join(wrong)}" if wrong else found
 

@@ -27,7 +27,7 @@ import psutil
 
 import qurl_megatron
 from qurl_megatron import device
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import default_name, prepare_new, prepare_resume_or_new
 from qurl_megatron.launch.slurm import time_limit_s
@@ -519,9 +519,12 @@ def run_here(jobs: Sequence[Job]) -> int:
     states: dict[Path, str] = {}
     for job in jobs:
         code = subprocess.run(job.command, start_new_session=True).returncode
-        states[job.config.run_dir] = "failed" if code else "succeeded"
+        known = {0: "succeeded", STOPPED_EARLY: "stopped early"}
+        states[job.config.run_dir] = known.get(code, "failed")
         if ending := [number for number in received if number != signal.SIGUSR1]:
             return 128 + ending[0]
     for run_dir, state in states.items():
         print(f"{run_dir}: {state}")
-    return int("failed" in states.values())
+    if "failed" in states.values():
+        return 1
+    return STOPPED_EARLY if "stopped early" in states.values() else 0

@@ -1,9 +1,9 @@
 """An agent on a laptop: a Qwen2 of 1.3M parameters learns to guess a letter in three turns.
 
-The secret is one of seven letters. `<` or `>` answers a wrong guess: the secret is before or after
-it in the alphabet. Who halves the range always wins. Who does not read the answers wins three games
-of seven at best. Model and machine are those of `quickstart`. There is no warm-up: a guess is right
-by chance often enough.
+The secret is one of six letters. `<` or `>` answers a wrong guess: the secret is before or after
+it in the alphabet. Who halves the range always wins. Who does not read the answers wins half of the
+games at best. Model and machine are those of `quickstart`. There is no warm-up: a guess is right by
+chance often enough.
 """
 
 import zlib
@@ -22,7 +22,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.recipes.quickstart import build_model as build_model
 
-LETTERS = "abcdefg"
+LETTERS = "abcdef"
 TURNS = 3
 
 

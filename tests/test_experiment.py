@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from qurl_megatron import process
 from qurl_megatron.cli import app
 from qurl_megatron.commands import scaling
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
@@ -236,19 +236,22 @@ def test_a_run_on_this_machine_is_qurl_train_with_every_word_as_it_was_given(
         assert re.fullmatch(r"name=first-[\w.+-]+", name)
 
 
-def test_runs_on_this_machine_go_on_after_one_that_fails(
+def test_runs_on_this_machine_go_on_after_one_that_fails_or_is_stopped_early(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], signals: None
 ) -> None:
-    jobs = [Job([name], Config(name=name), "") for name in ("a", "b", "c")]
-    program = "import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit(sys.argv[1] == 'b')"
+    ends = {"a": 0, "b": STOPPED_EARLY, "c": 1}
+    jobs = [Job([name], Config(name=name), "") for name in ends]
+    program = (
+        f"import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit({ends}[sys.argv[1]])"
+    )
     monkeypatch.setattr(
         Job, "command", property(lambda job: [sys.executable, "-c", program, *job.words])
     )
-    assert experiment.run_here(jobs[2:]) == 0
-    assert experiment.run_here(jobs) == 1
-    states = ["runs/c: succeeded", "runs/a: succeeded", "runs/b: failed", "runs/c: succeeded"]
-    assert capsys.readouterr().out.splitlines() == states
-    assert sorted(path.name for path in Path.cwd().iterdir()) == ["a", "b", "c"]
+    codes = [experiment.run_here(jobs[:number]) for number in (1, 2, 3)]
+    assert codes == [0, STOPPED_EARLY, 1]
+    states = ["runs/a: succeeded", "runs/b: stopped early", "runs/c: failed"]
+    assert capsys.readouterr().out.splitlines() == states[:1] + states[:2] + states
+    assert sorted(path.name for path in Path.cwd().iterdir()) == [*ends]
 
 
 def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
