@@ -56,6 +56,18 @@ async def each(policy, problem):
     print("plays", how)
     if how == "long prompt":
         policy.begin([3] * 50)
+    elif how == "no prompt":
+        policy.begin([])
+    elif how == "no token":
+        policy.observe([3, -1])
+    elif how == "beyond the tokenizer":
+        policy.begin([10**6])
+    elif how == "half a token":
+        policy.observe([0.5])
+    elif how == "no room":
+        await policy.generate(max_tokens=0)
+    elif how == "no stop":
+        await policy.generate(stop=[10**6])
     turn = await policy.generate(max_tokens=2)
     if how == "raises":
         raise LookupError("no such table")
@@ -220,6 +232,12 @@ ENDS = {  # what an episode does -> how it ends, the reward, and what went wrong
     "no number": ("error", -1.0, "TypeError: it returned 'much'; expected a number"),
     "unplayed": ("error", -1.0, "the agent returned without a turn of the policy"),
     "long prompt": ("error", -1.0, "the sequence has 50 tokens; max_episode_tokens is 40"),
+    "no prompt": ("error", -1.0, "ValueError: the sequence is empty; the policy must read a token"),
+    "no token": ("error", -1.0, "ValueError: token -1: the tokenizer has"),
+    "beyond the tokenizer": ("error", -1.0, "ValueError: token 1000000: the tokenizer has"),
+    "half a token": ("error", -1.0, "TypeError: 'float' object cannot be interpreted"),
+    "no room": ("error", -1.0, "ValueError: max_tokens=0: expected at least 1"),
+    "no stop": ("error", -1.0, "ValueError: token 1000000: the tokenizer has"),
     "talks": ("turns", -1.0, ""),
     "fills": ("tokens", -1.0, ""),
 }
@@ -229,11 +247,13 @@ def test_each_way_to_end_costs_that_episode_only(play: Play, directory: Path) ->
     episodes, _ = play(*ENDS, "unsure", max_turns=6)
     for episode, (end, reward, failure) in zip(episodes, ENDS.values(), strict=False):
         score = score_of(episode)
-        assert (episode_of(episode).end, score.failure, score.value) == (end, failure, reward)
+        assert (episode_of(episode).end, score.value) == (end, reward)
+        assert score.failure.startswith(failure) and bool(score.failure) == bool(failure)
         assert episode.has_failed == (end in ("deadline", "error"))
         assert episode.truncated == (end in ("turns", "tokens"))
-    assert len(episode_of(episodes[6]).turns) == 6
-    assert len(PROMPT + episodes[7].token_ids) == 40
+    talked, filled = (episodes[[*ENDS].index(name)] for name in ("talks", "fills"))
+    assert len(episode_of(talked).turns) == 6
+    assert len(PROMPT + filled.token_ids) == 40
     assert episode_of(episodes[-1]).score is None
     log = (directory / "agents_0.log").read_text()
     assert re.search(r"episode (\d+): plays raises\n(.*\n)*episode \1: LookupError: no such", log)

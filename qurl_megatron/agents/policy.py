@@ -11,8 +11,10 @@ what is sampled. A `Policy` sends it only what is new, so it can add tokens and 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 from qurl_megatron.agents.chat import Chat
@@ -122,14 +124,21 @@ class Policy:
 
         After a turn this opens a branch: a further sequence of the episode. What has been sampled
         is trained on all the same, where it was sampled.
+
+        Raises:
+            ValueError, TypeError: they are no tokens of the tokenizer.
         """
         self._check_idle()
-        self._ids, self._sent, self._begins = list(ids), 0, True
+        self._ids, self._sent, self._begins = self._checked(ids), 0, True
 
     def observe(self, ids: Sequence[int]) -> None:
-        """Append tokens that the policy reads. They are never trained on."""
+        """Append tokens that the policy reads. They are never trained on.
+
+        Raises:
+            ValueError, TypeError: they are no tokens of the tokenizer.
+        """
         self._check_idle()
-        self._ids += map(int, ids)
+        self._ids += self._checked(ids)
 
     async def generate(
         self, *, max_tokens: int | None = None, stop: Sequence[int | str] = ()
@@ -144,9 +153,14 @@ class Policy:
 
         Raises:
             EpisodeOver: the episode has no turn left, or no room for a token.
+            ValueError, TypeError: an argument is wrong, or the policy has nothing to read.
         """
         self._check_idle()
         stops = [self._token(each) for each in stop]
+        if max_tokens is not None and index(max_tokens) < 1:
+            raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
+        if not self._ids:
+            raise ValueError("the sequence is empty; the policy must read a token before its turn")
         if self._limits.max_turns and self.num_turns >= self._limits.max_turns:
             self.over = "turns"
             raise EpisodeOver("turns", f"max_turns is {self._limits.max_turns}")
@@ -197,7 +211,21 @@ class Policy:
             raise RuntimeError("the policy is taking a turn; the tokens of an episode are a line")
 
     def _token(self, stop: int | str) -> int:
-        ids = [stop] if isinstance(stop, int) else self.encode(stop)
+        ids = self.encode(stop) if isinstance(stop, str) else self._checked([stop])
         if len(ids) != 1:
             raise ValueError(f"stop={stop!r}: has {len(ids)} tokens; a stop is one token")
         return ids[0]
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        """Return tokens that a server can read: others would end it."""
+        checked, size = [index(each) for each in ids], _size(self.tokenizer)
+        for each in checked:
+            if not 0 <= each < size:
+                raise ValueError(f"token {each}: the tokenizer has {size}, from 0")
+        return checked
+
+
+@functools.cache
+def _size(tokenizer: Any) -> int:
+    """Return the number of a tokenizer's tokens, which takes it a while to count."""
+    return len(tokenizer)
