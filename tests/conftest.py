@@ -19,6 +19,7 @@ LONGEST_FILES = [
     "test_moe_kernels",
     "test_gpu_start",
     "test_network",
+    "test_agents",
     "test_packaging",
     "test_memory",
     "test_delta_publish",
