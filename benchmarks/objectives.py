@@ -15,7 +15,7 @@ BF16 rollouts and with the uncorrected objectives.
                    all of them are. 32 x 8 answers a step, at two thirds of the learning rate
     experts        a mixture of experts, and 8-bit or 4-bit rollouts whose choice of experts the
                    learner compares with its own, or replays
-    agent          the 80 steps of quickstart_agent, whose episodes have three turns
+    agent          the 60 steps of quickstart_agent, whose episodes have three turns
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
 skips the runs that have figures and resumes the runs that were interrupted. Then it prints a table.
@@ -106,7 +106,7 @@ SETTINGS = {
     ),
     "agent": Setting(
         BF16 | {"acr+uaq int8": arm("acr", "int8", UAQ)} | int4_arms("naive", "tis"),
-        ["steps=80"],
+        ["steps=60"],
         recipe="quickstart_agent",
     ),
 }

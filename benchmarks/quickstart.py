@@ -21,7 +21,9 @@ INK = "#808080"  # text and axes of the plot, legible on light and on dark paper
 def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument(
-        "--recipe", choices=["quickstart", "quickstart_experts"], default="quickstart"
+        "--recipe",
+        choices=["quickstart", "quickstart_agent", "quickstart_experts"],
+        default="quickstart",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output-dir", type=Path, default=Path("runs"))

@@ -1,6 +1,6 @@
 """An agent on a laptop: a Qwen2 of 1.3M parameters learns to guess a letter in three turns.
 
-The secret is one of six letters. `<` or `>` answers a wrong guess: the secret is before or after
+The secret is one of five letters. `<` or `>` answers a wrong guess: the secret is before or after
 it in the alphabet. Who halves the range always wins. Who does not read the answers wins half of the
 games at best. Model and machine are those of `quickstart`. There is no warm-up: a guess is right by
 chance often enough.
@@ -22,7 +22,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.recipes.quickstart import build_model as build_model
 
-LETTERS = "abcdef"
+LETTERS = "abcde"
 TURNS = 3
 
 
@@ -33,7 +33,7 @@ def recipe() -> Config:
     return Config(
         data="reasoning_gym:spell_backward",  # its words number the games
         data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
-        steps=80,
+        steps=60,
         learner=LearnerConfig(
             # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.
             tensor_parallel_size=1 if device.num_gpus() == 1 else 2,
