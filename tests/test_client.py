@@ -21,7 +21,7 @@ ONE: Any = {"completions_per_prompt": 1, "temperature": 1.0}
 META = {
     "finish_reason": {"type": "length"},
     "token_versions": [1, 1],
-    "output_token_logprobs": [[-1.0, 1], [-1.0, 1]],
+    "output_token_logprobs": [[-1.0, 1, None], [-1.0, 1, None]],
 }
 
 

@@ -7,7 +7,7 @@ from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import pydantic
@@ -31,13 +31,20 @@ class _End:
     type: str
 
 
+# Kept are the numbers alone: a tuple of each token would be what Python's collector visits most.
+_Logprobs = Annotated[
+    list[float],
+    pydantic.ValidateAs(
+        list[tuple[Finite, Any, Any]], lambda entries: [logprob for logprob, *_ in entries]
+    ),
+]
+
+
 @dataclass(frozen=True)
 class _Meta:
     finish_reason: _End
     token_versions: list[CountOrZero] = field(default_factory=list)
-    output_token_logprobs: list[tuple[Finite, Any, Any] | tuple[Finite, Any]] = field(
-        default_factory=list
-    )
+    output_token_logprobs: _Logprobs = field(default_factory=list)
     routed_experts: str | None = None
     output_token_sampling_mask: list[Any] | None = None
     cached_tokens: CountOrZero = 0
@@ -51,8 +58,8 @@ class _Sampled:
     meta_info: _Meta
 
 
-_SAMPLED: pydantic.TypeAdapter[list[_Sampled] | _Sampled] = pydantic.TypeAdapter(
-    list[_Sampled] | _Sampled
+_SAMPLED: pydantic.TypeAdapter[_Sampled | list[_Sampled]] = pydantic.TypeAdapter(
+    Annotated[_Sampled | list[_Sampled], pydantic.Field(union_mode="left_to_right")]
 )
 
 
@@ -247,7 +254,7 @@ class RolloutClient:
             raise ValueError("another number of completions")
         for answer in answers:
             meta, length = answer.meta_info, len(answer.output_ids)
-            per_token: list[list[Any]] = [meta.token_versions, meta.output_token_logprobs]
+            per_token: list[Sequence[Any]] = [meta.token_versions, meta.output_token_logprobs]
             if sampling["top_k"] > 0:
                 per_token.append(meta.output_token_sampling_mask or [])
             if not 0 < length <= sampling["max_new_tokens"]:
@@ -281,7 +288,7 @@ class RolloutClient:
             )
         return Completion(
             token_ids=token_ids,
-            behaviour_logprobs=[entry[0] for entry in meta.output_token_logprobs],
+            behaviour_logprobs=meta.output_token_logprobs,
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             # SGLang also says "length" when the last allowed token is a stop token.
             truncated=meta.finish_reason.type == "length"
