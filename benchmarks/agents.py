@@ -8,7 +8,6 @@ the agents, and how long it took.
 """
 
 import argparse
-import gc
 import os
 import socket
 import subprocess
@@ -21,7 +20,7 @@ import psutil
 from transformers import AutoTokenizer
 
 from benchmarks import machine
-from qurl_megatron.agents.client import AgentClient
+from qurl_megatron.agents.client import AgentClient, collect_rarely
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import AgentConfig
@@ -112,7 +111,7 @@ def main() -> None:
                     for each in psutil.Process().children()
                     if "agents.worker" in " ".join(each.cmdline())
                 ]
-                gc.freeze()  # as the loop does
+                collect_rarely()
                 for tokens in options.tokens:
                     print(f"turns of {tokens} tokens", flush=True)
                     chosen = argparse.Namespace(turns=options.turns, tokens=tokens)

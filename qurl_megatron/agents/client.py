@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.server import Server
+
+COLLECT_AT = 50_000  # new objects
 
 
 class AgentFailed(RuntimeError, SharedError):
@@ -155,6 +158,17 @@ class AgentClient(RolloutClient):
         if ended.failure or (score is None and ended.end in ("turns", "tokens")):
             score = Score(self._reward_wrong, {ACCURACY: 0.0}, ended.failure)
         return records[-1].completion(ended.end, score)
+
+
+def collect_rarely() -> None:
+    """Have Python's collector of cycles visit less: episodes make many objects, and few cycles.
+
+    It would visit all that was imported, and all that thousands of episodes hold, again and again:
+    more than a third of what a turn costs (`benchmarks/agents.py`).
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(COLLECT_AT)
 
 
 def with_own_scores(score: StartScoring) -> StartScoring:

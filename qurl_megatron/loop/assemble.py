@@ -3,7 +3,6 @@
 A run can begin with a supervised warm-up of the learner.
 """
 
-import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.agents.client import AgentClient, with_own_scores
+from qurl_megatron.agents.client import AgentClient, collect_rarely, with_own_scores
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights
@@ -167,10 +166,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             warmup_check=warmup_check,
         )
     if agents:
-        # Episodes make many objects. A full collection would visit all that was imported, which is
-        # a third of what a turn costs: `benchmarks/agents.py`.
-        gc.collect()
-        gc.freeze()
+        collect_rarely()
     return Run(
         learner=learner,
         critic=critic,
