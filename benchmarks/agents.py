@@ -108,7 +108,7 @@ def main() -> None:
                 client = AgentClient(agents, 0.0, fleet, tokenizer, [1])
                 workers = [
                     each
-                    for each in psutil.Process().children()
+                    for each in psutil.Process().children(recursive=True)
                     if "agents.worker" in " ".join(each.cmdline())
                 ]
                 collect_rarely()

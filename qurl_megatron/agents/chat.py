@@ -45,7 +45,7 @@ class Chat:
         """Begin one for a `Policy`."""
         self._policy = policy
         self._tokenizer = policy.tokenizer
-        self._messages: list[Message] = []
+        self._known: list[tuple[Any, ...]] = []  # the messages that the tokens so far are of
         self._tools: list[dict[str, Any]] = []
         self._has_thought = False  # the last turn, or one before it in this sequence
 
@@ -55,18 +55,19 @@ class Chat:
         """Return the policy's message after `messages`, which are the whole conversation."""
         check_template(self._tokenizer)
         schemas = [schema(tool) for tool in tools]
-        known = len(self._messages)
-        new = messages[known:]
+        plain = [_plain(each) for each in messages]
+        known, self._known = self._known, []  # until the turn has been taken
+        new = messages[len(known) :]
         goes_on = (
-            known > 0
-            and [_plain(each) for each in messages[:known]] == [_plain(m) for m in self._messages]
+            len(known) > 0
+            and plain[: len(known)] == known
             and schemas == self._tools
             and not (self._has_thought and drops_thoughts(self._tokenizer, new))
         )
         if goes_on:
             end = self._tokenizer.eos_token_id
             is_open = self._policy.ids[-1] != end  # it was cut off, or ended by another token
-            added = difference(self._tokenizer, new, schemas)
+            added = self._policy.encode(_added(self._tokenizer, new, schemas))
             self._policy.observe([*([end] if is_open else []), *added])
         else:
             text = render(self._tokenizer, messages, schemas)
@@ -76,7 +77,7 @@ class Chat:
         text = self._policy.decode(turn.ids).removesuffix(self._tokenizer.eos_token)
         message = parse(text)
         self._has_thought |= _THOUGHT_END in text
-        self._messages, self._tools = [*messages, message], schemas
+        self._known, self._tools = [*plain, _plain(message)], schemas
         return message
 
 
@@ -91,7 +92,7 @@ def parse(text: str) -> Message:
             call = json.loads(found[1])
             arguments = json.dumps(call.get("arguments", {}))
             function = {"name": str(call["name"]), "arguments": arguments}
-        except (ValueError, LookupError, TypeError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue
         calls.append({"id": f"call_{number}", "type": "function", "function": function})
     if not calls:
@@ -118,12 +119,6 @@ def render(
         add_generation_prompt=opens,
     )
     return text
-
-
-def difference(tokenizer: Any, new: list[Message], tools: list[dict[str, Any]]) -> list[int]:
-    """Return the tokens between the end of the policy's message and the beginning of its next."""
-    ids: list[int] = tokenizer.encode(_added(tokenizer, new, tools), add_special_tokens=False)
-    return ids
 
 
 def _added(

@@ -26,7 +26,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         """Listen. A port is bound at once, and answers as soon as the loop runs."""
-        self._policies: dict[str, Policy] = {}
+        self._policies: dict[str, tuple[Policy, contextvars.Context]] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._port = self._socket.getsockname()[1]
         # Without the context of the episode that asked first, whose output would be this.
@@ -36,16 +36,18 @@ class Endpoint:
 
     def add(self, policy: Policy) -> str:
         """Return the base URL of an episode."""
-        for key, known in self._policies.items():
+        for key, (known, _) in self._policies.items():
             if known is policy:
                 return self._url(key)
         key = secrets.token_urlsafe(16)
-        self._policies[key] = policy
+        self._policies[key] = policy, contextvars.copy_context()
         return self._url(key)
 
     def drop(self, policy: Policy) -> None:
         """Forget an episode that has ended."""
-        self._policies = {key: each for key, each in self._policies.items() if each is not policy}
+        self._policies = {
+            key: known for key, known in self._policies.items() if known[0] is not policy
+        }
 
     def _url(self, key: str) -> str:
         return f"http://127.0.0.1:{self._port}/{key}/v1"
@@ -62,19 +64,21 @@ class Endpoint:
         return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        policy = self._policies.get(request.match_info["key"])
-        if policy is None:
+        if (known := self._policies.get(request.match_info["key"])) is None:
             return _refusal(404, "there is no such episode; it has ended")
+        policy, context = known
         try:
             body = await request.json()
             messages = list(body["messages"])
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             return _refusal(400, "the body must be a JSON object with messages")
         if body.get("n") not in (None, 1):
             return _refusal(400, "n must be 1: an episode is a line of tokens")
         most = body.get("max_completion_tokens") or body.get("max_tokens")
         try:
-            message = await policy.chat(messages, tools=body.get("tools") or [], max_tokens=most)
+            chat = policy.chat(messages, tools=body.get("tools") or [], max_tokens=most)
+            # What it costs, and how it may fail, is the episode's.
+            message = await asyncio.get_running_loop().create_task(chat, context=context)
         except EpisodeOver as error:
             return _refusal(400, str(error), code="context_length_exceeded")
         except Exception as error:  # a template refuses the messages, or a turn runs already

@@ -11,11 +11,12 @@ what is sampled. A `Policy` sends it only what is new, so it can add tokens and 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, NoReturn
 
 from qurl_megatron.agents.chat import Chat
 from qurl_megatron.agents.tools import Message, Tool
@@ -110,7 +111,14 @@ class Policy:
         return self._serve(self)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without any that mark a beginning."""
+        """Return the tokens of a text, without any that mark a beginning.
+
+        Raises:
+            EpisodeOver: they are more than an episode may have.
+        """
+        # A tokenizer takes 1 s and 300 MB for a million characters.
+        if len(text) > self._limits.max_episode_tokens * _longest(self.tokenizer):
+            self._end("tokens", f"a text of {len(text):,} characters does not fit into it")
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -141,7 +149,7 @@ class Policy:
         self._ids += self._checked(ids)
 
     async def generate(
-        self, *, max_tokens: int | None = None, stop: Sequence[int | str] = ()
+        self, *, max_tokens: int | None = None, stop: str | Sequence[int | str] = ()
     ) -> Turn:
         """Have the policy take a turn.
 
@@ -156,24 +164,24 @@ class Policy:
             ValueError, TypeError: an argument is wrong, or the policy has nothing to read.
         """
         self._check_idle()
-        stops = [self._token(each) for each in stop]
-        if max_tokens is not None and index(max_tokens) < 1:
+        stops = [self._token(each) for each in ([stop] if isinstance(stop, str) else stop)]
+        most = self._limits.max_turn_tokens
+        if max_tokens is not None:
+            most = min(most, int(index(max_tokens)))
+        if most < 1:
             raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
         if not self._ids:
             raise ValueError("the sequence is empty; the policy must read a token before its turn")
         if self._limits.max_turns and self.num_turns >= self._limits.max_turns:
-            self.over = "turns"
-            raise EpisodeOver("turns", f"max_turns is {self._limits.max_turns}")
+            self._end("turns", f"max_turns is {self._limits.max_turns}")
         if not self.room:
-            self.over = "tokens"
-            raise EpisodeOver(
-                "tokens",
-                f"the sequence has {len(self._ids)} tokens; max_episode_tokens is "
-                f"{self._limits.max_episode_tokens}",
-            )
-        most = min(self._limits.max_turn_tokens, max_tokens or self._limits.max_turn_tokens)
+            self._end("tokens", f"the sequence has {len(self._ids)} tokens")
         request = Request(self._begins, self._ids[self._sent :], min(most, self.room), stops)
         self._is_sampling = True
+        # A turn that the agent does not wait for any longer is taken all the same: it is sampled.
+        return await asyncio.shield(self._take(request))
+
+    async def _take(self, request: Request) -> Turn:
         try:
             turn = await self._sample(request)
         finally:
@@ -206,6 +214,11 @@ class Policy:
         """
         return await self._chat.reply(list(messages), list(tools), max_tokens)
 
+    def _end(self, end: str, why: str) -> NoReturn:
+        self.over = end
+        limit = f"; max_episode_tokens is {self._limits.max_episode_tokens}"
+        raise EpisodeOver(end, why + limit * (end == "tokens"))
+
     def _check_idle(self) -> None:
         if self._is_sampling:
             raise RuntimeError("the policy is taking a turn; the tokens of an episode are a line")
@@ -218,7 +231,7 @@ class Policy:
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         """Return tokens that a server can read: others would end it."""
-        checked, size = [index(each) for each in ids], _size(self.tokenizer)
+        checked, size = [int(index(each)) for each in ids], _size(self.tokenizer)
         for each in checked:
             if not 0 <= each < size:
                 raise ValueError(f"token {each}: the tokenizer has {size}, from 0")
@@ -229,3 +242,9 @@ class Policy:
 def _size(tokenizer: Any) -> int:
     """Return the number of a tokenizer's tokens, which takes it a while to count."""
     return len(tokenizer)
+
+
+@functools.cache
+def _longest(tokenizer: Any) -> int:
+    """Return the number of characters of a tokenizer's longest token."""
+    return max(map(len, tokenizer.get_vocab()))

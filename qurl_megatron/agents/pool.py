@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -22,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.agents.policy import Limits, Request, Turn
-from qurl_megatron.agents.worker import NOBODY, Ended, Marks, Settings
+from qurl_megatron.agents.worker import LOAD_LIMIT_S, NOBODY, Ended, Marks, Settings
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.schema import AgentConfig, ConfigError
-from qurl_megatron.process import raise_open_file_limit, starting_a_worker
+from qurl_megatron.process import END_CONTAINED, raise_open_file_limit, starting_a_worker
 
 PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(int, sys.argv[1:]))"
 CORES_PER_WORKER = 4
@@ -203,7 +204,7 @@ class _Process:
         with self._lock:
             self._closed = True
             if self._process:
-                self._process.kill()
+                self._process.send_signal(END_CONTAINED)
         self._thread.join()
 
     def _send(self, message: tuple[Any, ...]) -> None:
@@ -220,7 +221,10 @@ class _Process:
                     break
                 self._read(marks)
             except (EOFError, OSError) as error:
-                why = f"its process ended with code {self._end()}" if self._process else str(error)
+                code = self._end()
+                why = str(error) if code is None else f"its process ended with code {code}"
+                if code == -signal.SIGALRM:
+                    why = f"took longer than {LOAD_LIMIT_S:g} s"
                 if not self._ready.is_set():
                     self._error = f"{why} while it loaded the agent"
                     break
@@ -229,10 +233,10 @@ class _Process:
         self._end()
 
     def _end(self) -> int | None:
-        """End the process if there is one; return its exit code."""
+        """End the process, if there is one, and what agents have started; return its exit code."""
         if self._process is None:
             return None
-        self._process.kill()
+        self._process.send_signal(END_CONTAINED)
         return self._process.wait()
 
     def _start(self) -> Marks:

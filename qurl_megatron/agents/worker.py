@@ -15,19 +15,23 @@ import contextlib
 import contextvars
 import inspect
 import mmap
+import os
+import signal
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TextIO
 
 from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
 from qurl_megatron.algorithm.score import Question, Score
 from qurl_megatron.data.rewards import load_function, one_line, score_of
-from qurl_megatron.process import die_with_parent
+from qurl_megatron.process import contain, die_with_parent
 
 TICK_S = 0.5
+LOAD_LIMIT_S = 60.0  # for the import of an agent
+TIDY_UP_S = 2.0  # that an agent which is cancelled has
 NOBODY = -1  # in place of the key of an episode
 
 
@@ -141,10 +145,7 @@ class _Worker:
         self, key: int, problem: Question, prompt_ids: list[int], limits: Limits
     ) -> None:
         async with self._room:
-            try:
-                ended = await self._play_one(key, problem, prompt_ids, limits)
-            finally:
-                self._turns.pop(key, None)
+            ended = await self._play_one(key, problem, prompt_ids, limits)
             with contextlib.suppress(OSError):  # rank 0 is gone
                 self._connection.send(("end", key, ended))
 
@@ -152,55 +153,70 @@ class _Worker:
         self, key: int, problem: Question, prompt_ids: list[int], limits: Limits
     ) -> Ended:
         loop = asyncio.get_running_loop()
-        settings = self._settings
+        settings, process = self._settings, os.getpid()
         ends_at = loop.time() + settings.timeout_s
-        is_between = True  # two turns
+        over: asyncio.Future[str] = loop.create_future()
+        timer: asyncio.TimerHandle | None = None
+
+        def limit(seconds: float, of: str) -> None:
+            """End the episode in so many seconds, or when its own time is over."""
+            nonlocal timer
+            at = loop.time() + seconds
+            if ends_at <= at:
+                at, of = ends_at, f"agent_timeout_s {settings.timeout_s:g}"
+            if timer:
+                timer.cancel()
+            timer = loop.call_at(at, end, of)
+
+        def end(of: str) -> None:
+            if not over.done():
+                over.set_result(of)
+
+        def limit_between_turns() -> None:
+            seconds = settings.turn_timeout_s
+            limit(seconds, f"agent_turn_timeout_s {seconds:g} between two turns")
 
         async def sample(request: Request) -> Turn:
-            nonlocal is_between
-            is_between = False
-            deadline.reschedule(ends_at)
+            if key not in self._episodes:
+                raise RuntimeError("the episode has ended")
+            if asyncio.get_running_loop() is not loop or os.getpid() != process:
+                raise RuntimeError("a policy belongs to the event loop that its agent runs in")
+            limit(settings.timeout_s, "")
             answer = self._turns[key] = loop.create_future()
             self._connection.send(("sample", key, request))
             turn = await answer
-            is_between = True
-            deadline.reschedule(min(ends_at, loop.time() + settings.turn_timeout_s))
+            limit_between_turns()
             return turn
 
         policy = Policy(prompt_ids, limits, sample, self._tokenizer, self._base_url)
+        limit_between_turns()
+        agent = loop.create_task(self._agent(policy, problem))
         try:
-            async with asyncio.timeout(
-                min(settings.timeout_s, settings.turn_timeout_s)
-            ) as deadline:
-                result = await self._agent(policy, problem)
-            if not policy.num_turns:
-                return Ended("error", None, "the agent returned without a turn of the policy")
-            score = None if result is None else score_of(result)
-            return Ended(policy.over or "answered", score, "")
-        except EpisodeOver as over:
-            if not policy.num_turns:
-                return Ended("error", None, str(over))
-            return Ended(over.end, None, "")
-        except TimeoutError:
-            if not deadline.expired():
-                return self._failed()
-            limit = (
-                f"agent_turn_timeout_s {settings.turn_timeout_s:g} between two turns"
-                if is_between and loop.time() < ends_at
-                else f"agent_timeout_s {settings.timeout_s:g}"
-            )
-            return Ended("deadline", None, f"took longer than {limit}")
-        except (Exception, SystemExit):
-            return self._failed()
+            await asyncio.wait({agent, over}, return_when=asyncio.FIRST_COMPLETED)
+            if not agent.done():
+                agent.cancel()
+                await asyncio.wait({agent}, timeout=TIDY_UP_S)
+                return Ended("deadline", None, f"took longer than {over.result()}")
+            try:
+                result = agent.result()
+                if not policy.num_turns:
+                    return Ended("error", None, "the agent returned without a turn of the policy")
+                score = None if result is None else score_of(result)
+                return Ended(policy.over or "answered", score, "")
+            except EpisodeOver as why:
+                if not policy.num_turns:
+                    return Ended("error", None, str(why))
+                return Ended(why.end, None, "")
+            except BaseException as error:  # CancelledError too, of a task that it has cancelled
+                return _failed(error)
         finally:
+            agent.cancel()
+            if timer:
+                timer.cancel()
+            if turn := self._turns.pop(key, None):
+                turn.cancel()
             if self._endpoint:
                 self._endpoint.drop(policy)
-
-    def _failed(self) -> Ended:
-        """Return how an episode ended that has raised; its traceback goes to the log."""
-        traceback.print_exc()
-        error = sys.exception()
-        return Ended("error", None, one_line(f"{type(error).__name__}: {error}"))
 
     def _base_url(self, policy: Policy) -> str:
         if self._endpoint is None:
@@ -211,6 +227,14 @@ class _Worker:
         return url
 
 
+def _failed(error: BaseException) -> Ended:
+    """Return how an episode ended that has raised; its traceback goes to the log."""
+    with contextlib.suppress(Exception):  # the disk is full
+        traceback.print_exception(error)
+    lines = traceback.format_exception_only(error)  # whatever its __str__ does
+    return Ended("error", None, one_line(lines[-1]))
+
+
 class _Marked(Coroutine[Any, Any, Any]):
     """A coroutine that marks its episode while its code runs."""
 
@@ -218,17 +242,21 @@ class _Marked(Coroutine[Any, Any, Any]):
         self._inner, self._key, self._marks = inner, key, marks
 
     def send(self, value: Any) -> Any:
-        self._marks.set(self._key)
-        try:
-            return self._inner.send(value)
-        finally:
-            self._marks.set(NOBODY)
+        return self._run(self._inner.send, value)
 
     def throw(self, *error: Any) -> Any:
+        return self._run(self._inner.throw, *error)
+
+    def _run(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        process = os.getpid()
         self._marks.set(self._key)
         try:
-            return self._inner.throw(*error)
+            return step(*arguments)
+        except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and all its episodes
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
+            if os.getpid() != process:  # a fork, which would go on with everybody's episodes
+                os._exit(0)
             self._marks.set(NOBODY)
 
     def close(self) -> None:
@@ -288,14 +316,18 @@ def load_agent(settings: Settings) -> tuple[Any, Any]:
 def work(descriptor: int, marks: int) -> None:
     """Be a worker: load an agent, then play episodes until the connection is closed."""
     die_with_parent()
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.stdout = sys.stderr = _Log(sys.stdout)  # type: ignore[assignment]
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):  # the other side is gone
         settings: Settings = connection.recv()
+        contain()
+        signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)  # the kernel ends the process
         try:
             agent, tokenizer = load_agent(settings)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
             connection.send(one_line(f"{type(error).__name__}: {error}"))
             return
+        signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send("")
         asyncio.run(_Worker(connection, settings, agent, tokenizer, Marks(marks)).run())
