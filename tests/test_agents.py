@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -20,7 +21,13 @@ from samplers import sampler_of, scores_of
 from tiny import EOS_TOKEN_ID
 
 AGENT = """
-import asyncio, itertools, os, time
+import asyncio, contextlib, itertools, os, subprocess, sys, time
+from pathlib import Path
+import numpy as np
+
+class Unsayable(Exception):
+    def __str__(self):
+        raise KeyError
 
 NUMBERS = itertools.count()
 
@@ -81,6 +88,36 @@ async def each(policy, problem):
         await asyncio.create_task(block())
     elif how == "dies":
         os._exit(3)
+    elif how == "leaves a program behind":
+        program = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        Path(__file__).with_name("left").write_text(str(program.pid))
+        os._exit(3)
+    elif how == "swallows":
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+    elif how == "cancels":
+        cancelled = asyncio.create_task(asyncio.sleep(60))
+        cancelled.cancel()
+        await cancelled
+    elif how == "leaves":
+        async def leave():
+            sys.exit(3)
+        await asyncio.create_task(leave())
+    elif how == "cannot say why":
+        raise Unsayable()
+    elif how == "says odd things":
+        print("\\ud800")
+        raise ValueError("\\ud800")
+    elif how == "asks elsewhere":
+        await asyncio.to_thread(lambda: asyncio.run(policy.generate()))
+    elif how == "reads much":
+        policy.encode("x" * 10**6)
+    elif how == "forks" and os.fork() == 0:
+        return 0.0
+    elif how == "has numbers of numpy":
+        await policy.generate(max_tokens=np.int64(1))
+        return np.float32(1.0)
     elif how == "no number":
         return "much"
     elif how == "talks":
@@ -237,6 +274,15 @@ ENDS = {  # what an episode does -> how it ends, the reward, and what went wrong
     "beyond the tokenizer": ("error", -1.0, "ValueError: token 1000000: the tokenizer has"),
     "half a token": ("error", -1.0, "TypeError: 'float' object cannot be interpreted"),
     "no room": ("error", -1.0, "ValueError: max_tokens=0: expected at least 1"),
+    "swallows": ("deadline", -1.0, "took longer than agent_turn_timeout_s 1.5 between two turns"),
+    "cancels": ("error", -1.0, "asyncio.exceptions.CancelledError"),
+    "leaves": ("error", -1.0, "RuntimeError: SystemExit: 3"),
+    "cannot say why": ("error", -1.0, "agent.Unsayable: <exception str() failed>"),
+    "says odd things": ("error", -1.0, "ValueError: \ud800"),
+    "asks elsewhere": ("error", -1.0, "RuntimeError: a policy belongs to the event loop"),
+    "reads much": ("tokens", -1.0, ""),
+    "forks": ("answered", 1.0, ""),
+    "has numbers of numpy": ("answered", 1.0, ""),
     "no stop": ("error", -1.0, "ValueError: token 1000000: the tokenizer has"),
     "talks": ("turns", -1.0, ""),
     "fills": ("tokens", -1.0, ""),
@@ -265,16 +311,19 @@ def test_each_way_to_end_costs_that_episode_only(play: Play, directory: Path) ->
         ("blocks", "deadline", "blocked its process for longer than agent_turn_timeout_s 1.5"),
         ("blocks in a task", "deadline", "blocked its process"),
         ("dies", "error", "its process ended with code 3"),
+        ("leaves a program behind", "error", "its process ended with code 3"),
     ],
 )
 def test_a_process_that_hangs_or_dies_costs_the_episode_that_did_it_only(
-    play: Play, how: str, end: str, failure: str
+    play: Play, directory: Path, how: str, end: str, failure: str
 ) -> None:
     bad, *others = play(how, *["well"] * 5)[0]
     assert episode_of(bad).end == end and score_of(bad).failure.startswith(failure)
     for episode in others:  # begun again, without what they had sampled
         assert episode_of(episode).end == "answered" and len(episode_of(episode).turns) == 2
         assert episode.token_ids == [202, 203, 204, 205]
+    if (left := directory / "left").exists():
+        assert not psutil.pid_exists(int(left.read_text()))
 
 
 def test_the_time_of_an_episode_includes_that_of_the_servers(play: Play) -> None:

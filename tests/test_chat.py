@@ -196,6 +196,38 @@ def test_messages_may_be_written_down_again_as_openai_clients_do() -> None:
     assert len(server.sequences) == 1
 
 
+def test_a_reply_that_was_changed_in_place_was_changed() -> None:
+    server = Server([[*write(KEEPS, THOUGHT + "this"), EOS_TOKEN_ID], [EOS_TOKEN_ID]])
+
+    async def agent(policy: Policy) -> None:
+        messages: list[Any] = [{"role": "user", "content": "what"}]
+        messages.append(await policy.chat(messages))
+        messages[-1]["content"] = "this"
+        await policy.chat([*messages, messages[0]])
+
+    play(KEEPS, server, agent)
+    _, changed = server.sequences
+    assert "assistant\nthis<|im_end|>" in text_of(KEEPS, changed)
+
+
+def test_a_turn_that_the_agent_waits_for_no_longer_is_taken() -> None:
+    """Its tokens are sampled, so they belong to the sequence; a chat then begins anew."""
+    server = Server([[9, EOS_TOKEN_ID], [8], [*write(KEEPS, "this"), EOS_TOKEN_ID]])
+
+    async def agent(policy: Policy) -> None:
+        user = {"role": "user", "content": "what"}
+        for turn in (policy.generate(), policy.chat([user])):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(turn, 0)
+            await asyncio.sleep(0.01)
+        assert policy.num_turns == 2 and policy.ids[-1] == 8
+        assert (await policy.chat([user]))["content"] == "this"
+        assert policy.ids == [token for token, _ in server.sequences[-1]]
+
+    play(KEEPS, server, agent)
+    assert server.sampled()[:3] == [9, EOS_TOKEN_ID, 8]
+
+
 def test_a_turn_that_was_cut_off_is_ended_before_the_next_message() -> None:
     server = Server([write(KEEPS, "this"), [*write(KEEPS, "is"), EOS_TOKEN_ID]])
 
@@ -215,12 +247,26 @@ def test_a_call_that_fits_no_tool_or_fails_is_answered_with_why() -> None:
         '<tool_call>{"name": "multiply", "arguments": {"a": 1}}</tool_call>',
         '<tool_call>{"name": "multiply", "arguments": "x"}</tool_call>',
     ]
+    assert "tool_calls" not in parse(f'<tool_call>{{"name": {"[" * 10**5}}}</tool_call>')
     for text, why in zip(
         texts, ["no tool divide; there are", "missing 1", "TypeError"], strict=True
     ):
         (answer,) = asyncio.run(call_tools(parse(text), [multiply]))
         assert why in answer["content"] and answer["role"] == "tool"
     assert asyncio.run(call_tools(parse("plain"), [multiply])) == []
+
+
+LLAMA = """{{ '{"name": "' + tool_call.name + '", "parameters": ' + arguments | tojson }}"""
+
+
+@pytest.mark.parametrize("mark", ["", "<|python_tag|>"])
+def test_a_call_may_have_the_form_of_llama_if_the_template_has(mark: str) -> None:
+    text = mark + '{"name": "multiply", "parameters": {"a": 6, "b": 7}}'
+    message = parse(text, LLAMA)
+    (answer,) = asyncio.run(call_tools(message, [multiply]))
+    assert (message["content"], answer["content"]) == ("", "42")
+    for said, template in [(text, KEEPS_THOUGHTS), ("So: " + text, LLAMA), (text[:-3], LLAMA)]:
+        assert parse(said, template) == {"role": "assistant", "content": said}
 
 
 def test_a_function_becomes_the_schema_that_openai_clients_send() -> None:
@@ -283,7 +329,10 @@ def test_two_turns_at_once_and_turns_beyond_a_limit_are_refused() -> None:
     async def agent() -> None:
         policy = Policy([5], Limits(2, 4, 8), Server([[9], [9], [9]]).sample, KEEPS)
         with pytest.raises(ValueError, match="stop='what is': has \\d tokens; a stop is one token"):
-            await policy.generate(stop=["what is"])
+            await policy.generate(stop="what is")
+        with pytest.raises(EpisodeOver, match="a text of 1,000 characters does not fit"):
+            policy.encode("x" * 1000)
+        policy.over = ""
         one, other = await asyncio.gather(
             policy.generate(stop=["</tool_call>", 7]), policy.generate(), return_exceptions=True
         )

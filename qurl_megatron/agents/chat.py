@@ -21,6 +21,7 @@ from typing import Any
 from qurl_megatron.agents.tools import Message, Tool, schema
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_LLAMA_CALL = re.compile(r"\A\s*(?:<\|python_tag\|>)?(\{.*\})\s*\Z", re.DOTALL)
 _THOUGHT_END = "</think>"
 _THOUGHT = "a thought"
 _STAND_IN: list[Message] = [
@@ -75,22 +76,26 @@ class Chat:
             self._has_thought = False
         turn = await self._policy.generate(max_tokens=max_tokens)
         text = self._policy.decode(turn.ids).removesuffix(self._tokenizer.eos_token)
-        message = parse(text)
+        message = parse(text, self._tokenizer.chat_template)
         self._has_thought |= _THOUGHT_END in text
         self._known, self._tools = [*plain, _plain(message)], schemas
         return message
 
 
-def parse(text: str) -> Message:
+def parse(text: str, template: str = "") -> Message:
     """Return what the policy has written as a message, with the calls of tools that are in it.
 
-    Calls have the form that Qwen and Hermes models are trained on. What is not JSON stays text.
+    Calls have the form that Qwen and Hermes models are trained on, or that of Llama 3 if the chat
+    template writes that: the whole text is a call, whose arguments are its "parameters". What is
+    not JSON stays text.
     """
+    is_llama = '"parameters": ' in template and "<tool_call>" not in template
+    form, key = (_LLAMA_CALL, "parameters") if is_llama else (_TOOL_CALL, "arguments")
     calls = []
-    for number, found in enumerate(_TOOL_CALL.finditer(text)):
+    for number, found in enumerate(form.finditer(text)):
         try:
             call = json.loads(found[1])
-            arguments = json.dumps(call.get("arguments", {}))
+            arguments = json.dumps(call.get(key, {}))
             function = {"name": str(call["name"]), "arguments": arguments}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue
@@ -99,7 +104,7 @@ def parse(text: str) -> Message:
         return {"role": "assistant", "content": text}
     return {
         "role": "assistant",
-        "content": _TOOL_CALL.sub("", text).strip(),
+        "content": form.sub("", text).strip(),
         "tool_calls": calls,
     }
 
