@@ -33,8 +33,9 @@ query channels, V vocabulary rows.
                overlapped. The ranks that share a layer's experts wait for the one with the most
                tokens (`expert_imbalance`). The slowest stage counts. The pipeline bubble
                multiplies it by 1 + (p - 1) / (m v), with m micro batches and v virtual stages.
-    proximal   One forward pass over all minibatches but the first, and one over all with a
-               reference.
+    proximal   One forward pass if there are several minibatches, and one with a reference. A run
+               leaves the first minibatch out of the former, which published steps do not: rates
+               are fitted to these, so the plan counts it.
     update     Three forward passes, but two of the tokens' ways to experts, and one more of the
                layers that recompute=full computes again.
                With recompute=selective, SwiGLU reads 2eF and writes eF B per layer and token at the
@@ -324,11 +325,8 @@ def learner_s(
     ]
     scored[-1] += forward.output_s
     update[-1] += 4 * forward.output_s
-    proximal_s = 0.0
-    # The first minibatch's own update scores it before any update.
-    for number in (minibatches - 1, minibatches * (config.objective.kl_coefficient > 0)):
-        if number:
-            proximal_s += passes_s(scored, micro_batches * number) * number / minibatches
+    proximal_s = passes_s(scored, micro_batches * minibatches)
+    proximal_s *= (minibatches > 1) + (config.objective.kl_coefficient > 0)
     update_s = passes_s(update, micro_batches)
     on_ranks = [values_by_copies(architecture, learner, stage) for stage in range(stages)]
     for copies, numel in max(on_ranks, key=lambda values: sum(values.values())).items():
