@@ -240,11 +240,11 @@ def overrides(setting: Setting, name: str, seed: int) -> list[str]:
     return [*run, *ONE_RANK, *setting.overrides, *setting.arms[name]]
 
 
-def rows_of_digits() -> Iterator[dict[str, str]]:
-    """Yield four digits as a question and the next 64 as its answer, for all four digits."""
+def rows_of_digits(digits: int = DIGITS) -> Iterator[dict[str, str]]:
+    """Yield four digits as a question and the next ones as its answer, for all four digits."""
     for start in itertools.product(range(10), repeat=4):
         row = list(start)
-        while len(row) < len(start) + DIGITS:
+        while len(row) < len(start) + digits:
             row.append((row[-1] + row[-len(start)]) % 10)
         text = "".join(map(str, row))
         yield {"question": text[: len(start)], "answer": text[len(start) :]}

@@ -42,14 +42,14 @@ def passes(shares: list[str], *words: str) -> list[tuple[str, list[str], float, 
     return recorder.passes
 
 
-def test_several_minibatches_are_scored_before_any_update_and_by_the_reference() -> None:
+def test_all_minibatches_but_the_first_are_scored_and_all_by_the_reference() -> None:
     kl = "objective.kl_coefficient=0.1"
     proximal = [(share, ["proximal_logprobs", "entropy"], 0.6, False) for share in "ab"]
     reference = [(share, ["reference_logprobs"], 0.6, True) for share in "ab"]
     assert passes(["a"]) == []
-    assert passes(["a", "b"]) == proximal
+    assert passes(["a", "b"]) == proximal[1:]
     assert passes(["a"], kl) == reference[:1]
-    assert passes(["a", "b"], kl) == proximal + reference
+    assert passes(["a", "b"], kl) == proximal[1:] + reference
 
 
 def test_nan_ends_a_rank_with_one_line(

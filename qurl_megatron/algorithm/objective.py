@@ -211,8 +211,8 @@ class PolicyLoss:
         the proximal ones. They are kept in the batch, as is their entropy.
 
         Returns:
-            The loss, and statistics for `add_up`: those of `policy_objective`,
-            `current_proximal_abs_diff`, `entropy`, and `mismatch_sums`, also by lag.
+            The loss, and statistics for `add_up`: those of `policy_objective`, `entropy`, and
+            `mismatch_sums`, also by lag.
         """
         if batch.proximal_logprobs is None:
             batch.proximal_logprobs, batch.entropy = current_logprobs.detach(), entropy
@@ -231,10 +231,8 @@ class PolicyLoss:
             **settings,
         )
         counted = loss_weights > 0
-        moved = (current_logprobs.detach() - batch.proximal_logprobs).abs()
         stats = {
             **output.stats,
-            "current_proximal_abs_diff": _where(counted, moved).sum(),
             "entropy": _where(counted, batch.entropy).sum(dtype=torch.float64),
         }
         masks = {"": counted}

@@ -179,8 +179,8 @@ class OptimizerConfig:
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 disables."""
 
     minibatches_per_step: Count = 1
-    """Number of optimizer steps per rollout batch. With 1, the update's own forward pass gives the
-    proximal log-probs, which saves a pass."""
+    """Number of optimizer steps per rollout batch. The first one's own forward pass gives the
+    proximal log-probs of its minibatch; the others take a pass for theirs."""
 
 
 @dataclasses.dataclass

@@ -100,32 +100,37 @@ class CausalAttention(torch.nn.Module):
         if query.is_cuda:  # grouped heads would be computed with the scores of all pairs in memory
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-        queries = query.split([length // size for length in plan.lengths])
-        keys, values = key.split(plan.lengths), value.split(plan.lengths)
-        context = list(queries)
-        for numbers, mask in plan.similar:
+        context = []
+        for group in plan.similar:
             with sdpa_kernel(_BACKENDS):
                 attended = torch.nn.functional.scaled_dot_product_attention(
-                    _rows(queries, numbers),
-                    _rows(keys, numbers),
-                    _rows(values, numbers),
-                    attn_mask=mask,
-                    is_causal=mask is None,
+                    _rows(query, group.queries),
+                    _rows(key, group.keys),
+                    _rows(value, group.keys),
+                    attn_mask=group.mask,
+                    is_causal=group.mask is None,
                     enable_gqa=key.shape[1] < query.shape[1],
                 )
-            for number, row in zip(numbers, attended.transpose(1, 2), strict=True):
-                context[number] = row[: len(queries[number])]
-        return torch.cat(context).flatten(1)
+            context.append(attended.transpose(1, 2).flatten(0, 1))
+        return torch.cat(context).index_select(0, plan.places).flatten(1)
+
+
+@dataclass(frozen=True)
+class _SimilarSequences:
+    """Sequences of similar length, computed together as rows of a padded batch."""
+
+    queries: Tensor  # [sequences, time on this rank] int64, places among the queries; padding is 0
+    keys: Tensor  # [sequences, time] int64, places among the keys; padding is 0
+    # [sequences, 1, time on this rank, time] bool, which keys a query attends to; None: all before
+    mask: Tensor | None
 
 
 @dataclass(frozen=True)
 class _AttentionPlan:
     """What the layers of a pass share of the sequences in a pack."""
 
-    lengths: list[int]  # of the whole sequences
-    # Numbers of sequences that are computed together, and which keys a query attends to,
-    # [sequences, 1, time on this rank, time] bool; None: all before it.
-    similar: list[tuple[list[int], Tensor | None]]
+    similar: list[_SimilarSequences]
+    places: Tensor  # [queries] int64, of the queries among the rows of all groups, padding included
     # With context parallelism: the places among all ranks' tokens of the sequences' own.
     order: Tensor | None
 
@@ -135,24 +140,41 @@ def _attention_plan(
     bounds: tuple[int, ...], rank: int, size: int, device: torch.device
 ) -> _AttentionPlan:
     """Plan the attention of packed sequences on a context-parallel rank."""
+
+    def to_device(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
     similar: dict[int, list[int]] = {}  # sequences by the binary digits of their lengths
     for number, length in enumerate(lengths):
         similar.setdefault(length.bit_length(), []).append(number)
-    groups: list[tuple[list[int], Tensor | None]] = []
+    groups = []
+    places = torch.empty(bounds[-1] // size, dtype=torch.int64)
+    num_rows = 0  # of all groups, with padding
     for numbers in similar.values():
+        starts, whole = (torch.tensor([v[n] for n in numbers]) for v in (bounds, lengths))
+        keys, _ = _pad(starts, whole)
+        queries, is_real = _pad(starts // size, whole // size)
+        places[queries[is_real]] = num_rows + is_real.flatten().nonzero().squeeze(1)
+        num_rows += is_real.numel()
         mask = None
         if size > 1:
             own = [torch.from_numpy(zigzag(lengths[n], rank, size)) for n in numbers]
             rows = pad_sequence(own, batch_first=True)[:, None, :, None]
-            places = torch.arange(max(lengths[n] for n in numbers))
-            mask = rows.to(device, non_blocking=True) >= places.to(device, non_blocking=True)
-        groups.append((numbers, mask))
+            mask = to_device(rows) >= to_device(torch.arange(keys.shape[1]))
+        groups.append(_SimilarSequences(to_device(queries), to_device(keys), mask))
     order = None
     if size > 1:
         order = torch.cat([context_index(bounds, rank, size) for rank in range(size)]).argsort()
-        order = order.to(device, non_blocking=True)
-    return _AttentionPlan(lengths, groups, order)
+        order = to_device(order)
+    return _AttentionPlan(groups, to_device(places), order)
+
+
+def _pad(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return places [sequences, time] int64, 0 for padding, and which of them are no padding."""
+    time = torch.arange(int(lengths.max()))
+    is_real = time < lengths[:, None]
+    return torch.where(is_real, starts[:, None] + time, 0), is_real
 
 
 def _flash_attention(
@@ -174,9 +196,9 @@ def _flash_attention(
     return attended
 
 
-def _rows(sequences: Sequence[Tensor], numbers: list[int]) -> Tensor:
-    """Return sequences [tokens, heads, head_dim] as [rows, heads, time, head_dim]; padding is 0."""
-    return pad_sequence([sequences[n] for n in numbers], batch_first=True).transpose(1, 2)
+def _rows(tokens: Tensor, places: Tensor) -> Tensor:
+    """Return tokens [tokens, heads, head_dim] at [rows, time] as [rows, heads, time, head_dim]."""
+    return tokens.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
 
 
 def _gather_context(

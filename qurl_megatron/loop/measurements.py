@@ -177,7 +177,6 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         loss=fmean(update.loss for update in results.updates),
         grad_norm=fmean(update.grad_norm for update in results.updates),
         learning_rate=results.updates[-1].learning_rate,
-        current_proximal_abs_diff=first["current_proximal_abs_diff"] / max(1, first["tokens"]),
         routing_changed_fraction=first["routing_changed"] / first["routing_known"]
         if first.get("routing_known")
         else None,

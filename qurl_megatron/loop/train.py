@@ -12,7 +12,7 @@ The phases of a step:
                 -> rewards -> advantages -> batch; with `rollout.max_staleness` the completions and
                 rewards come from a producer that samples while the learner trains
     critic      PPO only: values -> returns, advantages -> update of the critic
-    proximal    minibatches -> shares of the replicas; with several minibatches, also
+    proximal    minibatches -> shares of the replicas; of all but the first, also
                 learner before any update -> proximal_logprobs
     update      shares -> current_logprobs -> objective -> optimizer steps
     publish     shards of the learner -> quantize -> gather -> SGLang, verified
@@ -126,9 +126,8 @@ def start_or_resume(config: Config, run: Run) -> int:
 def score_before_updates(config: Config, learner: Learner, shares: Sequence[Share]) -> None:
     """Score a step's shares with the policy before its updates, and with the reference, if used."""
     score = partial(learner.score, temperature=config.rollout.temperature)
-    if len(shares) > 1:  # else the update's own pass is before any update
-        for share in shares:
-            score(share, ["proximal_logprobs", "entropy"])
+    for share in shares[1:]:  # of the first, the update's own pass is before any update
+        score(share, ["proximal_logprobs", "entropy"])
     if config.objective.kl_coefficient:
         with learner.as_reference():
             for share in shares:

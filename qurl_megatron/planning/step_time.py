@@ -33,7 +33,9 @@ query channels, V vocabulary rows.
                overlapped. The ranks that share a layer's experts wait for the one with the most
                tokens (`expert_imbalance`). The slowest stage counts. The pipeline bubble
                multiplies it by 1 + (p - 1) / (m v), with m micro batches and v virtual stages.
-    proximal   One forward pass if there are several minibatches, and one with a reference.
+    proximal   One forward pass if there are several minibatches, and one with a reference. A run
+               leaves the first minibatch out of the former, which published steps do not: rates
+               are fitted to these, so the plan counts it.
     update     Three forward passes, but two of the tokens' ways to experts, and one more of the
                layers that recompute=full computes again.
                With recompute=selective, SwiGLU reads 2eF and writes eF B per layer and token at the

@@ -158,11 +158,6 @@ class StepMetrics:
     learning_rate: float
     """Learning rate of the policy at the step's last minibatch."""
 
-    current_proximal_abs_diff: float
-    """Mean of |log(current / proximal)| over the first minibatch's trained tokens, in nats. It is
-    taken before the first update, so anything beyond rounding is an error. With one minibatch per
-    step it is 0, because both are of one pass."""
-
     weight_update_norm: float
     """Normalized weight update (QuRL Eq. 13) since the last publish: squared norm of the change
     over squared norm before it, over the quantized weights (a sample of evenly spaced rows). 0 if
@@ -181,8 +176,8 @@ class StepMetrics:
 
     time_proximal_s: float
     """Seconds to send the batch to the ranks and to compute the proximal log-probs, and those of
-    the reference policy if there is one. With one minibatch per step the proximal ones are those of
-    the update's own pass."""
+    the reference policy if there is one. The proximal ones of the first minibatch are those of its
+    update's own pass."""
 
     time_critic_s: float
     """Seconds for the critic's values and its updates; about 0 without a critic."""

@@ -1,0 +1,252 @@
+"""Train beside TRL's GRPOTrainer: `python -m benchmarks.peers --python PEER/bin/python`.
+
+PEER is an environment of its own, which these make:
+
+    python3.11 -m venv PEER
+    PEER/bin/pip install -r benchmarks/peers/requirements.txt
+
+Both start from the same warmed-up model, with the same problems, reward, sequences a batch,
+optimizer steps, learning rate and clipping, and take turns. Both have two threads: TRL's process
+has two, and each of the quickstart's has one. TRL samples in float32 with transformers, the
+quickstart from an INT8 server.
+
+    --answers 6     the quickstart: words of five letters backward, 64 x 8 answers a batch
+    --answers 64    four digits are continued by 64 more, as in `benchmarks.objectives`; 32 x 8
+    --answers 256   the same with 256 digits
+
+A step is one batch. Seconds and CPU-seconds (of all processes, from the kernel) are those of the
+steps after the first `SKIPPED`. Memory is the sum of all processes' proportional set sizes after
+the last step. Accuracy is greedy, of both final models in float32, by transformers, on problems
+that are not trained on.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import reasoning_gym
+
+from benchmarks import machine
+from benchmarks.objectives import ONE_RANK, rows_of_digits
+from benchmarks.runs import QURL, complete_run
+from qurl_megatron.config.schema import Config
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.files import write_whole
+from qurl_megatron.recipes import quickstart
+
+SKIPPED = 2  # first steps, in which both start threads, caches and connections
+CALL = "import json, sys, trl_grpo; getattr(trl_grpo, sys.argv[1])(**json.loads(sys.argv[2]))"
+TESTED = 512  # problems that are not trained on
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one side took for a step, and what it learned."""
+
+    step_s: float
+    cpu_s: float
+    memory_bytes: int
+    accuracy: float
+
+
+def main() -> None:
+    parser = machine.parser(__doc__)
+    parser.add_argument("--python", type=Path, required=True, help="of the peer's environment")
+    parser.add_argument("--answers", type=int, nargs="+", default=[6, 64, 256])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/peers"))
+    arguments = parser.parse_args()
+    machine.print_machine("torch", "sglang", "megatron-core")
+    for answers in arguments.answers:
+        compare(answers, arguments)
+
+
+def compare(answers: int, arguments: argparse.Namespace) -> None:
+    """Run both in turn on answers of this length, and print their figures."""
+    directory = arguments.output_dir.absolute() / str(answers)
+    words = task(answers, directory)
+    start = directory / "start"
+    complete_run(start, ["quickstart", *words, "steps=1", "optimizer.learning_rate=0", *ONE_RANK])
+    words += [f"model={start / 'final_model'}", "warmup.max_steps=0", "evaluation.problems=0"]
+    words.append(f"steps={arguments.steps}")
+    config = with_overrides(quickstart.recipe(), words)
+    sides: dict[str, Callable[[Path, int], list[str]]] = {
+        "trl": lambda run, seed: peer(arguments.python, "train", **settings(config, run, seed)),
+        "qurl": lambda run, seed: [
+            *[*QURL, "train", "quickstart", *words, f"seed={seed}"],
+            *[f"name={run.name}", f"output_dir={run.parent}"],
+        ],
+    }
+    lines = {"trl": "lines.jsonl", "qurl": "metrics.jsonl"}
+    models = {"trl": ".", "qurl": "final_model"}
+    measured: dict[str, list[Measured]] = {name: [] for name in sides}
+    for seed in range(arguments.rounds):
+        for name, command in sides.items():
+            run = directory / f"{name}-{seed}-{time.strftime('%H%M%S')}"
+            figures = measure(command(run, seed), run, run / lines[name], config.steps)
+            model = run / models[name]
+            score = peer(
+                arguments.python,
+                "accuracy",
+                model=str(model),
+                problems=str(directory / "tested.jsonl"),
+                response_length=config.rollout.max_response_length,
+            )
+            done = subprocess.run(score, env=environment(), check=True, capture_output=True)
+            result = Measured(*figures, accuracy=float(done.stdout))
+            measured[name].append(result)
+            print(f"answers of {answers}, round {seed}, {name}: {result}", flush=True)
+    show(answers, measured)
+
+
+def task(answers: int, directory: Path) -> list[str]:
+    """Write problems to train and to test on; return the overrides of the quickstart for them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, str]]
+    if answers == 6:
+        dataset = reasoning_gym.create_dataset(
+            "spell_backward", min_word_len=5, max_word_len=5, size=10000, seed=0
+        )
+        answer_of = {row["question"]: row["answer"] for row in dataset}
+        rows = [{"question": question, "answer": answer_of[question]} for question in answer_of]
+        words = []
+    else:
+        rows = list(rows_of_digits(answers))
+        words = [
+            "rollout.max_prompt_length=4",
+            f"rollout.max_response_length={answers + 1}",
+            "rollout.prompts_per_step=32",
+            "warmup.max_steps=60",
+            f"rollout.server.max_total_tokens={32 * 8 * (answers + 8)}",
+        ]
+    rows.sort(key=lambda row: hash_of(row["question"]))
+    for name, part in (("tested", rows[:TESTED]), ("trained", rows[TESTED:])):
+        text = "".join(json.dumps(row) + "\n" for row in part)
+        write_whole(directory / f"{name}.jsonl", text)
+    data = directory / "trained.jsonl"
+    return [f"data={data}", "data_options={}", "reward=exact", *words]
+
+
+def settings(config: Config, run: Path, seed: int) -> dict[str, Any]:
+    """Return what `trl_grpo.train` is called with."""
+    rollout, optimizer, objective = config.rollout, config.optimizer, config.objective
+    return {
+        "model": config.model,
+        "problems": config.data,
+        "lines": str(run / "lines.jsonl"),
+        "directory": str(run),
+        "steps": config.steps,
+        "minibatches": optimizer.minibatches_per_step,
+        "prompts": rollout.prompts_per_step,
+        "completions": rollout.completions_per_prompt,
+        "response_length": rollout.max_response_length,
+        "learning_rate": optimizer.learning_rate,
+        "warmup_steps": optimizer.warmup_steps,
+        "beta2": optimizer.beta2,
+        "eps_low": objective.eps_low,
+        "eps_high": objective.eps_high,
+        "seed": seed,
+    }
+
+
+def peer(python: Path, function: str, **fields: Any) -> list[str]:
+    """Return the command that calls a function of `trl_grpo`."""
+    return [str(python.absolute()), "-c", CALL, function, json.dumps(fields)]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a peer's process: two threads, and this folder to import from."""
+    return {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parent)}
+
+
+def measure(command: list[str], run: Path, lines: Path, steps: int) -> tuple[float, float, int]:
+    """Run a command that appends a line after each step.
+
+    Returns:
+        Seconds and CPU-seconds of a step, and the bytes of memory after the last.
+
+    Raises:
+        RuntimeError: the command failed; the message names its log.
+    """
+    is_own = command[: len(QURL)] == list(QURL)
+    run.parent.mkdir(parents=True, exist_ok=True)
+    log = run.parent / f"{run.name}.log"
+    if not is_own:
+        run.mkdir()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env=None if is_own else environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        marks: list[tuple[float, float]] = []
+        for number in (SKIPPED, steps):
+            while process.poll() is None and count(lines) < number:
+                time.sleep(0.02)
+            marks.append((time.perf_counter(), over_tree(process.pid, cpu_s)))
+        memory = over_tree(process.pid, lambda each: each.memory_full_info().pss)
+        if process.wait():
+            raise RuntimeError(f"a run ended with {process.returncode}; see {log}")
+    (begin, cpu_begin), (end, cpu_end) = marks
+    counted = steps - SKIPPED
+    return (end - begin) / counted, (cpu_end - cpu_begin) / counted, int(memory)
+
+
+def count(lines: Path) -> int:
+    """Return the number of whole lines in a file that may not exist yet."""
+    return lines.read_bytes().count(b"\n") if lines.exists() else 0
+
+
+def over_tree(pid: int, figure: Callable[[psutil.Process], float]) -> float:
+    """Return the sum of a figure over a process and all its descendants that still run."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += figure(each)
+    return total
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Return the seconds that a process, and those it has waited for, have computed."""
+    return float(sum(process.cpu_times()[:4]))
+
+
+def hash_of(text: str) -> str:
+    """Return what orders problems the same way everywhere, but not as they were made."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def show(answers: int, measured: dict[str, list[Measured]]) -> None:
+    """Print the median of each figure with its least and largest, and the ratios of the rounds."""
+    for name, results in measured.items():
+        print(
+            f"answers of {answers}, {name}: "
+            f"{machine.spread([each.step_s for each in results])} s, "
+            f"{machine.spread([each.cpu_s for each in results])} CPU-s a step, "
+            f"{median(each.memory_bytes for each in results) / machine.MIB:.0f} MiB, "
+            f"accuracy {machine.spread([100 * each.accuracy for each in results], '.1f')} %"
+        )
+    pairs = list(zip(measured["qurl"], measured["trl"], strict=True))
+    for what in ("step_s", "cpu_s"):
+        ratios = [getattr(own, what) / getattr(peer, what) for own, peer in pairs]
+        print(
+            f"answers of {answers}, {what} of qurl over trl: {machine.spread(ratios)}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""GRPO by TRL, and greedy accuracy by transformers.
+
+`benchmarks.peers` calls these functions in processes of another Python, in which `requirements.txt`
+is installed and this project is not.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def train(
+    *,
+    model: str,
+    problems: str,
+    lines: str,
+    directory: str,
+    steps: int,
+    minibatches: int,
+    prompts: int,
+    completions: int,
+    response_length: int,
+    learning_rate: float,
+    warmup_steps: int,
+    beta2: float,
+    eps_low: float,
+    eps_high: float,
+    seed: int,
+) -> None:
+    """Train `steps` batches, each with an optimizer step a minibatch; save the model.
+
+    After each batch a line with its mean reward is appended to the file `lines`.
+    """
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    rows = [json.loads(line) for line in Path(problems).read_text().splitlines()]
+    rewards: list[float] = []
+
+    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        pairs = zip(completions, answer, strict=True)
+        scores = [float(text.strip() == right.strip()) for text, right in pairs]
+        rewards[:] = [sum(scores) / len(scores)]
+        return scores
+
+    class Lines(TrainerCallback):  # type: ignore[misc]
+        """Appends a line when all minibatches of a batch are done."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step % minibatches == 0:
+                with Path(lines).open("a") as file:
+                    file.write(json.dumps({"reward_mean": rewards[0]}) + "\n")
+
+    sequences = prompts * completions
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=directory,
+            max_steps=steps * minibatches,
+            per_device_train_batch_size=sequences // minibatches,
+            steps_per_generation=minibatches,
+            num_generations=completions,
+            max_completion_length=response_length,
+            learning_rate=learning_rate,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=warmup_steps,
+            adam_beta2=beta2,
+            max_grad_norm=1.0,
+            loss_type="grpo",  # the mean of each answer, then of all
+            epsilon=eps_low,
+            epsilon_high=eps_high,
+            gradient_checkpointing=False,  # nothing is computed again here
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            report_to="none",
+            seed=seed,
+        ),
+        train_dataset=Dataset.from_list(
+            [{"prompt": row["question"], "answer": row["answer"]} for row in rows]
+        ),
+        callbacks=[Lines()],
+    )
+    trainer.train()
+    trainer.save_model(directory)
+
+
+def accuracy(*, model: str, problems: str, response_length: int) -> None:
+    """Print the fraction of problems whose greedy answer is right."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows = [json.loads(line) for line in Path(problems).read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    inputs = tokenizer([row["question"] for row in rows], return_tensors="pt", padding=True)
+    tokens = policy.generate(**inputs, do_sample=False, max_new_tokens=response_length)
+    answers = tokens[:, inputs["input_ids"].shape[1] :]
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    right = [text.strip() == row["answer"] for text, row in zip(texts, rows, strict=True)]
+    print(sum(right) / len(right))
