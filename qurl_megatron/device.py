@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 LOGIT_CHUNK_ELEMENTS = 2**26  # logits that a GPU computes at once, 256 MiB in float32
 
+KEEPS_WEIGHTS = "QURL_KEEPS_WEIGHTS"  # set for a server whose weights stay while it sleeps
+
 # The other ranks wait in a collective while rank 0 samples, which can take hours. What notices a
 # rank that died is the launcher.
 COLLECTIVE_TIMEOUT_S = 48 * 3600.0
@@ -95,6 +97,11 @@ def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
     copies them through host memory.
     """
     return "gloo" if accelerator() == "cpu" or device().index in gpus else "nccl"
+
+
+def keeps_weights() -> bool:
+    """Return whether this process, of a server, keeps its weights while it sleeps."""
+    return KEEPS_WEIGHTS in os.environ
 
 
 def lacks_flash_attention() -> bool:

@@ -47,6 +47,7 @@ from qurl_megatron.config.values import (
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
+Releases = Literal["auto", "cache", "all"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
 OverlongPrompts = Literal["drop", "refuse"]
@@ -336,6 +337,11 @@ class ServerConfig:
     start_timeout_s: Seconds = 1200.0
     """Maximum time to start, in seconds. On GPUs a first start compiles kernels, for minutes."""
 
+    releases: Releases = "auto"
+    """With `rollout.placement=shared`, what a server gives back while the learner has the GPUs.
+    cache: its KV cache and CUDA graphs. all: its weights too. auto: the evaluation server all, a
+    rollout server cache if the plan says that its weights fit beside the learner, else all."""
+
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
     true gives a flag. A refusal lists those that cannot falsify log-probs or weight versions."""
@@ -448,6 +454,9 @@ class RolloutConfig(AgentConfig):
     replay: the learner's forward passes choose the same. A request that a publish retracts has the
     experts of the pass that computed its context again. Recording takes 4 bytes per layer and
     chosen expert for each token of the KV cache, in a server's main memory."""
+
+    placement: Literal["separate", "shared"] = "separate"
+    """Which GPUs the servers have. separate: others than the learner. shared: the same, in turn."""
 
     servers_at: list[Url] = dataclasses.field(default_factory=list)
     """URLs of further servers, which somebody has started elsewhere with `qurl serve`. They get the
