@@ -1,7 +1,6 @@
 """Servers give their memory back while they sleep, and answer as before once they are awake."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
