@@ -38,6 +38,7 @@ from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
+from qurl_megatron.weight_sync.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,13 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             logs, length = config.run_dir / "logs", config.rollout.max_length
             agents = keep(Agents(config.rollout, length, config.model, logs))
             score = with_own_scores(score)
+    turn = None
+    if config.rollout.placement == "shared":
+        turn = keep(closing(Turn(rosters[0].parent)))
     learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
+    if turn:
+        turn.has([learner, critic] if critic else [learner])
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
     log = keep(closing(RunLog(config, writes=is_first)))
 
@@ -150,7 +156,14 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     for name, quantization in quantizations.items():
         fleet = keep(closing(_fleet(config, name, rosters, log)))
         clients[name] = _client(config, name, fleet, learner, tokenizer, agents)
-        publisher = Publisher(learner, fleet, quantization, pause_mode=config.rollout.pause_mode)
+        publisher = Publisher(
+            learner,
+            fleet,
+            quantization,
+            pause_mode=config.rollout.pause_mode,
+            turn=turn,
+            releases=getattr(config, name).server.releases if turn else None,
+        )
         publishers[name] = keep(closing(publisher))
 
     sampler = Sampler(config, clients["rollout"], publishers["rollout"], score, training, tokenizer)
@@ -231,7 +244,9 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
         number = f"{next(num_up)} of {len(servers)}"
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
-    own = [server for server in servers.values() if not server.is_remote]
+    takes_turns = config.rollout.placement == "shared"
+    # Those that take turns are listed once they are up, and sleep.
+    own = [server for server in servers.values() if not (server.is_remote or takes_turns)]
     wait_ready(own, start_timeout_s, ready=say_ready)
     for server in revive(server for server in servers.values() if server.is_remote):
         say_ready(server)  # the fleet asks the others again
@@ -240,6 +255,7 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
         servers,
         min_servers=config.rollout.min_servers if name == "rollout" else 1,
         patience_s=start_timeout_s,
+        takes_turns=takes_turns,
         say=log.say,
     )
     fleet.watch(lambda: read_set(rosters, name))

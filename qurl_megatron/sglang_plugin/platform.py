@@ -45,7 +45,7 @@ class CpuPlatform(CpuSRTPlatform):
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
         # SGLang waits for the kind of device that torch was built for before it gives memory back.
         get_device_module = torch.get_device_module
-        torch.get_device_module = lambda device=None: get_device_module(device or "cpu")
+        torch.get_device_module = lambda device="cpu": get_device_module(device)  # type: ignore[assignment]
         # The table of each token's experts: SGLang pins its memory, which needs a GPU.
         base.BaseHostCache = base.BaseDeviceCache
 

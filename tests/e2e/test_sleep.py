@@ -1,6 +1,7 @@
 """Servers give their memory back while they sleep, and answer as before once they are awake."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -14,7 +15,7 @@ from qurl_megatron.rollout.server import Server
 MIB = 2**20
 CYCLES = 100
 # 37 MiB of weights in INT8. Some 3 MiB of a scheduler come and go with what it does.
-LARGE = {"hidden_size": 512, "intermediate_size": 12288, "num_key_value_heads": 2}
+LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 12288, "num_key_value_heads": 2}
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU's memory is torch_memory_saver's: benchmarks/gpu"
