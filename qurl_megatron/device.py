@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 LOGIT_CHUNK_ELEMENTS = 2**26  # logits that a GPU computes at once, 256 MiB in float32
 
-KEEPS_WEIGHTS = "QURL_KEEPS_WEIGHTS"  # set for a server whose weights stay while it sleeps
-
 # The other ranks wait in a collective while rank 0 samples, which can take hours. What notices a
 # rank that died is the launcher.
 COLLECTIVE_TIMEOUT_S = 48 * 3600.0
@@ -118,9 +116,12 @@ def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
     return "gloo" if accelerator() == "cpu" or device().index in gpus else "nccl"
 
 
-def keeps_weights() -> bool:
-    """Return whether this process, of a server, keeps its weights while it sleeps."""
-    return KEEPS_WEIGHTS in os.environ
+def can_attach(stays: bool) -> bool:
+    """Return whether other processes can write into a server's memory, which `stays` in its sleep.
+
+    On a GPU nobody attaches to what torch_memory_saver maps.
+    """
+    return stays or accelerator() == "cpu"
 
 
 def lacks_flash_attention() -> bool:

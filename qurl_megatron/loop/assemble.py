@@ -21,7 +21,7 @@ from qurl_megatron.agents.client import AgentClient, with_own_scores
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights
-from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
+from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
@@ -156,13 +156,18 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     for name, quantization in quantizations.items():
         fleet = keep(closing(_fleet(config, name, rosters, log)))
         clients[name] = _client(config, name, fleet, learner, tokenizer, agents)
+        releases = getattr(config, name).server.releases if turn else None
+        if releases:
+            can_attach = device.can_attach(stays=releases == "cache")
+            transport: Transport = "direct" if can_attach else "broadcast"
+            quantization = replace(quantization, transport=transport)
         publisher = Publisher(
             learner,
             fleet,
             quantization,
             pause_mode=config.rollout.pause_mode,
             turn=turn,
-            releases=getattr(config, name).server.releases if turn else None,
+            releases=releases,
         )
         publishers[name] = keep(closing(publisher))
 

@@ -252,6 +252,8 @@ class ServerPlan:
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}
         else:
             options["enable_memory_saver"] = self.releases is not None
+            # So `sglang_plugin/memory.py` knows that they are to stay.
+            options["enable_weights_cpu_backup"] = self.releases == "cache"
             # Every batch is decoded from a graph, and no graph is captured for larger ones.
             options["cuda_graph_max_bs_decode"] = config.max_running_requests
         if device.lacks_flash_attention():
@@ -269,8 +271,6 @@ class ServerPlan:
             # It asks itself over HTTP, which a proxy that HTTP_PROXY names cannot do.
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
         }
-        if self.releases == "cache":
-            variables[device.KEEPS_WEIGHTS] = "1"
         if self.host == LOOPBACK:
             # Its process groups are on this machine too, and need not listen elsewhere.
             variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron import device
 from qurl_megatron.process import trim_heap
 
 MADV_REMOVE = 9  # of shared memory: Python's mmap module does not have it
@@ -41,8 +40,11 @@ def region(
     tag: str,
     enable_cpu_backup: bool = False,
 ) -> AbstractContextManager[None]:
-    """Return the context in which memory of a tag is allocated, around torch_memory_saver's."""
-    if tag == "weights" and device.keeps_weights():
+    """Return the context in which memory of a tag is allocated, around torch_memory_saver's.
+
+    What SGLang would copy to the host before it is given back stays instead.
+    """
+    if enable_cpu_backup:
         return nullcontext()
     return original(adapter, tag, enable_cpu_backup)
 

@@ -1,5 +1,9 @@
 """Servers give their memory back while they sleep, and answer as before once they are awake."""
 
+import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,7 +11,9 @@ import psutil
 import pytest
 import torch
 
+from e2e.running import PER_STEP, QUICK, Command, Start, metrics_of, prompts_trained
 from e2e.serving import Deployment, held_checksums, joined, launched
+from qurl_megatron.process import TurnLock
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.control import RELEASED
 from qurl_megatron.rollout.server import Server
@@ -88,3 +94,44 @@ def test_a_request_that_waits_through_a_sleep_is_answered(deployment: Deployment
         sender.control.wake(RELEASED["cache"])
         sender.control.resume()
         assert len(asking.result()[0]) == 200
+
+
+def await_learners_turn(run: Command) -> None:
+    """Return at the beginning of a turn of the learner, in which all servers sleep."""
+    lock = TurnLock(run.run_dir)
+    was_servers = False
+    while not was_servers or is_free(lock):
+        was_servers |= is_free(lock)
+        assert run.poll() is None, run.text()
+        time.sleep(0.02)
+
+
+def is_free(lock: TurnLock) -> bool:
+    taken = lock.try_to_take()
+    lock.release()
+    return taken
+
+
+def test_a_run_whose_servers_share_its_gpus_goes_on_without_those_that_die(start: Start) -> None:
+    num_steps = 6
+    words = [f"steps={num_steps}", "rollout.placement=shared", "rollout.servers=2"]
+    words += ["evaluation.problems=16", "evaluation.every_steps=3", "checkpoint.every_steps=2"]
+    words += ["rollout.server.releases=all"]
+    run = start("train", *QUICK, *words)
+    run.wait_for("step 1/")
+    await_learners_turn(run)
+    os.kill(run.server_pid("rollout", 1), signal.SIGKILL)
+    os.kill(run.server_pid("evaluation", 0), signal.SIGKILL)
+    run.wait_for("(?s)server rollout_1 answers again")
+    run.wait_for("(?s)server rollout_1 serves")
+    for index in (0, 1):  # whatever they do
+        os.kill(run.server_pid("rollout", index), signal.SIGKILL)
+    assert run.exit_code() == 0, run.text()
+    assert run.survivors() == []
+    steps = metrics_of(run)
+    assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
+    assert [step["weight_version"] for step in steps] == list(range(2, num_steps + 2))
+    assert max(step["token_lag_max"] for step in steps) == 0
+    assert prompts_trained(run) == num_steps * PER_STEP
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert 0 <= summary["held_out_accuracy_after"] <= 1
