@@ -132,7 +132,11 @@ def _start_servers(servers: Servers, received: list[int]) -> None:
     for spec in server_specs(config):
         gpus = placed[spec.set_name][spec.index]
         server = servers.start(spec, gpus)
-        if used & set(gpus):
+        if config.rollout.placement == "shared":
+            while not (servers.are_ready or received):
+                servers.check()
+                time.sleep(POLL_S)
+        elif used & set(gpus):
             wait_ready([server], spec.server.start_timeout_s, lambda: bool(received))
         used |= set(gpus)
 

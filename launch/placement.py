@@ -25,11 +25,13 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import (
     RUNTIME_BYTES,
     learner_memory,
+    server_weight_bytes,
     total_bytes,
 )
 from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
 from qurl_megatron.process import make_key
 
+NUM_SETS = 2  # rollout and evaluation: a GPU has a process of each at most
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
 
@@ -62,6 +64,7 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
 
     Each learner rank gets one GPU, from GPU 0 on. A server gets the consecutive GPUs that are
     loaded least: free ones, if there are enough. With `num_gpus` 0 every server gets an empty list.
+    Servers that take turns with the learner get its GPUs, one server after the other.
 
     Raises:
         ConfigError: the machine has too few GPUs, or those who share one of them ask for too much
@@ -78,6 +81,8 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
                 f"{name}.tensor_parallel_size: {num_ranks} ranks need a GPU each (NCCL refuses two "
                 f"on one); this machine has {num_gpus}"
             )
+    if config.rollout.placement == "shared":
+        return _place_on_learner(config, specs, num_gpus)
     on_gpu: list[list[str]] = [["learner"][: gpu < world_size] for gpu in range(num_gpus)]
     load = [(1 - LARGEST_SHARE) * len(names) for names in on_gpu]
     for spec in specs:
@@ -101,6 +106,132 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
     return placed
 
 
+def _place_on_learner(
+    config: Config, specs: Sequence[ServerSpec], num_gpus: int
+) -> dict[str, list[list[int]]]:
+    """Return the GPUs of servers that take turns with the learner: its own, each set from GPU 0 on.
+
+    Raises:
+        ConfigError: a server has more ranks than the learner, or two of a set would share a GPU.
+    """
+    placed: dict[str, list[list[int]]] = {spec.set_name: [] for spec in specs}
+    world_size = config.learner.world_size
+    for spec in specs:
+        size = spec.server.tensor_parallel_size if num_gpus else 0
+        first = size * spec.index
+        if num_gpus and first + size > world_size:
+            field = "rollout.servers" if spec.index else f"{spec.set_name}.server"
+            raise ConfigError(
+                f"{field}: with rollout.placement=shared, {spec.index + 1} servers of "
+                f"tensor_parallel_size={size} take {first + size} GPUs, and the learner has "
+                f"{world_size}; lower one of them"
+            )
+        placed[spec.set_name].append(list(range(first, first + size)))
+    return placed
+
+
+def choose_placement(config: Config, num_gpus: int) -> str:
+    """Let learner and servers take turns where this machine has too few GPUs for both.
+
+    Return a line that says so; an empty text if they stay separate, or cannot take turns.
+
+    Raises:
+        ConfigError: as `place_servers`.
+    """
+    rollout = config.rollout
+    if rollout.placement == "shared" or not num_gpus:
+        return ""
+    if rollout.max_staleness or rollout.servers_at or config.quantization.publish != "full":
+        return ""
+    specs = server_specs(config)
+    world_size = config.learner.world_size
+    needed = world_size + sum(spec.server.tensor_parallel_size for spec in specs)
+    widest = sum(spec.server.tensor_parallel_size for spec in specs if spec.set_name == "rollout")
+    if needed <= num_gpus or max(widest, world_size) > min(world_size, num_gpus):
+        return ""
+    rollout.placement = "shared"
+    return (
+        f"learner and servers would take {needed} GPUs, and this machine has {num_gpus}: they take "
+        "turns (rollout.placement=shared)"
+    )
+
+
+def settle_releases(config: Config, gpu_bytes: Sequence[int]) -> None:
+    """Decide what the servers give back in the learner's turn, where the run leaves it open.
+
+    Args:
+        gpu_bytes: the memory of each GPU of this machine; none without GPUs.
+    """
+    for name in ("rollout", "evaluation"):
+        server = getattr(config, name).server
+        if server.releases == "auto":
+            stays = name == "rollout" and _weights_fit(config, gpu_bytes)
+            server.releases = "cache" if stays else "all"
+
+
+def _weights_fit(config: Config, gpu_bytes: Sequence[int]) -> bool:
+    """Return whether a rollout server's weights are planned to fit beside each learner rank."""
+    architecture = Architecture.from_directory(config.model)
+    weights = _server_weights(config)
+    ranks_of_stage = config.learner.world_size // config.learner.pipeline_parallel_size
+    return all(
+        total_bytes(learner_memory(architecture, config, gpu // ranks_of_stage))
+        + weights
+        + RUNTIME_BYTES * NUM_SETS
+        <= num_bytes
+        for gpu, num_bytes in enumerate(gpu_bytes[: config.learner.world_size])
+    )
+
+
+def _server_weights(config: Config) -> int:
+    """Return the bytes of weights on each GPU of a rollout server."""
+    size, weights = config.rollout.server.tensor_parallel_size, config.quantization
+    architecture = Architecture.from_directory(config.model)
+    parts = server_weight_bytes(architecture, weights.format, size, tuple(weights.keep))
+    return sum(parts.values())
+
+
+def check_turns(config: Config, gpu_bytes: Sequence[int], host_bytes: int) -> None:
+    """Check that learner and servers that take turns each fit in memory in theirs.
+
+    Args:
+        gpu_bytes: the memory of each GPU of this machine.
+        host_bytes: the memory of this machine, in which the learner waits.
+
+    Raises:
+        ConfigError: they do not, by the plan of the learner's memory.
+    """
+    architecture = Architecture.from_directory(config.model)
+    learner = config.learner
+    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
+    stays = _server_weights(config) if config.rollout.server.releases == "cache" else 0
+    waiting = 0
+    for gpu, num_bytes in enumerate(gpu_bytes[: learner.world_size]):
+        memory = learner_memory(architecture, config, gpu // ranks_of_stage)
+        own, beside = total_bytes(memory), stays + RUNTIME_BYTES * NUM_SETS
+        waiting += own
+        if own + beside > num_bytes:
+            raise ConfigError(
+                f"rollout.placement=shared: in its turn learner rank {gpu} is planned to take "
+                f"{gigabytes(own)}, and what sleeps beside it {gigabytes(beside)}, of the "
+                f"{gigabytes(num_bytes)} of GPU {gpu}; divide the learner over more GPUs, or set "
+                "learner.offload_optimizer or rollout.server.releases=all"
+            )
+        room = math.floor(100 * (1 - RUNTIME_BYTES * (NUM_SETS + 1) / num_bytes)) / 100
+        for name in ("rollout", "evaluation"):
+            fraction = getattr(config, name).server.mem_fraction_static
+            if fraction > room:
+                raise ConfigError(
+                    f"{name}.server.mem_fraction_static={fraction}: the learner and what sleeps "
+                    f"keep {gigabytes(RUNTIME_BYTES)} each of GPU {gpu}; set it to at most {room}"
+                )
+    if waiting > host_bytes:
+        raise ConfigError(
+            f"rollout.placement=shared: the learner would wait in up to {gigabytes(waiting)} of "
+            f"host memory, and this machine has {gigabytes(host_bytes)}; use separate"
+        )
+
+
 def check_shared_gpus(
     config: Config, placed: dict[str, list[list[int]]], gpu_bytes: Sequence[int]
 ) -> None:
@@ -116,6 +247,8 @@ def check_shared_gpus(
     learner = config.learner
     architecture = Architecture.from_directory(config.model)
     ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
+    if config.rollout.placement == "shared":
+        return  # `check_turns`
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(config)}
     for gpu, num_bytes in enumerate(gpu_bytes[: learner.world_size]):
         shares = {
@@ -187,6 +320,11 @@ def make_plan(
         ConfigError: the ranks do not divide evenly, a rollout node would have no server, or weights
             are to be written into the memory of servers that are on other nodes.
     """
+    if config.rollout.placement == "shared":
+        raise ConfigError(
+            "rollout.placement=shared: in a Slurm job learner and servers have nodes of their own; "
+            "run it on one machine, or use separate"
+        )
     if config.quantization.transport == "direct":
         raise ConfigError(
             "quantization.transport=direct: in a Slurm job the servers are on other nodes than the "

@@ -27,7 +27,13 @@ from qurl_megatron.config.validate import check_weight_format, validate, validat
 from qurl_megatron.data.problems import REASONING_GYM
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import write_whole
-from qurl_megatron.launch.placement import check_shared_gpus, place_servers
+from qurl_megatron.launch.placement import (
+    check_shared_gpus,
+    check_turns,
+    choose_placement,
+    place_servers,
+    settle_releases,
+)
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -213,10 +219,17 @@ def _check(
     from qurl_megatron.agents.pool import check_agent
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
-    from qurl_megatron.device import capabilities, gpu_properties, unusable_gpus
+    from qurl_megatron.device import (
+        capabilities,
+        gpu_properties,
+        machine_memory_bytes,
+        unusable_gpus,
+    )
     from qurl_megatron.model.huggingface import check_model, load_tokenizer
 
     validate(config)
+    if said := choose_placement(config, num_gpus or 0):
+        print(f"qurl: {said}", file=sys.stderr)
     placed = place_servers(config, num_gpus or 0)
     if num_gpus:
         check_weight_format(config.quantization.format, capabilities())
@@ -230,8 +243,12 @@ def _check(
     check_agent(config.rollout, config.model)
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
+    gpu_bytes = [gpu.total_memory for gpu in gpu_properties()] if num_gpus else []
+    if config.rollout.placement == "shared":
+        settle_releases(config, gpu_bytes)
+        check_turns(config, gpu_bytes, machine_memory_bytes())
     if num_gpus:
-        check_shared_gpus(config, placed, [gpu.total_memory for gpu in gpu_properties()])
+        check_shared_gpus(config, placed, gpu_bytes)
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)

@@ -17,10 +17,11 @@ from pathlib import Path
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.launch.placement import ServerSpec
-from qurl_megatron.process import make_key, tail
+from qurl_megatron.process import TurnLock, make_key, tail
+from qurl_megatron.rollout.control import RELEASED, ServerControl
 from qurl_megatron.rollout.preload import exit_code
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
-from qurl_megatron.rollout.server import LOOPBACK, Server, ServerPlan, answers
+from qurl_megatron.rollout.server import LOOPBACK, Server, ServerFailed, ServerPlan, answers
 
 SEED_STRIDE = 100_003  # between the seeds of two servers, or of a server in two attempts
 RESTART_SEED_STRIDE = 1_009  # between the seeds of a server's starts in one attempt
@@ -102,6 +103,7 @@ class _Slot:
     spec: ServerSpec
     gpus: Sequence[int]
     server: Server
+    listed: Server  # in the roster: this process, or the one before while this one starts
     limit: RestartLimit = field(default_factory=RestartLimit)
     is_ready: bool = False  # this process has answered
     waits: bool = False  # for its restart
@@ -121,17 +123,25 @@ class Servers:
     host: str = LOOPBACK  # for this and the next see `ServerPlan`
     api_key: str = field(default_factory=make_key)
     _slots: list[_Slot] = field(default_factory=list)
+    _turn: TurnLock | None = None  # while a server is started that shares its GPUs with a learner
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
         """Start a server for the first time; it becomes ready in the background."""
-        self._slots.append(_Slot(spec, gpus, self._start(spec, gpus)))
-        return self._slots[-1].server
+        self._has_turn()  # there is no learner yet
+        server = self._start(spec, gpus)
+        self._slots.append(_Slot(spec, gpus, server, listed=server))
+        return server
+
+    @property
+    def are_ready(self) -> bool:
+        """Whether all servers have answered."""
+        return all(slot.is_ready for slot in self._slots)
 
     def save(self) -> None:
         """Write the roster."""
         servers: dict[str, dict[int, Server]] = {}
         for slot in self._slots:
-            servers.setdefault(slot.spec.set_name, {})[slot.spec.index] = slot.server
+            servers.setdefault(slot.spec.set_name, {})[slot.spec.index] = slot.listed
         save_roster(self.roster, servers)
 
     def check(self) -> None:
@@ -140,17 +150,22 @@ class Servers:
         Raises:
             ServerFailed: a server died during its first start, or did not come up in time.
         """
-        before = [slot.server for slot in self._slots]
+        before = [slot.listed for slot in self._slots]
         reported = reported_lost(self.attempt.logs)
         for slot in list(self._slots):
             if not slot.waits and (failure := self._failure(slot, reported)):
                 self._end(slot, failure)
         for slot in self._slots:
-            if slot.waits and not self._shares_gpu_with_a_start(slot):
+            if slot.waits and not self._shares_gpu_with_a_start(slot) and self._has_turn():
                 slot.server = self._start(slot.spec, slot.gpus)
                 slot.waits, slot.started_at = False, time.monotonic()
-        if before != [slot.server for slot in self._slots]:
+                if not self._takes_turns:
+                    slot.listed = slot.server
+        if before != [slot.listed for slot in self._slots]:
             self.save()
+        if self._turn and all(slot.is_ready or slot.waits for slot in self._slots):
+            self._turn.release()
+            self._turn = None
 
     def close(self) -> None:
         """End every server."""
@@ -169,6 +184,7 @@ class Servers:
             log_file=attempt.server_log(spec, restarts),
             seed=attempt.server_seed(spec.index, restarts),
             keep=spec.keep,
+            releases=spec.server.releases if self._takes_turns else None,
             records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
             host=self.host,
             api_key=self.api_key,
@@ -188,7 +204,12 @@ class Servers:
             return f"died {starting}({how_it_ended(code)})"
         timeout_s = slot.spec.server.start_timeout_s
         if not slot.is_ready and answers(server):
-            slot.is_ready = True
+            if self._takes_turns:
+                try:
+                    ServerControl(server).sleep(RELEASED[slot.spec.server.releases])
+                except ServerFailed as failure:
+                    return f"did not go to sleep: {failure}"
+            slot.is_ready, slot.listed = True, server
             if self.attempt.num_starts(slot.spec) > 1:
                 print(f"qurl: server {slot.name} answers again, {age_s:.0f} s after its start")
         return "" if slot.is_ready or age_s < timeout_s else f"did not come up in {timeout_s:.0f} s"
@@ -211,6 +232,17 @@ class Servers:
                 f"{tail(Path(server.log_file))}"
             )
         print(f"qurl: server {slot.name} {failure}; {outcome}", flush=True)
+
+    @property
+    def _takes_turns(self) -> bool:
+        return self.attempt.config.rollout.placement == "shared"
+
+    def _has_turn(self) -> bool:
+        """Return whether a server may start: always, or if it is not the learner's turn."""
+        if self._takes_turns and self._turn is None:
+            turn = TurnLock(self.roster.parent)
+            self._turn = turn if turn.try_to_take() else None
+        return not self._takes_turns or self._turn is not None
 
     def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:
         """Return True if another server is starting on one of a server's GPUs.

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import os
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,8 +21,9 @@ from typing import Any, Literal, TypeVar
 import psutil
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from qurl_megatron.process import bind_stores, installed_gpus
+from qurl_megatron.process import bind_stores, installed_gpus, trim_heap
 
 T = TypeVar("T")
 
@@ -87,6 +89,23 @@ def machine_memory_bytes() -> int:
     return min(total, int(text)) if text.isdecimal() else total
 
 
+def pinned(num_bytes: int) -> Tensor:
+    """Return host memory `[num_bytes]` uint8, which a GPU can copy from and to by itself."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if accelerator() == "cuda" and num_bytes:
+        runtime = torch.cuda.cudart()
+        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
+    return memory
+
+
+def release_memory() -> None:
+    """Give memory that this process has freed to other processes."""
+    if accelerator() == "cuda":
+        torch.cuda.empty_cache()
+    trim_heap()
+
+
 def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
     """Return the backend that sends tensors from this rank to processes on `gpus` of this machine.
 
@@ -95,6 +114,14 @@ def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
     copies them through host memory.
     """
     return "gloo" if accelerator() == "cpu" or device().index in gpus else "nccl"
+
+
+def can_attach(stays: bool) -> bool:
+    """Return whether other processes can write into a server's memory, which `stays` in its sleep.
+
+    On a GPU nobody attaches to what torch_memory_saver maps.
+    """
+    return stays or accelerator() == "cpu"
 
 
 def lacks_flash_attention() -> bool:

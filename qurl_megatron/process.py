@@ -328,6 +328,34 @@ def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
+class TurnLock:
+    """A lock in a directory, of this machine's processes; see `weight_sync/turn.py`.
+
+    A fork does not have it, and the kernel releases that of a process that ends.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Open the lock's file; it is not taken yet."""
+        self._file = (directory / f"turn_{socket.gethostname()}.lock").open("a")
+        os.register_at_fork(after_in_child=self._file.close)
+
+    def take(self) -> None:
+        """Wait until nobody has it, and take it."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def try_to_take(self) -> bool:
+        """Take it and return True, unless somebody has it."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Let others take it."""
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
 def trim_heap() -> None:
     """Give the memory that this process has freed back to the kernel.
 

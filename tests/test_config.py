@@ -38,7 +38,13 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
-from qurl_megatron.launch.placement import check_shared_gpus, place_servers
+from qurl_megatron.launch.placement import (
+    check_shared_gpus,
+    check_turns,
+    choose_placement,
+    place_servers,
+    settle_releases,
+)
 from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
@@ -298,6 +304,77 @@ def test_servers_come_after_the_learner_and_share_its_gpus_if_none_are_left() ->
     assert with_files == {"rollout": [[0]], "evaluation": [[0]]}
     two = on_gpus(7, *words, "rollout.servers=2")
     assert two == {"rollout": [[2, 3], [4, 5]], "evaluation": [[6]]}
+
+
+def test_servers_that_take_turns_are_on_the_learners_gpus() -> None:
+    shared = ["rollout.placement=shared", "learner.tensor_parallel_size=4", "rollout.servers=2"]
+    words = [*shared, "rollout.server.tensor_parallel_size=2"]
+    assert on_gpus(4, *words) == {"rollout": [[0, 1], [2, 3]], "evaluation": [[0]]}
+    assert on_gpus(0, *words) == {"rollout": [[], []], "evaluation": [[]]}
+    with pytest.raises(ConfigError, match=r"^rollout.servers: .*2 servers .* take 8 GPUs, and"):
+        on_gpus(4, *shared, "rollout.server.tensor_parallel_size=4")
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "words", "placement"),
+    [
+        (0, [], "separate"),
+        (1, [], "shared"),
+        (2, [], "shared"),  # learner, rollout and evaluation server
+        (3, [], "separate"),
+        (1, ["rollout.max_staleness=1"], "separate"),
+        (2, ["rollout.servers=2"], "separate"),  # more than the learner's one GPU
+    ],
+)
+def test_learner_and_servers_take_turns_where_gpus_are_too_few(
+    num_gpus: int, words: list[str], placement: str
+) -> None:
+    config = with_overrides(Config(), words)
+    said = choose_placement(config, num_gpus)
+    assert config.rollout.placement == placement
+    assert said.endswith("they take turns (rollout.placement=shared)") == (placement == "shared")
+
+
+def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> None:
+    model = Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, dtype="bfloat16",
+    )  # fmt: skip
+    model.architectures = ["Qwen2ForCausalLM"]
+    model.save_pretrained(tmp_path)
+    words = ["rollout.placement=shared", f"model={tmp_path}", "learner.dtype=bfloat16"]
+    words += ["rollout.server.mem_fraction_static=0.8", "evaluation.server.mem_fraction_static=0.8"]
+
+    def check(*more: str, host_gb: int = 2000) -> str:
+        config = with_overrides(Config(), [*words, *more])
+        gpu_bytes = [H100.memory_bytes] * config.learner.world_size
+        settle_releases(config, gpu_bytes)
+        check_turns(config, gpu_bytes, host_gb * 10**9)
+        return config.rollout.server.releases
+
+    eight = ["learner.tensor_parallel_size=8", "rollout.server.tensor_parallel_size=8"]
+    assert check(*eight) == "cache"
+    with pytest.raises(ConfigError, match=r"learner rank 0 is planned to take \d.* of GPU 0"):
+        check()
+    with pytest.raises(ConfigError, match=r"^rollout.server.mem_.*=0.95: .* at most 0\.8"):
+        check(*eight, "rollout.server.mem_fraction_static=0.95")
+    with pytest.raises(ConfigError, match=r"of host memory, and this machine has 100 GB"):
+        check(*eight, host_gb=100)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("rollout.max_staleness=1", r"^rollout.max_staleness=1: .*sleep while the learner trains"),
+        ("rollout.servers_at=[https://a]", r"^rollout.servers_at: .*all servers are on the lear"),
+        ("quantization.publish=delta", r"^quantization.publish=delta: .*set it to full"),
+    ],
+)
+def test_what_servers_that_take_turns_cannot_do_is_refused(
+    model_dir: Path, word: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        validate(runnable(model_dir, "rollout.placement=shared", word))
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

@@ -19,7 +19,7 @@ from starlette.websockets import WebSocketDisconnect
 from distributed import run_ranks
 from elsewhere import KEY
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.control import RELEASED, ServerControl
 from qurl_megatron.rollout.elsewhere import remote_server
 from qurl_megatron.sglang_plugin import door
 from qurl_megatron.sglang_plugin import weight_routes as plugin
@@ -54,7 +54,7 @@ CLOSED = """
     POST /end_weight_update /flush_cache /get_weights_by_name /hicache/storage-backend/clear
     POST /init_weights_send_group_for_remote_instance /invocations /load_lora_adapter
     POST /load_lora_adapter_from_tensors /open_session /parse_function_call /pd_role_switch
-    POST /release_memory_occupation /remove_external_corpus /resume_memory_occupation
+    POST /remove_external_corpus
     POST /scale_elastic_ep /send_weights_to_remote_instance /separate_reasoning
     POST /set_internal_state /set_trace_level /slow_down /start_expert_distribution_record
     POST /start_profile /stop_expert_distribution_record /stop_profile /tokenize
@@ -174,6 +174,8 @@ def requests_of_a_run(model_dir: Path) -> list[tuple[str, dict[str, Any]]]:
     control.checksums()
     control.parameters()
     control.resume()
+    control.sleep(RELEASED["all"])
+    control.wake(["kv_cache"])
     bucket = Bucket.pack(quantized(model_dir, "int8"))
     for manifest in (announce([[bucket]]), announce_delta(3, 2), announce_in_place()):
         control.update_weights(

@@ -512,3 +512,59 @@ def test_the_reference_does_not_change_with_the_policy(
     assert torch.equal(reference, before)
     assert torch.equal(after_reference, updated)
     assert (updated - before).abs().max() > 0.01
+
+
+def train_and_leave(model: Path, layout: dict[str, Any], dtype: str) -> list[Any]:
+    """Take the same steps twice; the second learner leaves before each of them, and comes back."""
+    from qurl_megatron import device
+    from qurl_megatron.learner.learner import Learner
+
+    device.initialize_distributed()
+    results: list[Any] = []
+    for leaves in (False, True):
+        learner = Learner(model, learner_config(layout, dtype=dtype), OPTIMIZER)
+        learner.keep_reference()
+        share = share_of(learner, make_batch())
+        updates = []
+        for _ in range(2):
+            if leaves:
+                learner.leave()
+                assert bytes_of(learner) == 0
+                learner.come_back()
+                assert bytes_of(learner) > 0
+            updates.append(learner.update(share, policy_gradient, temperature=0.7))
+        weights = [shard.clone() for *_, shard in learner.shards()]
+        masters = [master.clone() for *_, master in learner.masters()]
+        with learner.as_reference():
+            results.append([updates, weights, masters, score(learner, make_rows().tokens)])
+        learner.close()
+    dist.destroy_process_group()
+    return results
+
+
+def bytes_of(learner: Any) -> int:
+    """Return the memory of a learner's weights, gradients and optimizer."""
+    parameters = [parameter for chunk in learner.chunks for parameter in chunk.parameters()]
+    gradients = [parameter.main_grad for parameter in parameters]
+    optimizer = list(learner._optimizer_shards.own_storages())
+    return sum(each.untyped_storage().nbytes() for each in (*parameters, *gradients, *optimizer))
+
+
+@pytest.mark.parametrize(
+    ("layout", "family", "dtype"),
+    [
+        ("TP2xDP2", "qwen3-tied", "bfloat16"),
+        ("TP2xDP2, EP2, each expert on two ranks", "experts", "bfloat16"),
+        ("PP2 in 2 parts", "llama-untied", "float32"),
+    ],
+)
+def test_a_learner_that_left_and_came_back_goes_on_bit_for_bit(
+    models: dict[str, Path], layout: str, family: str, dtype: str
+) -> None:
+    world_size = learner_config(LAYOUTS[layout]).world_size
+    for stayed, left in run_ranks(
+        train_and_leave, world_size, models[family], LAYOUTS[layout], dtype
+    ):
+        assert stayed[0] == left[0]
+        for before, after in zip(stayed[1:], left[1:], strict=True):
+            assert all(torch.equal(*both) for both in zip(before, after, strict=True))

@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from operations import RecordedOperations
-from qurl_megatron.learner.optimizer_shards import (
-    SMALLEST_PINNED,
-    boxes,
-    fuse_adam,
-    pinned_sizes,
-)
+from qurl_megatron.learner.optimizer_shards import boxes, fuse_adam
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -37,16 +32,6 @@ def test_the_boxes_of_a_range_are_the_range_in_order(shape: list[int], data: st.
 def test_a_range_over_several_rows_is_a_part_whole_rows_and_a_part() -> None:
     cut = [(box.offset, box.shape) for box in boxes((4, 5), 3, 17)]
     assert cut == [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
-
-
-@given(st.integers(0, 2**33))
-def test_pinned_memory_which_is_taken_in_powers_of_two_holds_hardly_more_than_its_values(
-    numel: int,
-) -> None:
-    sizes = pinned_sizes(numel)
-    assert sum(sizes) == numel
-    taken = sum(1 << (size - 1).bit_length() for size in sizes if size)
-    assert taken - numel < SMALLEST_PINNED
 
 
 def test_torchs_adam_updates_a_parameter_in_one_kernel() -> None:

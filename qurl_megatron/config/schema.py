@@ -47,6 +47,8 @@ from qurl_megatron.config.values import (
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
+Releases = Literal["auto", "cache", "all"]
+Transport = Literal["broadcast", "direct", "auto"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
 OverlongPrompts = Literal["drop", "refuse"]
@@ -301,11 +303,11 @@ class QuantizationConfig:
     per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
 
-    transport: Literal["broadcast", "direct", "auto"] = "broadcast"
+    transport: Transport = "broadcast"
     """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
     learner rank writes into the servers' parameters, and nothing is gathered or sent; all servers
     and ranks must be on one machine, and publish must be full. auto: direct where that is possible,
-    else broadcast."""
+    else broadcast. Of no effect with `rollout.placement=shared`, where `releases` decides it."""
 
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
@@ -335,6 +337,12 @@ class ServerConfig:
 
     start_timeout_s: Seconds = 1200.0
     """Maximum time to start, in seconds. On GPUs a first start compiles kernels, for minutes."""
+
+    releases: Releases = "auto"
+    """With `rollout.placement=shared`, what a server gives back while it sleeps. cache: its KV
+    cache and CUDA graphs; learner ranks write new weights into those that stay. all: its weights
+    too, which then cross the host's memory in each publish. auto: the evaluation server all; a
+    rollout server cache if its weights are planned to fit beside the learner, else all."""
 
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
@@ -448,6 +456,12 @@ class RolloutConfig(AgentConfig):
     replay: the learner's forward passes choose the same. A request that a publish retracts has the
     experts of the pass that computed its context again. Recording takes 4 bytes per layer and
     chosen expert for each token of the KV cache, in a server's main memory."""
+
+    placement: Literal["separate", "shared"] = "separate"
+    """Which GPUs the servers have. separate: others than the learner. shared: the learner's, in
+    turn: while servers sample, the learner is in the host's memory, and while it trains they sleep.
+    On one machine, and without `max_staleness`. `qurl train` chooses shared where the machine has
+    too few GPUs for separate."""
 
     servers_at: list[Url] = dataclasses.field(default_factory=list)
     """URLs of further servers, which somebody has started elsewhere with `qurl serve`. They get the

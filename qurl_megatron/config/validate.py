@@ -302,6 +302,26 @@ def validate_resume(saved: Config, config: Config) -> None:
             )
 
 
+def _validate_sharing(config: Config) -> None:
+    """Check what learner and servers that take turns cannot do."""
+    rollout = config.rollout
+    if rollout.max_staleness:
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness}: with rollout.placement=shared the "
+            "servers sleep while the learner trains; set it to 0, or use separate"
+        )
+    if rollout.servers_at or not rollout.servers:
+        raise ConfigError(
+            "rollout.servers_at: with rollout.placement=shared all servers are on the learner's "
+            "GPUs; leave it empty and set rollout.servers, or use separate"
+        )
+    if config.quantization.publish != "full":
+        raise ConfigError(
+            f"quantization.publish={config.quantization.publish}: with rollout.placement=shared "
+            "nothing is sent, but written where it lies; set it to full, or use separate"
+        )
+
+
 def _validate_fields(config: Config) -> None:
     """Check the fields that must fit each other whatever the model is."""
     rollout, quantization, warmup = config.rollout, config.quantization, config.warmup
@@ -322,6 +342,8 @@ def _validate_fields(config: Config) -> None:
             f"checkpoint.every_minutes={minutes}: checkpoint.every_steps=0 disables checkpoints; "
             "give it a number of steps too, such as 1000"
         )
+    if rollout.placement == "shared":
+        _validate_sharing(config)
     if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "

@@ -114,6 +114,14 @@ class Critic:
         with self._own_parallel_state():
             self._learner.restore(state)
 
+    def leave(self) -> None:
+        """Move to the host's memory, as `Learner.leave` does."""
+        self._learner.leave()
+
+    def come_back(self) -> None:
+        """Move back, bit for bit."""
+        self._learner.come_back()
+
     def close(self) -> None:
         """Destroy the process groups that the critic created."""
         with self._own_parallel_state():

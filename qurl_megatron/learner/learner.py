@@ -13,7 +13,7 @@ computes, and which `Share` of a minibatch it has. Invariants:
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from qurl_megatron.algorithm.objective import add_up
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
+from qurl_megatron.learner.host_memory import HostMemory
 from qurl_megatron.learner.model import (
     Policy,
     Routing,
@@ -121,6 +122,8 @@ class Learner:
                 f"{learner.data_parallel_size}; start {learner.world_size} ranks"
             )
         self._config = learner
+        self._host_memory = HostMemory()
+        self._reference: list[Tensor] = []
         with megatron_runtime():
             parallel_state.initialize_model_parallel(
                 learner.tensor_parallel_size,
@@ -219,7 +222,8 @@ class Learner:
             self.optimizer.zero_grad()
             self._routing.reset_counts()
             offload = self._config.offload_optimizer
-            with self._optimizer_shards.on_host() if offload else nullcontext():
+            waiting = self._optimizer_shards.own_storages() if offload else ()
+            with self._host_memory.holding(waiting):
                 self._run(share.micro_batches, loss, temperature, forward_only=False)
             self.scheduler.step(increment=1)
             learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -265,6 +269,25 @@ class Learner:
             is_copy = name == "output_layer.weight" and self.architecture.tie_word_embeddings
             if not is_copy and of_experts in (None, rule.of_experts):
                 yield rule, layer, parameter
+
+    def leave(self) -> None:
+        """Move weights, masters, moments and the reference to the host's memory.
+
+        Until `come_back` nothing can be computed, published or saved.
+        """
+        buffers = [
+            buffer
+            for chunk in self.chunks
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        weights = [buffer.param_data for buffer in buffers]
+        gradients = [buffer.grad_data for buffer in buffers]
+        optimizer = self._optimizer_shards.own_storages()
+        self._host_memory.take([*optimizer, *weights, *self._reference], dropped=gradients)
+
+    def come_back(self) -> None:
+        """Move everything back, bit for bit. Gradients are 0."""
+        self._host_memory.give_back()
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replace the optimizer by one with fresh moments and schedule; keep the weights."""

@@ -16,7 +16,6 @@ saved.
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +26,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import DistributedOptimizer, clip_grads
 from torch import Tensor
-
-SMALLEST_PINNED = 2**18  # values, 1 MiB in float32
 
 
 @dataclass(frozen=True)
@@ -58,19 +55,6 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
         end = start + rows * strides[dim]
         yield Box(tuple(offset), (*[1] * dim, rows, *shape[dim + 1 :]), start, end)
         start = end
-
-
-def pinned_sizes(numel: int) -> list[int]:
-    """Return the sizes of the pieces in which a flat tensor is copied to pinned memory.
-
-    torch takes pinned memory in powers of two: 512 MiB for 283. So all pieces but a small last one
-    have a power of two values.
-    """
-    sizes = []
-    while numel > SMALLEST_PINNED:
-        sizes.append(1 << (numel.bit_length() - 1))
-        numel -= sizes[-1]
-    return [*sizes, numel]
 
 
 def fuse_adam(optimizer: Any) -> None:
@@ -159,32 +143,11 @@ class OptimizerShards:
             work.wait()
         return whole.view(parameter.shape) if group.rank() == 0 else whole
 
-    @contextmanager
-    def on_host(self) -> Iterator[None]:
-        """Keep masters and moments in the host's memory within this context, to free the device's.
+    def own_storages(self) -> Iterator[Tensor]:
+        """Yield the moments that exist, and the masters that are not views of the weights.
 
-        The tensors stay the same objects, but have no values that could be read. The masters of a
-        float32 model stay where they are, because they are the weights of the forward pass. Enter
-        this within `megatron_runtime()`.
+        The masters of a float32 model are the weights of the forward pass.
         """
-        on_host: list[tuple[Tensor, list[Tensor]]] = []
-        try:
-            for tensor in self._own_storages():
-                hosts = []
-                for piece in tensor.split(pinned_sizes(tensor.numel())):
-                    host = torch.empty_like(piece, device="cpu", pin_memory=True)
-                    hosts.append(host.copy_(piece, non_blocking=True))
-                on_host.append((tensor, hosts))
-                tensor.untyped_storage().resize_(0)
-            yield
-        finally:
-            for tensor, hosts in on_host:
-                tensor.untyped_storage().resize_(tensor.nbytes)
-                for piece, host in zip(tensor.split([len(h) for h in hosts]), hosts, strict=True):
-                    piece.copy_(host, non_blocking=True)
-
-    def _own_storages(self) -> Iterator[Tensor]:
-        """Yield the moments that exist, and the masters that are not views of the weights."""
         for part in self._parts:
             for state in part.optimizer.state.values():
                 yield from (values for name, values in state.items() if name != "step")

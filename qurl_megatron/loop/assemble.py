@@ -20,7 +20,7 @@ from qurl_megatron.agents.client import AgentClient, collect_rarely, with_own_sc
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights
-from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config
+from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
@@ -37,6 +37,7 @@ from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
+from qurl_megatron.weight_sync.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,13 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             logs, length = config.run_dir / "logs", config.rollout.max_length
             agents = keep(Agents(config.rollout, length, config.model, logs))
             score = with_own_scores(score)
+    turn = None
+    if config.rollout.placement == "shared":
+        turn = keep(closing(Turn(rosters[0].parent)))
     learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
+    if turn:
+        turn.has([learner, critic] if critic else [learner])
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
     log = keep(closing(RunLog(config, writes=is_first)))
 
@@ -149,7 +155,19 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     for name, quantization in quantizations.items():
         fleet = keep(closing(_fleet(config, name, rosters, log)))
         clients[name] = _client(config, name, fleet, learner, tokenizer, agents)
-        publisher = Publisher(learner, fleet, quantization, pause_mode=config.rollout.pause_mode)
+        releases = getattr(config, name).server.releases if turn else None
+        if releases:
+            can_attach = device.can_attach(stays=releases == "cache")
+            transport: Transport = "direct" if can_attach else "broadcast"
+            quantization = replace(quantization, transport=transport)
+        publisher = Publisher(
+            learner,
+            fleet,
+            quantization,
+            pause_mode=config.rollout.pause_mode,
+            turn=turn,
+            releases=releases,
+        )
         publishers[name] = keep(closing(publisher))
 
     sampler = Sampler(config, clients["rollout"], publishers["rollout"], score, training, tokenizer)
@@ -227,7 +245,9 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
         number = f"{next(num_up)} of {len(servers)}"
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
-    own = [server for server in servers.values() if not server.is_remote]
+    takes_turns = config.rollout.placement == "shared"
+    # Those that take turns are listed once they are up, and sleep.
+    own = [server for server in servers.values() if not (server.is_remote or takes_turns)]
     wait_ready(own, start_timeout_s, ready=say_ready)
     for server in revive(server for server in servers.values() if server.is_remote):
         say_ready(server)  # the fleet asks the others again
@@ -236,6 +256,7 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
         servers,
         min_servers=config.rollout.min_servers if name == "rollout" else 1,
         patience_s=start_timeout_s,
+        takes_turns=takes_turns,
         say=log.say,
     )
     fleet.watch(lambda: read_set(rosters, name))

@@ -113,8 +113,9 @@ class Sampler:
         """
         self._batch = TrainBatch.empty()
         sampling = self._sample(step, version)
-        while (summary := from_rank_zero(lambda: next(sampling))) is None:
-            self._publisher.admit()
+        with self._publisher.serving():
+            while (summary := from_rank_zero(lambda: next(sampling))) is None:
+                self._publisher.admit()
         return self._batch, summary
 
     def samples(self, step: int, shares: Sequence[Share]) -> list[Sample]:

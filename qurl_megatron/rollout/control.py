@@ -1,8 +1,8 @@
-"""Control one server during a publish: pause, receive weights, report checksums, resume."""
+"""Control one server: pause, receive weights, report checksums, resume, sleep and wake."""
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,12 +11,16 @@ import pydantic
 import torch
 
 from qurl_megatron import process
-from qurl_megatron.config.schema import PauseMode
+from qurl_megatron.config.schema import PauseMode, Releases
 from qurl_megatron.rollout.asking import NoAnswer
 from qurl_megatron.rollout.server import Server, ServerFailed
 from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, dtype_names, escaped
 
 CONTROL_TIMEOUT_S = 600.0
+
+_CACHE = ("kv_cache", "cuda_graph")
+RELEASED: Mapping[Releases, Sequence[str]] = {"cache": _CACHE, "all": (*_CACHE, "weights")}
+"""SGLang's tags of the memory that a sleeping server gives back, by `ServerConfig.releases`."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,18 @@ class ServerControl:
     def resume(self) -> None:
         """Continue sampling, with the weights of the last update and under its version."""
         self._post("/continue_generation", {})
+
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Stop sampling, and give back the memory that these tags of SGLang's stand for.
+
+        Running requests wait without keys and values, whatever the run's `rollout.pause_mode` is.
+        """
+        self._post("/pause_generation", {"mode": "retract"})
+        self._post("/release_memory_occupation", {"tags": list(tags)})
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take the memory of these tags again, which holds nothing; `resume` goes on sampling."""
+        self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     def init_weights_group(self, **group: str | int) -> None:
         """Join the process group that carries weights, as all of its ranks but the first.
@@ -144,6 +160,8 @@ class ServerControl:
             raise self.server.failed(str(error)) from None
         if not answer.is_success:
             raise UpdateRefused(str(self.server.failed(f"refused {path}: {answer.text}")))
+        if answer.content == b"null":
+            return {}
         try:
             fields = answer.fields()
         except ValueError as error:

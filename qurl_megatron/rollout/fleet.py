@@ -97,6 +97,7 @@ class Fleet:
         min_servers: int = 1,
         patience_s: float = 0.0,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
+        takes_turns: bool = False,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Take servers, by index, that answer already.
@@ -107,12 +108,15 @@ class Fleet:
             patience_s: how long there may be fewer, without counting servers that wait for weights.
             health_timeout_s: time that a silent server has to answer /health. On a GPU it has
                 more until its first answer.
+            takes_turns: the servers sleep while the learner has the GPUs that they share. Who is
+                new sleeps, and gets the weights in the learner's next turn.
             say: prints a line for the user.
         """
         self.set_name = set_name
         self._min_servers = min_servers
         self._patience_s = patience_s
         self._health_timeout_s = health_timeout_s
+        self._takes_turns = takes_turns
         self._say = say
         self._lock = threading.RLock()
         self._closing = threading.Event()
@@ -151,12 +155,13 @@ class Fleet:
             return [member for _, member in members if member.state in states]
 
     def has_joining(self) -> bool:
-        """Return whether a server waits for the current weights."""
-        return bool(self.members("joining"))
+        """Return whether sampling stops to give a waiting server the current weights."""
+        return self.needs_admission() if self._takes_turns else bool(self.members("joining"))
 
     def needs_admission(self) -> bool:
         """Return whether nothing can be sampled before a joining server gets the weights."""
-        return self.has_joining() and len(self.members("serving")) < self._min_servers
+        joining, serving = self.members("joining"), self.members("serving")
+        return bool(joining) and len(serving) < self._min_servers
 
     def joined(self, member: Member) -> None:
         """Let a joining server serve: it has the current weights."""
@@ -322,7 +327,9 @@ class Fleet:
             if known:
                 self.lose(known, "it was started again")
             with self._lock:
-                self._members[index] = Member(index, server, "starting")
+                state: State = "joining" if self._takes_turns else "starting"
+                self._members[index] = Member(index, server, state)
+                self._note_size()
 
     def _await_lost_ones(self) -> None:
         """Put a server that starts in the place of each lost one that was started elsewhere."""

@@ -26,7 +26,7 @@ import psutil
 
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import ConfigError, ServerConfig, WeightFormat
+from qurl_megatron.config.schema import ConfigError, Releases, ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import CONTEXT_RESERVE, command_line
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
@@ -141,6 +141,7 @@ class ServerPlan:
     # Load the directory's weights, which are in `weight_format`. Otherwise the server has random
     # weights until the first publish.
     loads: bool = False
+    releases: Releases | None = None  # what it gives back while it sleeps; None: it never does
     records_routing: bool = False  # answer with the experts chosen, if a request asks for them
     host: str = LOOPBACK  # address to listen on
     port: int = dataclasses.field(default_factory=free_port)
@@ -250,6 +251,9 @@ class ServerPlan:
             flags = ("disable_overlap_schedule", "sleep_on_idle")
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}
         else:
+            options["enable_memory_saver"] = self.releases is not None
+            # So `sglang_plugin/memory.py` knows that they are to stay.
+            options["enable_weights_cpu_backup"] = self.releases == "cache"
             # Every batch is decoded from a graph, and no graph is captured for larger ones.
             options["cuda_graph_max_bs_decode"] = config.max_running_requests
         if device.lacks_flash_attention():

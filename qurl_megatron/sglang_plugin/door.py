@@ -88,6 +88,12 @@ class UpdateWeights(Body):
     flush_cache: bool
 
 
+class Memory(Body):
+    """Give memory back, or take it again, by what it is for."""
+
+    tags: Annotated[list[Literal["kv_cache", "cuda_graph", "weights"]], Len(1, 3)]
+
+
 class CheckWeights(Body):
     """Return checksums, or hand out parameters."""
 
@@ -138,6 +144,8 @@ ROUTES = {
     ("POST", "/generate"): Route(body=Sample),  # SGLang warms itself up, for no run
     ("POST", "/pause_generation"): Route(changes=True, body=Pause),
     ("POST", "/continue_generation"): Route(changes=True, body=Empty),
+    ("POST", "/release_memory_occupation"): Route(changes=True, body=Memory),
+    ("POST", "/resume_memory_occupation"): Route(changes=True, body=Memory),
     ("POST", "/init_weights_update_group"): Route(changes=True, body=JoinGroup),
     ("POST", "/update_weights_from_distributed"): Route(changes=True, body=UpdateWeights),
     ("POST", "/weights_checker"): Route(changes=True, body=CheckWeights),  # hands out parameters

@@ -23,6 +23,7 @@ class CpuPlatform(CpuSRTPlatform):
 
     def init_backend(self) -> None:
         """Replace the slowest operators, and those that need a GPU."""
+        import torch
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.layers.moe.token_dispatcher import standard
         from sglang.srt.layers.quantization.unquant import (
@@ -42,6 +43,9 @@ class CpuPlatform(CpuSRTPlatform):
         )
         UnquantizedFusedMoEMethod.apply = apply_unquantized_experts
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
+        # SGLang waits for the kind of device that torch was built for before it gives memory back.
+        get_device_module = torch.get_device_module
+        torch.get_device_module = lambda device="cpu": get_device_module(device)  # type: ignore[assignment]
         # The table of each token's experts: SGLang pins its memory, which needs a GPU.
         base.BaseHostCache = base.BaseDeviceCache
 

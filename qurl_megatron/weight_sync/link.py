@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from qurl_megatron.config.schema import PauseMode
+from qurl_megatron.config.schema import PauseMode, Releases
 from qurl_megatron.device import SharedError, backend_to
 from qurl_megatron.quantization import checksum
-from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+from qurl_megatron.rollout.control import RELEASED, ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import escaped
@@ -48,15 +48,23 @@ class Link:
     """
 
     def __init__(
-        self, fleet: Fleet, member: Member, timeout_s: float, pause_mode: PauseMode
+        self,
+        fleet: Fleet,
+        member: Member,
+        timeout_s: float,
+        pause_mode: PauseMode,
+        releases: Releases | None = None,
     ) -> None:
+        """Take a server, which sleeps if it is one that `releases` memory in its sleep."""
         self.failure: RuntimeError | None = None
         self.endpoint: Endpoint | None = None  # at which the senders reach the server
         self.store: dist.TCPStore | None = None  # of the endpoint
         self.token = ""  # names the parameters that the server has handed out
         self._version: int | None = None  # that the server was verified to hold
         self._takes_delta = False
-        self._is_paused = False
+        self._tags = list(RELEASED[releases]) if releases else []
+        self._asleep = list(self._tags)  # what the server has given back
+        self._is_paused = bool(self._tags)
         # Once all was sent: the time that is left to the answer, and what to say if none comes.
         self._all_sent: Future[tuple[float, str]] = Future()
         self._fleet = fleet
@@ -67,6 +75,8 @@ class Link:
         self._thread = ThreadPoolExecutor(1)
         self._requests = ThreadPoolExecutor(1)  # a request that is answered after all transfers
         self._pause = contextlib.ExitStack()
+        if self._is_paused:
+            self._pause.enter_context(fleet.pausing(member))
 
     @property
     def server(self) -> Server:
@@ -98,6 +108,32 @@ class Link:
             if not self._is_paused:
                 self._control.pause()
                 self._is_paused = True
+            if "weights" in self._asleep:
+                self._control.wake(["weights"])
+                self._asleep.remove("weights")
+
+        return self._do(work)
+
+    def sleep(self) -> Future[None]:
+        """Have the server stop sampling and give memory back."""
+        self._pause.enter_context(self._fleet.pausing(self._member))
+
+        def work() -> None:
+            self._is_paused, self._asleep = True, list(self._tags)
+            if "weights" in self._tags:
+                self._version = None
+            self._control.sleep(self._tags)
+
+        return self._do(work)
+
+    def wake(self) -> Future[None]:
+        """Have the server take its memory again, and sample."""
+
+        def work() -> None:
+            if self._asleep:
+                self._control.wake(self._asleep)
+                self._asleep = []
+            self._resume()
 
         return self._do(work)
 
@@ -127,13 +163,13 @@ class Link:
             self._do(self._leave)
 
     def commit(self, checksums: dict[str, int], version: int) -> Future[None]:
-        """Resume the server if it holds what was sent."""
+        """Resume the server if it holds what was sent. One that sleeps goes on sleeping."""
 
         def work() -> None:
             verify(self._control, checksums)
-            self._control.resume()
-            self._is_paused, self._version = False, version
-            self._pause.close()
+            self._version = version
+            if not self._asleep:
+                self._resume()
             self._fleet.joined(self._member)
 
         return self._do(work)
@@ -143,6 +179,11 @@ class Link:
         self._thread.submit(self._leave, notice_s=0.0).result()  # no sender waits for anything
         self._thread.shutdown()
         self._requests.shutdown(wait=False)
+        self._pause.close()
+
+    def _resume(self) -> None:
+        self._control.resume()
+        self._is_paused = False
         self._pause.close()
 
     def _do(self, work: Callable[[], T]) -> Future[T | None]:
@@ -171,7 +212,8 @@ class Link:
             token=f"weights-{secrets.token_hex(8)}",
             address=self._control.own_address(),
             port=0,
-            backend=backend_to(server.gpus if server.is_local else []),
+            # Of two processes on one GPU, NCCL takes only one.
+            backend="gloo" if self._tags else backend_to(server.gpus if server.is_local else []),
             num_ranks=server.tensor_parallel_size,
             timeout_s=self._timeout_s,
         )

@@ -31,6 +31,8 @@ gets it over HTTP, any other by a process group. A publish lasts as long as the 
 With transport `direct`, for servers on the learner's machine, nothing is sent: every rank writes
 into the servers' parameters (`direct.py`).
 
+With a `turn`, learner and servers share GPUs: outside of `serving` the servers sleep (`turn.py`).
+
 Example, on every learner rank:
 
     publisher = Publisher(learner, fleet, config.quantization)
@@ -40,19 +42,22 @@ Example, on every learner rank:
 """
 
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from qurl_megatron.config.schema import PauseMode, QuantizationConfig
-from qurl_megatron.device import from_rank_zero
+from qurl_megatron.config.schema import PauseMode, QuantizationConfig, Releases
+from qurl_megatron.device import SharedError, from_rank_zero
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
+from qurl_megatron.rollout.server import POLL_S
 from qurl_megatron.weight_sync.bucket import (
     Bucket,
     Manifest,
@@ -66,12 +71,14 @@ from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, HttpLink, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
+from qurl_megatron.weight_sync.turn import Turn
 
 T = TypeVar("T")
 
 # In mode `auto`, deltas that are larger than this part of a key frame are given up: to find and
 # pack that many changes takes longer than to send all tensors.
 LARGEST_DELTA = 0.5
+LOST_TIMEOUT_S = 30.0  # for the end of a lost server, whose memory the learner needs
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,8 @@ class Publisher:
         *,
         pause_mode: PauseMode = "retract",
         timeout_s: float = PEER_TIMEOUT_S,
+        turn: Turn | None = None,
+        releases: Releases | None = None,
     ) -> None:
         """Store the settings; send nothing.
 
@@ -109,8 +118,14 @@ class Publisher:
                 started with.
             pause_mode: the run's `rollout.pause_mode`.
             timeout_s: time that a server has for each answer and each transfer.
+            turn: whose turn it is on the GPUs that the learner shares with these servers; None:
+                they have others.
+            releases: what these servers give back in the learner's turn.
         """
         self.version = 0
+        self._turn = turn
+        self._releases = releases
+        self._is_serving = False
         self._settings = quantization
         self._pause_mode = pause_mode
         self._fleet = fleet
@@ -156,11 +171,34 @@ class Publisher:
     def admit(self) -> None:
         """Send the current version to the servers that wait to join, and to no other.
 
+        If learner and servers take turns, the learner has one in between.
+
         Raises:
             PublishError: no server holds what was sent, or the learner's weights are not those of
                 the current version.
         """
-        self._send_to(self._link(self._fleet.members("joining")))
+        if self._is_serving:
+            self._end_serving()
+            self._begin_serving()
+        else:
+            self._send_to(self._link(self._fleet.members("joining")))
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Let the servers sample within this context, if learner and servers take turns.
+
+        Collective.
+        """
+        if self._turn is None:
+            yield
+            return
+        self._begin_serving()
+        try:
+            yield
+        except SharedError:  # on every rank
+            self._end_serving()
+            raise
+        self._end_serving()
 
     def while_serving(self, work: Callable[[], T]) -> T:
         """Return, on every rank, the result of rank 0's `work()`, which samples from the servers.
@@ -178,8 +216,9 @@ class Publisher:
             except AdmissionNeeded:
                 return None
 
-        while (outcome := from_rank_zero(attempt)) is None:
-            self.admit()
+        with self.serving():
+            while (outcome := from_rank_zero(attempt)) is None:
+                self.admit()
         return outcome[0]
 
     def close(self) -> None:
@@ -189,6 +228,34 @@ class Publisher:
         self._links.clear()
         self._open_channels([])
         self._parameters.keep([], [])  # while their servers live
+
+    def _begin_serving(self) -> None:
+        """Give the servers their turn. Who lacks the current weights gets them before."""
+        links = self._link(self._fleet.members("serving", "joining"))
+        lacking = [link for link in links if not link.holds(self.version)]
+        if from_rank_zero(lambda: bool(lacking)):
+            self._send_to(lacking)
+        assert self._turn is not None
+        self._turn.give()
+        from_rank_zero(lambda: _wait([link.wake() for link in links if not link.is_lost]))
+        self._is_serving = True
+
+    def _end_serving(self) -> None:
+        """Have the servers sleep, and the learner come back."""
+
+        def sleep() -> None:
+            _wait([link.sleep() for link in self._links.values() if not link.is_lost])
+            deadline = time.monotonic() + LOST_TIMEOUT_S
+            for member in self._links:  # the memory of a lost server is free once it has ended
+                while member.state == "lost" and member.server.alive():
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(POLL_S)
+
+        self._is_serving = False
+        from_rank_zero(sleep)
+        assert self._turn is not None
+        self._turn.take()
 
     @cached_property
     def _key_frame(self) -> Manifest:
@@ -209,7 +276,7 @@ class Publisher:
         for member in members:
             if member not in self._links:
                 kind = HttpLink if member.server.is_remote else Link
-                link = kind(self._fleet, member, self._timeout_s, self._pause_mode)
+                link = kind(self._fleet, member, self._timeout_s, self._pause_mode, self._releases)
                 self._links[member] = link
         return [self._links[member] for member in members]
 

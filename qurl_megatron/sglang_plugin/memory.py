@@ -1,0 +1,74 @@
+"""Memory that a sleeping server gives back, so that a learner can have it.
+
+SGLang gives memory back by what it is for: keys and values (`kv_cache`), CUDA graphs, and weights.
+On a GPU torch_memory_saver unmaps it, and maps other memory at the same addresses later. This
+module does the same without a GPU: the kernel takes the pages of a tensor, and gives empty ones
+when the tensor is used next. Either way nothing that was in the memory comes back.
+
+CUDA's inter-process handles cannot be made of what torch_memory_saver maps. Weights that stay in a
+sleeping server, into which the learner's ranks write, are therefore allocated outside of it.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.process import trim_heap
+
+MADV_REMOVE = 9  # of shared memory: Python's mmap module does not have it
+
+
+def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
+    """Give memory back, around SGLang's `release_memory_occupation`, which refuses while busy."""
+    answer = original(updater, request)
+    if torch.device(updater.tp_worker.device).type == "cpu":
+        for tensor in _memory_of(updater.tp_worker.model_runner, request.tags):
+            give_back(tensor)
+        trim_heap()
+    return answer
+
+
+def region(
+    original: Callable[..., AbstractContextManager[None]],
+    adapter: Any,
+    tag: str,
+    enable_cpu_backup: bool = False,
+) -> AbstractContextManager[None]:
+    """Return the context in which memory of a tag is allocated, around torch_memory_saver's.
+
+    What SGLang would copy to the host before it is given back stays instead.
+    """
+    if enable_cpu_backup:
+        return nullcontext()
+    return original(adapter, tag, enable_cpu_backup)
+
+
+def give_back(tensor: Tensor) -> None:
+    """Give the pages of a CPU tensor's storage back to the kernel; it then holds zeros.
+
+    The parts of pages at its ends may belong to other tensors, and stay.
+    """
+    storage = tensor.untyped_storage()
+    start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size <= 0:
+        return
+    advice = MADV_REMOVE if storage.is_shared() else mmap.MADV_DONTNEED
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _memory_of(model_runner: Any, tags: Sequence[str]) -> Iterator[Tensor]:
+    """Yield the tensors of a CPU server that these tags stand for; it has no graphs."""
+    if "kv_cache" in tags:
+        pool = model_runner.token_to_kv_pool
+        yield from (*pool.k_buffer, *pool.v_buffer)
+    if "weights" in tags:
+        yield from (parameter.detach() for parameter in model_runner.model.parameters())

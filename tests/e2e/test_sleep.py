@@ -1,0 +1,137 @@
+"""Servers give their memory back while they sleep, and answer as before once they are awake."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from e2e.running import PER_STEP, QUICK, Command, Start, metrics_of, prompts_trained
+from e2e.serving import Deployment, held_checksums, joined, launched
+from qurl_megatron.process import TurnLock
+from qurl_megatron.quantization.checksum import checksum
+from qurl_megatron.rollout.control import RELEASED
+from qurl_megatron.rollout.server import Server
+
+MIB = 2**20
+CYCLES = 100
+# 37 MiB of weights in INT8. Some 3 MiB of a scheduler come and go with what it does.
+LARGE: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 12288, "num_key_value_heads": 2}
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU's memory is torch_memory_saver's: benchmarks/gpu"
+)
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    directory = tmp_path_factory.mktemp("sleep")
+    with launched(directory, "int8", **LARGE) as server, joined(*server, "int8") as deployment:
+        yield deployment
+
+
+def resident_bytes(server: Server) -> int:
+    """Return the resident memory of a server's scheduler, which has its model."""
+    (scheduler,) = (
+        child
+        for child in psutil.Process(server.pid).children(recursive=True)
+        if "scheduler" in " ".join(child.cmdline())
+    )
+    return int(scheduler.memory_info().rss)
+
+
+def test_a_sleeping_server_gives_memory_back_by_tag(deployment: Deployment) -> None:
+    server, control = deployment.server, deployment.sender.control
+    weights = deployment.weights[0]
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    assert weight_bytes > 30 * MIB
+    deployment.sender.send(weights)
+    before = deployment.greedy()
+    control.sleep(RELEASED["cache"])
+    asleep = resident_bytes(server)
+    assert held_checksums(deployment) == {name: checksum(held) for name, held in weights.items()}
+    control.sleep(["weights"])
+    without_weights = resident_bytes(server)
+    print(f"asleep {asleep / MIB:.1f} MiB, without weights {without_weights / MIB:.1f}")
+    assert asleep - without_weights > 0.8 * weight_bytes
+    control.wake(RELEASED["all"])
+    assert held_checksums(deployment) != {name: checksum(held) for name, held in weights.items()}
+    deployment.sender.send(weights)  # resumes
+    assert deployment.greedy()[:2] == before[:2]
+    assert resident_bytes(server) - without_weights > 0.8 * weight_bytes
+
+
+def test_a_hundred_cycles_leave_memory_flat(deployment: Deployment) -> None:
+    server, sender = deployment.server, deployment.sender
+    resident = []
+    for cycle in range(CYCLES):
+        sender.control.sleep(RELEASED["all"])
+        sender.control.wake(RELEASED["all"])
+        sender.send(deployment.weights[cycle % 2])
+        resident.append(resident_bytes(server))
+    first, last = resident[CYCLES // 10 : CYCLES // 2], resident[CYCLES // 2 :]
+    growth = sorted(last)[len(last) // 2] - sorted(first)[len(first) // 2]
+    print(f"{growth / MIB:.2f} MiB more in the second half of {CYCLES} cycles")
+    assert growth < MIB
+
+
+def test_a_request_that_waits_through_a_sleep_is_answered(deployment: Deployment) -> None:
+    """A turn of an agent that was given up goes on in the server, and must not keep it awake."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    sender = deployment.sender
+    sender.send(deployment.weights[0])
+    with ThreadPoolExecutor(1) as thread:
+        asking = thread.submit(
+            deployment.ask, [5, 6, 7], temperature=0, max_new_tokens=200, ignore_eos=True
+        )
+        sender.control.sleep(RELEASED["cache"])
+        sender.control.wake(RELEASED["cache"])
+        sender.control.resume()
+        assert len(asking.result()[0]) == 200
+
+
+def await_learners_turn(run: Command) -> None:
+    """Return at the beginning of a turn of the learner, in which all servers sleep."""
+    lock = TurnLock(run.run_dir)
+    was_servers = False
+    while not was_servers or is_free(lock):
+        was_servers |= is_free(lock)
+        assert run.poll() is None, run.text()
+        time.sleep(0.02)
+
+
+def is_free(lock: TurnLock) -> bool:
+    taken = lock.try_to_take()
+    lock.release()
+    return taken
+
+
+def test_a_run_whose_servers_share_its_gpus_goes_on_without_those_that_die(start: Start) -> None:
+    num_steps = 6
+    words = [f"steps={num_steps}", "rollout.placement=shared", "rollout.servers=2"]
+    words += ["evaluation.problems=16", "evaluation.every_steps=3", "checkpoint.every_steps=2"]
+    words += ["rollout.server.releases=all"]
+    run = start("train", *QUICK, *words)
+    run.wait_for("step 1/")
+    await_learners_turn(run)
+    os.kill(run.server_pid("rollout", 1), signal.SIGKILL)
+    os.kill(run.server_pid("evaluation", 0), signal.SIGKILL)
+    run.wait_for("(?s)server rollout_1 answers again")
+    run.wait_for("(?s)server rollout_1 serves")
+    for index in (0, 1):  # whatever they do
+        os.kill(run.server_pid("rollout", index), signal.SIGKILL)
+    assert run.exit_code() == 0, run.text()
+    assert run.survivors() == []
+    steps = metrics_of(run)
+    assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
+    assert [step["weight_version"] for step in steps] == list(range(2, num_steps + 2))
+    assert max(step["token_lag_max"] for step in steps) == 0
+    assert prompts_trained(run) == num_steps * PER_STEP
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert 0 <= summary["held_out_accuracy_after"] <= 1
