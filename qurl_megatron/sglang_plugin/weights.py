@@ -117,15 +117,8 @@ def run_batch(
 def enqueue(
     original: Callable[..., None], scheduler: Any, request: Any, *options: Any, **named: Any
 ) -> None:
-    """Keep a request to prefixes of this version, around `Scheduler._add_request_to_queue`.
-
-    Nobody goes on from one of several answers to a prompt, so these are not cached. The prompt is:
-    SGLang reads it in a request of its own, which samples nothing.
-    """
+    """Keep a request to prefixes of this version, around `Scheduler._add_request_to_queue`."""
     request.extra_key = cache_key(scheduler)
-    sampling = request.sampling_params
-    if sampling.n > 1 and sampling.max_new_tokens:
-        request.skip_radix_cache_insert = True
     original(scheduler, request, *options, **named)
 
 
