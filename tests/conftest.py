@@ -45,6 +45,7 @@ LONGEST_FILES = [
     "test_kills",
     "test_quickstart",
     "test_faults",
+    "test_sleep",
     "test_fleet",
     "test_versions",
     "test_training",
