@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +38,7 @@ def sampler_of(
         if not dist.is_initialized():
             device.initialize_distributed()
             stack.callback(dist.destroy_process_group)
-        publisher: Any = SimpleNamespace(admit=admit)
+        publisher: Any = SimpleNamespace(admit=admit, serving=nullcontext)
         if client is not None:
             client.fleet = SimpleNamespace(has_joining=servers_join)
         sampler = Sampler(config, client, publisher, score, prompts, tokenizer)

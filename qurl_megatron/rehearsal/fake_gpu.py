@@ -173,7 +173,9 @@ def _claim_gpus(node: Node) -> None:
         "default_stream": stream,
         "stream": contextlib.nullcontext(),
         "get_rng_state": state,
-        "cudart": types.SimpleNamespace(cudaHostRegister=lambda *_: 0),
+        "cudart": types.SimpleNamespace(
+            cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0
+        ),
         "mem_get_info": (gpu.memory_bytes, gpu.memory_bytes),
         **dict.fromkeys(["_lazy_init", "init", "set_device", "empty_cache"]),
         **dict.fromkeys(["manual_seed", "set_rng_state"]),
