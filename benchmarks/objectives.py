@@ -81,17 +81,18 @@ SETTINGS = {
     ),
     "large_gap": Setting(
         BF16
-        | int4_arms("naive", "on_policy", "tis", "acr")
+        | int4_arms("naive", "on_policy", "tis", "acr", "sequence_tis")
         | {"acr+uaq int4": arm("acr", "int4", UAQ)},
         [TWICE_THE_RATE],
     ),
     # on_policy is refused where tokens are stale: it corrects for nothing.
     "asynchronous": Setting(
-        {"bf16": arm("tis", "bf16")} | int4_arms("naive", "decoupled", "tis", "acr"),
+        {"bf16": arm("tis", "bf16")}
+        | int4_arms("naive", "decoupled", "tis", "acr", "sequence_tis"),
         [TWICE_THE_RATE, "rollout.max_staleness=4"],
     ),
     "long": Setting(
-        BF16 | int4_arms("naive", "tis", "acr"),
+        BF16 | int4_arms("naive", "tis", "acr", "sequence_tis"),
         ["optimizer.learning_rate=1e-4"],
         adds_digits=True,
     ),

@@ -66,7 +66,7 @@ def make_batch() -> TrainBatch:
 
 
 def policy_gradient(
-    current_logprobs: Tensor, entropy: Tensor, batch: Any, loss_weights: Tensor
+    current_logprobs: Tensor, entropy: Tensor, batch: Any, loss_weights: Tensor, *_: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     moved = torch.zeros(())
     if getattr(batch, "proximal_logprobs", None) is not None:

@@ -186,7 +186,7 @@ def test_blocks_of_experts_must_lie_on_one_rank_of_a_server() -> None:
 def test_fields_that_fit_each_other_and_the_model_are_accepted(model_dir: Path) -> None:
     assert validate(runnable(model_dir)).family == "qwen2"
     validate(runnable(model_dir, "advantage_estimator=gae", "rollout.completions_per_prompt=1"))
-    for objective in ("naive", "decoupled", "tis", "acr"):
+    for objective in ("naive", "decoupled", "tis", "acr", "sequence_tis"):
         words = ["rollout.max_staleness=2", f"objective.objective={objective}"]
         validate(runnable(model_dir, *words))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from hypothesis import given
@@ -13,7 +13,7 @@ from qurl_megatron.algorithm.advantages import generalized_advantages
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, RolloutGroup, Turn, pack
 from qurl_megatron.algorithm.objective import PolicyLoss, token_weights
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import ObjectiveConfig, RolloutConfig
+from qurl_megatron.config.schema import Objective, ObjectiveConfig, RolloutConfig
 from qurl_megatron.evaluation.episodes import describe
 from qurl_megatron.loop.sampling import _penalize_length, _summarize, make_samples
 
@@ -76,7 +76,7 @@ def test_a_batch_has_every_branch_with_its_own_prompt_and_trains_on_sampled_toke
         assert part.rewards.tolist() == [0.0] * (len(part.tokens) - 1) + [rewards[of_episode]]
 
 
-@given(SPANS, st.randoms(), st.sampled_from(["naive", "on_policy", "decoupled", "tis", "acr"]))
+@given(SPANS, st.randoms(), st.sampled_from(get_args(Objective)))
 def test_what_lies_at_observed_tokens_reaches_neither_loss_nor_gradient(
     spans: list[tuple[int, int]], random: Random, objective: Any
 ) -> None:
@@ -100,7 +100,13 @@ def test_what_lies_at_observed_tokens_reaches_neither_loss_nor_gradient(
                 advantages=torch.where(part.loss_mask, part.advantages, nan),
             )
         part = dataclasses.replace(part, proximal_logprobs=None)
-        value, _ = loss(logprobs, torch.zeros(len(logprobs)), part, weights[kept])
+        value, _ = loss(
+            logprobs,
+            torch.zeros(len(logprobs)),
+            part,
+            weights[kept],
+            lambda log_rho: log_rho.sum().expand_as(log_rho),  # of its one sequence
+        )
         value.backward()
         assert logprobs.grad is not None
         return value.detach(), logprobs.grad

@@ -1,10 +1,11 @@
-"""The objectives of QuRL Eq. 1, 3, 4, 5 and 9 against hand-computed numbers.
+"""The objectives against hand-computed numbers.
 
 All hand-worked cases use eps_low 0.2, eps_high 0.28 (clip to [0.8, 1.28]) and C = 2.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -35,12 +36,20 @@ OBJECTIVES: tuple[str, ...] = get_args(Objective)
 SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
 
 
+def row_sums(batch: dict[str, Any]) -> Tensor:
+    """Return for each token the sum of log rho over the tokens of its row that have a weight."""
+    log_rho = batch["proximal_logprobs"] - batch["behaviour_logprobs"]
+    log_rho = log_rho.where(batch["loss_weights"] > 0, 0.0)
+    return log_rho.sum(-1, keepdim=True).expand_as(log_rho)
+
+
 def differentiate(
     batch: dict[str, Any], objective: str, **changes: Any
 ) -> tuple[ObjectiveOutput, Tensor]:
     """Return the objective of a batch and dJ/d(log current)."""
     current = batch["current_logprobs"].clone().requires_grad_()
-    inputs = {**batch, **SETTINGS, **changes, "current_logprobs": current}
+    inputs = {"sequence_log_rho": row_sums(batch), **batch, **SETTINGS, **changes}
+    inputs["current_logprobs"] = current
     output = policy_objective(objective=objective, **inputs)
     output.loss.backward()
     assert current.grad is not None
@@ -119,6 +128,10 @@ HAND_WORKED = {
 }
 
 
+for _, values in HAND_WORKED.values():
+    values["sequence_tis"] = values["tis"]  # of a sequence of one token
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("case", HAND_WORKED)
 def test_objective_has_the_value_worked_out_by_hand(case: str, objective: str) -> None:
@@ -192,6 +205,10 @@ DUAL_CLIP = {
 }
 
 
+for _, values, _ in DUAL_CLIP.values():
+    values["sequence_tis"] = values["tis"]
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("case", DUAL_CLIP)
 def test_dual_clip_bounds_the_policy_ratio_of_negative_advantages(
@@ -235,6 +252,63 @@ def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any
     return {name: value.to(dtype) for name, value in batch.items()}
 
 
+# The rho of a sequence's tokens, None for one that the policy did not sample -> the weight of each
+# sampled token, by hand.
+PRODUCTS: dict[str, tuple[list[float | None], float]] = {
+    "below C": ([2.0, 0.25, 3.0], 1.5),  # 3 alone is above C
+    "at C": ([2.0, 0.5, 2.0], 2.0),
+    "above C": ([1.5, 1.2, 1.6], 2.0),  # 2.88, and no token is above C
+    "far below 1": ([0.1, 0.1, 0.1], 1e-3),
+    "tokens between turns": ([2.0, None, None, 0.75], 1.5),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_sequence_tis_weighs_a_sequences_tokens_with_the_capped_product_of_their_ratios(
+    case: str,
+) -> None:
+    """In the first pass and in later ones, beside another sequence. R is 1.1, the advantage 2."""
+    ratios, weight = PRODUCTS[case]
+    mask = torch.tensor([ratio is not None for ratio in ratios] + [True])
+    rho = torch.tensor([1.0 if ratio is None else ratio for ratio in ratios] + [1.75])
+    behaviour = torch.linspace(-2, -1, len(rho)).where(mask, math.nan)
+    proximal, lengths = behaviour + rho.log(), [len(ratios), 1]
+    for moved in (0.0, math.log(1.1)):
+        current = (proximal + moved).requires_grad_()
+        rows = TrainBatch(
+            torch.tensor(lengths),
+            torch.zeros(len(rho)),
+            mask,
+            behaviour_logprobs=behaviour,
+            advantages=torch.full_like(rho, 2.0),
+            proximal_logprobs=proximal if moved else None,
+            entropy=torch.zeros_like(rho),
+        )
+        loss = PolicyLoss(ObjectiveConfig("sequence_tis", eps_high=0.28, ratio_cap=2.0))
+        value, _ = loss(
+            current, torch.zeros_like(rho), rows, mask.float(), sum_over(torch.tensor(lengths))
+        )
+        value.backward()
+        assert current.grad is not None
+        expected = torch.tensor([weight] * len(ratios) + [1.75]).where(mask, 0.0)
+        torch.testing.assert_close(-current.grad, 2 * math.exp(moved) * expected)
+
+
+def test_sequence_tis_without_the_sums_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence_log_rho"):
+        policy_objective(**random_batch(seed=4), objective="sequence_tis", **SETTINGS)
+
+
+def sum_over(lengths: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a function that sums a tensor over each sequence, for each of its tokens."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+
+    def sums(values: Tensor) -> Tensor:
+        return torch.zeros(len(lengths)).index_add(0, numbers, values)[numbers]
+
+    return sums
+
+
 def test_acr_equals_tis_where_no_ratio_exceeds_the_cap() -> None:
     batch = random_batch(seed=1)
     rho = (batch["proximal_logprobs"] - batch["behaviour_logprobs"]).exp()
@@ -255,6 +329,7 @@ def test_gradient_agrees_with_finite_differences(objective: str, kl_coefficient:
     def loss(current: torch.Tensor) -> torch.Tensor:
         return policy_objective(
             **{**batch, "current_logprobs": current},
+            sequence_log_rho=row_sums(batch),
             objective=objective,
             kl_coefficient=kl_coefficient,
             reference_logprobs=reference,

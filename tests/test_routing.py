@@ -91,7 +91,7 @@ def measure(model: Path, layout: dict[str, Any], own: Tensor) -> dict[str, Any]:
         learner.score(share, ["proximal_logprobs"], temperature=1.0)
         scores = share.collect("proximal_logprobs")
 
-        def loss(logprobs: Tensor, entropy: Tensor, rows: Any, weights: Tensor) -> Any:
+        def loss(logprobs: Tensor, entropy: Tensor, rows: Any, weights: Tensor, _: Any) -> Any:
             return (logprobs * weights).sum(), {}
 
         stats = learner.update(share, loss, temperature=1.0).stats

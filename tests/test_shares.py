@@ -35,6 +35,7 @@ class Dealt:
 
     sequences: list[list[list[int]]]  # tokens of each sequence of each share
     collected: list[Tensor]  # on global rank 0: the engine's log-probs that came back
+    sums: list[Tensor]  # on global rank 0: for each token, their sum over its sequence
     has_experts: bool  # whether inputs have the recorded experts; -1 for padding
     scores: list[Tensor]  # on global rank 0: of the minibatches' sequences
     padded_scores: Tensor  # [batch, time], of all rows scored as if every row were of full length
@@ -66,6 +67,7 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
         optimizer=OptimizerConfig(learning_rate=1e-2),
     )
     config.objective.kl_coefficient = 0.1
+    config.objective.objective = "sequence_tis"
     whole = TrainBatch.empty()
     if dist.get_rank() == 0:
         whole = ROWS.ragged(advantages=ROWS.advantages, behaviour_logprobs=BEHAVIOUR_LOGPROBS)
@@ -73,11 +75,16 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
 
     learner = Learner(model, config.learner, config.optimizer)
     shares = [learner.share(minibatch) for minibatch in whole.split(PARTS)]
-    scores, collected, has_experts = [], [], []
+    scores, collected, sums, has_experts = [], [], [], []
     for share in shares:
         learner.score(share, ["proximal_logprobs"], temperature=1.0)
         scores += share.collect("proximal_logprobs")
         collected += share.collect("behaviour_logprobs")
+        for micro in share.micro_batches:
+            own = micro.rows.behaviour_logprobs
+            assert own is not None
+            micro.rows.values = micro.sum_over_sequences(own.where(micro.rows.loss_mask, 0))
+        sums += share.collect("values")
         has_experts += [beside_inputs(micro) for micro in share.micro_batches]
     padded_scores, _ = score(learner, ROWS.tokens, loss_mask=ROWS.loss_mask)
 
@@ -109,6 +116,7 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
             for share in shares
         ],
         collected=collected,
+        sums=sums,
         has_experts=all(has_experts),
         scores=scores,
         padded_scores=padded_scores,
@@ -153,6 +161,14 @@ def test_what_comes_back_is_in_the_order_of_the_batch_and_only_on_rank_0(
     for own, row, sequence in zip(first.collected, expected, SEQUENCES, strict=True):
         assert torch.equal(own, row[: len(sequence)])
     assert all(rank.collected == rank.scores == [] for rank in others)
+
+
+def test_a_sum_over_a_sequence_is_that_of_its_tokens_on_all_ranks(ranks: list[Dealt]) -> None:
+    first, *_ = ranks
+    rows = zip(first.sums, BEHAVIOUR_LOGPROBS.double(), ROWS.loss_mask, strict=True)
+    for own, logprobs, mask in rows:
+        total = (logprobs * mask).sum().float()
+        assert torch.equal(own[mask[: len(own)]], total.expand(int(mask.sum())))
 
 
 def test_inputs_have_the_experts_that_were_recorded(ranks: list[Dealt]) -> None:

@@ -72,7 +72,7 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
             replace(FAR, gap="int8", staleness=0),
             replace(FAR, gap="int4x2", staleness=0),
         )
-        for objective in (*OBJECTIVES, *RIVALS)
+        for objective in (*OBJECTIVES, "sequence_tis", *RIVALS)
     ]
     arms = {
         "map": [

@@ -5,8 +5,7 @@ the advantage, T the number of tokens of a sequence. Each objective maximizes J 
 
     icepop         weight = rho if 0.5 <= rho <= 5, else 0 (Ring-1T, arXiv 2510.18855)
     mis            weight = rho if rho <= C, else 0: masked importance sampling, by token
-    sequence_tis   weight = min(product of the sequence's rho, C)
-    sequence_mis   weight = that product if it is at most C, else 0
+    sequence_mis   weight = product of the sequence's rho if it is at most C, else 0
     cispo          J = min(current / behaviour, C) * A * log current, with no gradient through the
                    factor (MiniMax-M1, arXiv 2506.13585, Eq. 4)
     gspo           R = (product over the sequence of current / behaviour)^(1 / T), clipped within
@@ -18,7 +17,7 @@ the advantage, T the number of tokens of a sequence. Each objective maximizes J 
                    paper say in words, with the ranges of its appendix; the equation itself was
                    not at hand.
 
-`icepop`, `mis` and the two `sequence_` objectives have J = weight * min(R * A, clip(R, 1 - eps_low,
+`icepop`, `mis` and `sequence_mis` have J = weight * min(R * A, clip(R, 1 - eps_low,
 1 + eps_high) * A).
 
 They are no choice of `objective.objective`: docs/findings/objectives.md#rivals says why.
@@ -30,7 +29,7 @@ from torch import Tensor
 ICEPOP_RANGE = 0.5, 5.0
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
 TBPO_LARGEST_FALLING = 1 + 7e-4
-RIVALS = ("icepop", "mis", "sequence_tis", "sequence_mis", "cispo", "gspo", "tbpo")
+RIVALS = ("icepop", "mis", "sequence_mis", "cispo", "gspo", "tbpo")
 
 
 def rival_loss(
@@ -60,8 +59,6 @@ def rival_loss(
         weight = rho.where((rho >= smallest) & (rho <= largest), zero)
     elif objective == "mis":
         weight = rho.where(rho <= ratio_cap, zero)
-    elif objective == "sequence_tis":
-        weight = sequence_rho.clamp(max=ratio_cap)
     elif objective == "sequence_mis":
         weight = sequence_rho.where(sequence_rho <= ratio_cap, zero)
     elif objective == "cispo":

@@ -118,7 +118,13 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             lengths = torch.full((len(mask),), mask.shape[1])
             weights = token_weights(mask.flatten(), lengths, objective.aggregation)
             table = logprob_table(parameters, learner_engine, straight_through=arm.straight_through)
-            loss, stats = (rival_loss if arm.objective in RIVALS else policy_objective)(
+            of_sequence = (proximal - behaviour).sum(-1, keepdim=True).expand_as(mask)
+            objective_loss = (
+                rival_loss
+                if arm.objective in RIVALS
+                else functools.partial(policy_objective, sequence_log_rho=of_sequence)
+            )
+            loss, stats = objective_loss(
                 taken(table, states, symbols),
                 proximal,
                 behaviour,

@@ -24,12 +24,13 @@ With A the advantage, each objective maximizes, token by token,
 
     J = weight * min(R * A, clip(R, 1 - eps_low, upper) * A)
 
-    objective   equation   anchor      weight        upper
-    naive       Eq. 3      behaviour   1             1 + eps_high
-    on_policy   Eq. 1      proximal    1             1 + eps_high
-    decoupled   Eq. 4      proximal    rho           1 + eps_high
-    tis         Eq. 5      proximal    min(rho, C)   1 + eps_high
-    acr         Eq. 9      proximal    min(rho, C)   (1 + eps_high) / r, with r = min(1, C / rho)
+    objective      equation   anchor      weight          upper
+    naive          Eq. 3      behaviour   1               1 + eps_high
+    on_policy      Eq. 1      proximal    1               1 + eps_high
+    decoupled      Eq. 4      proximal    rho             1 + eps_high
+    tis            Eq. 5      proximal    min(rho, C)     1 + eps_high
+    acr            Eq. 9      proximal    min(rho, C)     (1 + eps_high) / r, r = min(1, C / rho)
+    sequence_tis   -          proximal    min(rho_s, C)   1 + eps_high
 
 - `naive` is PPO with the engine as the old policy. R contains the mismatch, so tokens are clipped
   that no update has moved. Training collapses (Fig. 2).
@@ -43,6 +44,9 @@ With A the advantage, each objective maximizes, token by token,
 - `acr` (adaptive clipping range), QuRL's own objective, divides the upper bound by r, so that r * R
   is clipped at 1 + eps_high and more tokens with a positive advantage keep their gradient. Where
   rho <= C, r is exactly 1 and `acr` is `tis`, bit for bit.
+- `sequence_tis`, which is not of the paper, caps the product rho_s of all rho of the token's
+  sequence. That is the importance weight of the sequence, which its reward and so its advantage
+  belong to. Tokens that the policy read and did not sample have no part in it.
 
 A token with a negative advantage has no bound above: the further an update raises its probability,
 the larger its gradient. Dual clip (Ye et al., 2020, Eq. 5; verl's `clip_ratio_c`) adds one, d:
@@ -56,7 +60,7 @@ gradient of such a token in log R is then at most weight * d * |A|.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +104,7 @@ def policy_objective(
     dual_clip: float | None = None,
     kl_coefficient: float = 0.0,
     reference_logprobs: Tensor | None = None,
+    sequence_log_rho: Tensor | None = None,
     token_lags: Tensor | None = None,
 ) -> ObjectiveOutput:
     """Return `loss = -sum(loss_weights * J)`, with J of the module docstring (QuRL Eq. 1, 3-5, 9).
@@ -116,6 +121,8 @@ def policy_objective(
             Section 3). With x = reference / current, k3 = x - 1 - log x estimates
             KL(current || reference). It is clamped at `MAX_K3_PENALTY`, without a gradient beyond.
         reference_logprobs: from the model before any training; only the penalty needs them.
+        sequence_log_rho: the sum of log rho over the sampled tokens of each token's sequence; only
+            `sequence_tis` needs it.
         token_lags: int32, weight versions between a token's sampling and its
             training. They change nothing but the stats.
 
@@ -132,7 +139,7 @@ def policy_objective(
           bucket of `LAG_BUCKETS`; only with `token_lags`.
 
     Raises:
-        ValueError: a penalty has no `reference_logprobs`.
+        ValueError: a penalty has no `reference_logprobs`, or `sequence_tis` no `sequence_log_rho`.
     """
     if kl_coefficient != 0 and reference_logprobs is None:
         raise ValueError(f"kl_coefficient {kl_coefficient} needs reference_logprobs")
@@ -145,7 +152,13 @@ def policy_objective(
     advantages = _where(counted, advantages)
 
     rho = _ratio(proximal, behaviour)
-    truncated_rho = rho.clamp(max=ratio_cap)
+    to_truncate = rho
+    if objective == "sequence_tis":
+        if sequence_log_rho is None:
+            raise ValueError("sequence_tis needs sequence_log_rho")
+        of_sequence = _where(counted, sequence_log_rho).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        to_truncate = of_sequence.exp()
+    truncated_rho = to_truncate.clamp(max=ratio_cap)
     ratio = _ratio(current, behaviour if objective == "naive" else proximal)
     weight = {
         "naive": torch.ones_like(rho),
@@ -153,6 +166,7 @@ def policy_objective(
         "decoupled": rho,
         "tis": truncated_rho,
         "acr": truncated_rho,
+        "sequence_tis": truncated_rho,
     }[objective]
     r = (ratio_cap / rho).clamp(max=1.0) if objective == "acr" else torch.ones_like(rho)
     lower = torch.full_like(rho, 1 - eps_low)
@@ -204,11 +218,16 @@ class PolicyLoss:
         entropy: Tensor,
         batch: TrainBatch,
         loss_weights: Tensor,
+        sum_over_sequences: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the statistics of its tokens.
 
         A batch without proximal log-probs is in its first pass, so that its current log-probs are
         the proximal ones. They are kept in the batch, as is their entropy.
+
+        Args:
+            sum_over_sequences: returns for each token the sum of such a tensor over its sequence;
+                only `sequence_tis` needs it.
 
         Returns:
             The loss, and statistics for `add_up`: those of `policy_objective`, `entropy`, and
@@ -220,6 +239,11 @@ class PolicyLoss:
         assert batch.advantages is not None
         settings = dataclasses.asdict(self.config)
         del settings["aggregation"]  # which `loss_weights` follow
+        counted = loss_weights > 0
+        sequence_log_rho = None
+        if self.config.objective == "sequence_tis" and sum_over_sequences is not None:
+            log_rho = batch.proximal_logprobs - batch.behaviour_logprobs
+            sequence_log_rho = sum_over_sequences(_where(counted, log_rho))
         output = policy_objective(
             current_logprobs,
             batch.proximal_logprobs,
@@ -227,10 +251,10 @@ class PolicyLoss:
             batch.advantages,
             loss_weights,
             reference_logprobs=batch.reference_logprobs,
+            sequence_log_rho=sequence_log_rho,
             token_lags=batch.token_lags if self.by_lag else None,
             **settings,
         )
-        counted = loss_weights > 0
         stats = {
             **output.stats,
             "entropy": _where(counted, batch.entropy).sum(dtype=torch.float64),

@@ -44,7 +44,7 @@ from qurl_megatron.config.values import (
     matching,
 )
 
-Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr"]
+Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr", "sequence_tis"]
 WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 PauseMode = Literal["retract", "in_place"]
 Releases = Literal["auto", "cache", "all"]
@@ -187,11 +187,12 @@ class OptimizerConfig:
 
 @dataclasses.dataclass
 class ObjectiveConfig:
-    """The policy objective (QuRL Eq. 1, 3, 4, 5 and 9)."""
+    """The policy objective: one of QuRL's (Eq. 1, 3, 4, 5 and 9), or sequence_tis."""
 
     objective: Objective = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
-    sampling, Eq. 5. acr: adaptive clipping range, Eq. 9."""
+    sampling, Eq. 5. acr: adaptive clipping range, Eq. 9. sequence_tis: truncated importance
+    sampling by sequence; all its tokens have the weight of the product of their ratios."""
 
     eps_low: Annotated[Finite, Ge(0), Le(1)] = 0.2
     """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""
@@ -200,8 +201,8 @@ class ObjectiveConfig:
     """Clipping range above 1: the policy ratio is clipped at 1 + eps_high; acr can widen it."""
 
     ratio_cap: Positive = 2.0
-    """Cap C on the ratio of proximal to behaviour probability (Eq. 5 and 9). Only tis and acr use
-    it."""
+    """Cap C on the ratio of proximal to behaviour probability (Eq. 5 and 9), or for sequence_tis on
+    its product over a sequence. Only tis, acr and sequence_tis use it."""
 
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
     """The average of token losses. sequence_mean: over each response, then over responses.

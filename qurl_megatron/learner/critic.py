@@ -128,7 +128,7 @@ class Critic:
             self._learner.close()
 
     def _loss(
-        self, values: Tensor, batch: TrainBatch, loss_weights: Tensor
+        self, values: Tensor, batch: TrainBatch, loss_weights: Tensor, _: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         assert batch.values is not None and batch.returns is not None
         return value_loss(

@@ -51,11 +51,12 @@ from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.model.weight_map import Rule
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-"""A loss: (current_logprobs, entropy, micro batch, loss_weights) -> (loss, statistics).
+"""A loss: (current_logprobs, entropy, rows, loss_weights, sum_over_sequences) -> (loss, stats).
 
 All tensors are [1, tokens]: the packed tokens of a micro batch. Log-probs and entropies are 0 where
-the loss mask is False. The loss and the statistics are sums over tokens, as `add_up` describes. A
+the loss mask is False. The loss and the stats are sums over tokens, as `add_up` describes. A
 model other than `Policy` passes what its `score` returns in place of log-probs and entropies.
+`sum_over_sequences` is that of the micro batch; all ranks of a stage call it equally often.
 """
 
 Transform = Callable[[str, Tensor], Tensor]
@@ -212,7 +213,9 @@ class Learner:
         measured: list[dict[str, Tensor]] = []  # of each micro batch, on the last pipeline stage
 
         def loss(micro: MicroBatch, *scores: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            total, stats = loss_function(*scores, micro.rows, micro.rows.loss_weights)
+            total, stats = loss_function(
+                *scores, micro.rows, micro.rows.loss_weights, micro.sum_over_sequences
+            )
             measured.append({"loss": total.detach(), **stats})
             return total, torch.zeros((), dtype=torch.int, device=device.device()), {}
 

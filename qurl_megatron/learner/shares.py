@@ -51,6 +51,28 @@ class MicroBatch:
     # -1: padding, or an input that the engine did not read; None: not recorded
     routed_experts: Tensor | None = None
 
+    def sum_over_sequences(self, values: Tensor) -> Tensor:
+        """Return for each token the sum of `values` over its whole sequence.
+
+        Collective over the context-parallel ranks, which have other tokens of the sequences. The
+        sums are computed in float64, so that the number of ranks does not show in them.
+
+        Args:
+            values: [1, tokens] float32, 0 in padding and without a gradient.
+
+        Returns:
+            [1, tokens] float32; of no meaning in padding.
+        """
+        ends = _to_device(self.batch.lengths.cumsum(0))
+        number = torch.bucketize(self.index.clamp(min=0), ends, right=True)
+        # One sum more, for the padding of a micro batch without a sequence.
+        sums = values.new_zeros(len(ends) + 1, dtype=torch.float64)
+        sums.index_add_(0, number, values[0].double())
+        context = parallel_state.get_context_parallel_group()
+        if context.size() > 1:
+            dist.all_reduce(sums, group=context)
+        return sums[number].to(values.dtype)[None]
+
 
 @dataclass
 class Share:

@@ -291,7 +291,7 @@ def warm_up(config: Config, run: Run) -> None:
 
 
 def negative_log_likelihood(
-    current_logprobs: Tensor, entropy: Tensor, batch: TrainBatch, loss_weights: Tensor
+    current_logprobs: Tensor, entropy: Tensor, batch: TrainBatch, loss_weights: Tensor, *_: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of supervised training; all tensors are `[1, tokens]` float32."""
     return -(loss_weights * current_logprobs).sum(), {}
