@@ -205,8 +205,8 @@ DUAL_CLIP = {
 }
 
 
-for _, values, _ in DUAL_CLIP.values():
-    values["sequence_tis"] = values["tis"]
+for case in DUAL_CLIP.values():
+    case[1]["sequence_tis"] = case[1]["tis"]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
