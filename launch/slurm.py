@@ -76,9 +76,9 @@ RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a s
 # A request to stop early must not kill a task whose Python is still starting. (The option
 # --ignore-signal of `env` would do, but needs coreutils 8.31, and RHEL 8 has 8.30.)
 IGNORE_SIGNALS = ["sh", "-c", "trap '' USR1 TERM; exec \"$@\"", "sh"]
-# Steps that have the same GPUs, all of a node's, in turn. By default a step has them alone, and one
-# that begins later waits for its end.
-OVERLAP = ["--overlap", "--gpu-bind=none"]
+# For steps that have the same GPUs, all of a node's, in turn. By default a step has them alone, and
+# the next one waits for its end. (With --gpu-bind=none, Slurm 22.05 names its tasks no GPUs.)
+OVERLAP = ["--overlap"]
 LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this much late
 LEAD_GROWTH = (
     1.1  # the next step, evaluation or save may take this much longer than the longest yet
