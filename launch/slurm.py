@@ -366,7 +366,9 @@ def node_groups(
 
 def gpus_of_node(environment: Mapping[str, str]) -> int:
     """Return how many GPUs the job has on a node; 0 if it has asked for none."""
-    counted = environment.get("SLURM_GPUS_ON_NODE", "0")
+    asked = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # such as 4 of h100:4
+    # An exclusive job counts all GPUs of its nodes, but its steps see those that it asked for.
+    counted = asked if asked.isdecimal() else environment.get("SLURM_GPUS_ON_NODE", "0")
     return int(environment.get("QURL_GPUS_PER_NODE", counted))
 
 

@@ -171,6 +171,9 @@ def test_learner_and_servers_that_take_turns_have_one_group_of_nodes(
     }
     (both,) = slurm.node_groups(environment, world_size=16, takes_turns=True)
     assert both.nodes == ["a", "b"]
+    fewer = {**environment, "SLURM_GPUS_PER_NODE": "h100:4"}  # of the eight of an exclusive node
+    (both,) = slurm.node_groups(fewer, world_size=8, takes_turns=True)
+    assert both.nodes == ["a", "b"]
     with pytest.raises(ConfigError, match=r"--nodes=2: .* take 3 nodes of 8 GPUs$"):
         slurm.node_groups(environment, world_size=24, takes_turns=True)
     with pytest.raises(ConfigError, match="heterogeneous job has two groups"):

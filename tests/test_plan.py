@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from published import PARAMETERS
 from qurl_megatron.cli import app
+from qurl_megatron.commands.scaling import planned_row
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.placement import smallest_plan
@@ -26,7 +27,8 @@ from qurl_megatron.recipes import scaling_32b
 from qurl_megatron.recipes.scaling_32b import LAYOUTS, study
 from tiny import build_tiny_model
 
-SLURM_PAGE = Path(__file__).parent.parent / "docs" / "slurm.md"
+DOCS = Path(__file__).parent.parent / "docs"
+SLURM_PAGE, SHARED_PAGE = DOCS / "slurm.md", DOCS / "shared.md"
 QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]
 STUDIED = ("Qwen2.5-32B", "Qwen3-32B")
 FORMATS = ("bf16", "int8", "fp8")
@@ -339,6 +341,29 @@ def test_turns_leave_each_phase_its_memory_and_copy_what_waits() -> None:
     stays = rollout_weights(QWEN2, run.config)
     kept = run.config.rollout.server.releases == "cache"
     assert beside == pytest.approx(LEFT_BYTES + (stays if kept else 0), abs=2**20)
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("Qwen2.5-7B", 8), ("Qwen2.5-32B", 16)])
+def test_the_page_on_shared_gpus_has_the_steps_of_each_placement(name: str, gpus: int) -> None:
+    (cells,) = re.findall(
+        rf"^\| {name} \| {gpus} \| (.*) \|$", SHARED_PAGE.read_text(), re.MULTILINE
+    )
+    config = study(name, 64, "int8")
+    row = planned_row(KNOWN_MODELS[name], config, gpus, Workload.of(config), DGX_H100, given=set())
+    steps = row.placements_s
+    assert cells.split(" | ") == [f"{steps[key]:.0f}" if steps[key] else "-" for key in steps]
+    assert [*steps] == ["separate", "ahead", "shared"]
+    synchronous = [steps[key] for key in ("separate", "shared") if steps[key]]
+    assert row.plan.total_s == min(filter(None, synchronous))
+    only = planned_row(
+        KNOWN_MODELS[name],
+        with_overrides(config, ["rollout.placement=shared"]),
+        gpus,
+        Workload.of(config),
+        DGX_H100,
+        given={"rollout.placement"},
+    )
+    assert only.placements_s == {"shared": steps["shared"]}
 
 
 @pytest.mark.parametrize(
