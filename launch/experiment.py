@@ -117,18 +117,19 @@ def launch(
     Raises:
         ConfigError, DataError: one line that says what is wrong with a run; nothing has started.
     """
-    on_slurm = options is not None
-    if on_slurm and not dry_run:
+    if options and not dry_run:
         check_sbatch()
-    checks_only = {"writes": False, "asks_servers": False}
+    node = node_of(options.gpu, options.gpus_per_node) if options else None
     jobs = []
     for words in named_runs(recipe, overrides, sweeps, layouts):
-        if on_slurm:
-            prepared = prepare_resume_or_new(recipe, words, **checks_only)
+        if node:
+            prepared = prepare_resume_or_new(recipe, words, node, writes=False, asks_servers=False)
         else:
-            prepared = prepare_new(recipe, words, device.num_gpus(), **checks_only)
+            prepared = prepare_new(
+                recipe, words, device.num_gpus(), writes=False, asks_servers=False
+            )
         jobs.append(Job([recipe, *words], *prepared))
-    if options is not None:
+    if options:
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
         return launch_jobs(jobs, options, dry_run=dry_run)
@@ -273,6 +274,11 @@ def job_script(
         ConfigError: the run does not fit on the nodes, or an option is malformed.
     """
     learner, rollout = smallest_plan(config, options.gpus_per_node)
+    if options.heterogeneous and not rollout:
+        raise ConfigError(
+            "rollout.placement=shared: a heterogeneous job has two groups of nodes, and learner "
+            "and servers share one; leave --heterogeneous out"
+        )
     has_gpu_gres = knows_gpus(options.sbatch.get("partition"))
     if options.heterogeneous:
         groups = [(len(side), max(node.gpus for node in side)) for side in (learner, rollout)]

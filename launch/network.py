@@ -85,7 +85,7 @@ def rounds(nodes: Sequence[NodePlan]) -> list[list[Exchange]]:
     for number, server in enumerate(servers):
         left += [(senders[(number + turn) % len(senders)], server) for turn in range(2)]
     left += [(sender, servers[n % len(servers)]) for n, sender in enumerate(senders) if servers]
-    left = [*dict.fromkeys(left)]
+    left = [pair for pair in dict.fromkeys(left) if pair[0] != pair[1]]
     planned = []
     while left:
         busy: set[str] = set()

@@ -7,6 +7,7 @@ submitted yet: `smallest_plan`, which finds how many nodes the run needs.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import secrets
@@ -25,13 +26,12 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import (
     RUNTIME_BYTES,
     learner_memory,
-    server_weight_bytes,
     total_bytes,
 )
 from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
+from qurl_megatron.planning.turns import beside_servers, learner_turn, num_sets, waiting_bytes
 from qurl_megatron.process import make_key
 
-NUM_SETS = 2  # rollout and evaluation: a GPU has a process of each at most
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
 
@@ -156,79 +156,90 @@ def choose_placement(config: Config, num_gpus: int) -> str:
     )
 
 
-def settle_releases(config: Config, gpu_bytes: Sequence[int]) -> None:
+def settle_releases(
+    config: Config, gpu_bytes: Sequence[int], gpus_per_node: int | None = None
+) -> None:
     """Decide what the servers give back in the learner's turn, where the run leaves it open.
 
     Args:
-        gpu_bytes: the memory of each GPU of this machine; none without GPUs.
+        gpu_bytes: the memory of each GPU of the learner; none without GPUs.
+        gpus_per_node: number of GPUs of a node. None: all are on this machine.
     """
     for name in ("rollout", "evaluation"):
         server = getattr(config, name).server
         if server.releases == "auto":
-            stays = name == "rollout" and _weights_fit(config, gpu_bytes)
+            stays = name == "rollout" and not _exceeding(config, gpu_bytes, "cache", gpus_per_node)
             server.releases = "cache" if stays else "all"
 
 
-def _weights_fit(config: Config, gpu_bytes: Sequence[int]) -> bool:
-    """Return whether a rollout server's weights are planned to fit beside each learner rank."""
+def _exceeding(
+    config: Config, gpu_bytes: Sequence[int], releases: str, gpus_per_node: int | None
+) -> tuple[int, str, int] | None:
+    """Return the first learner rank whose GPU is too small in its turn, with phase and bytes."""
     architecture = Architecture.from_directory(config.model)
-    weights = _server_weights(config)
     ranks_of_stage = config.learner.world_size // config.learner.pipeline_parallel_size
-    return all(
-        total_bytes(learner_memory(architecture, config, gpu // ranks_of_stage))
-        + weights
-        + RUNTIME_BYTES * NUM_SETS
-        <= num_bytes
-        for gpu, num_bytes in enumerate(gpu_bytes[: config.learner.world_size])
-    )
+    for gpu, num_bytes in enumerate(gpu_bytes[: config.learner.world_size]):
+        stage = gpu // ranks_of_stage
+        node_gpus = gpus_per_node or config.learner.world_size
+        phases = learner_turn(architecture, config, stage, releases, node_gpus)
+        for phase, needed in phases.items():
+            if needed > num_bytes:
+                return gpu, phase, needed
+    return None
 
 
-def _server_weights(config: Config) -> int:
-    """Return the bytes of weights on each GPU of a rollout server."""
-    size, weights = config.rollout.server.tensor_parallel_size, config.quantization
-    architecture = Architecture.from_directory(config.model)
-    parts = server_weight_bytes(architecture, weights.format, size, tuple(weights.keep))
-    return sum(parts.values())
-
-
-def check_turns(config: Config, gpu_bytes: Sequence[int], host_bytes: int) -> None:
+def check_turns(
+    config: Config,
+    gpu_bytes: Sequence[int],
+    host_bytes: int | None,
+    gpus_per_node: int | None = None,
+) -> None:
     """Check that learner and servers that take turns each fit in memory in theirs.
 
     Args:
-        gpu_bytes: the memory of each GPU of this machine.
-        host_bytes: the memory of this machine, in which the learner waits.
+        gpu_bytes: the memory of each GPU of the learner.
+        host_bytes: the memory of a node, in which its ranks wait; None: not known.
+        gpus_per_node: number of GPUs of a node. None: all are on this machine.
 
     Raises:
         ConfigError: they do not, by the plan of the learner's memory.
     """
-    architecture = Architecture.from_directory(config.model)
-    learner = config.learner
-    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
-    stays = _server_weights(config) if config.rollout.server.releases == "cache" else 0
-    waiting = 0
+    learner, releases = config.learner, config.rollout.server.releases
+    if exceeding := _exceeding(config, gpu_bytes, releases, gpus_per_node):
+        gpu, phase, needed = exceeding
+        doing = {"train": "trains", "publish": "publishes"}[phase]
+        raise ConfigError(
+            f"rollout.placement=shared: while learner rank {gpu} {doing}, it and what sleeps are "
+            f"planned to take {gigabytes(needed)} of the {gigabytes(gpu_bytes[gpu])} of GPU {gpu}; "
+            "divide the learner over more GPUs, or set learner.offload_optimizer or "
+            "rollout.server.releases=all"
+        )
     for gpu, num_bytes in enumerate(gpu_bytes[: learner.world_size]):
-        memory = learner_memory(architecture, config, gpu // ranks_of_stage)
-        own, beside = total_bytes(memory), stays + RUNTIME_BYTES * NUM_SETS
-        waiting += own
-        if own + beside > num_bytes:
-            raise ConfigError(
-                f"rollout.placement=shared: in its turn learner rank {gpu} is planned to take "
-                f"{gigabytes(own)}, and what sleeps beside it {gigabytes(beside)}, of the "
-                f"{gigabytes(num_bytes)} of GPU {gpu}; divide the learner over more GPUs, or set "
-                "learner.offload_optimizer or rollout.server.releases=all"
-            )
-        room = math.floor(100 * (1 - RUNTIME_BYTES * (NUM_SETS + 1) / num_bytes)) / 100
-        for name in ("rollout", "evaluation"):
+        beside = beside_servers(config)
+        room = math.floor(100 * (1 - beside / num_bytes)) / 100
+        for name in ("rollout", "evaluation")[: num_sets(config)]:
             fraction = getattr(config, name).server.mem_fraction_static
             if fraction > room:
                 raise ConfigError(
-                    f"{name}.server.mem_fraction_static={fraction}: the learner and what sleeps "
-                    f"keep {gigabytes(RUNTIME_BYTES)} each of GPU {gpu}; set it to at most {room}"
+                    f"{name}.server.mem_fraction_static={fraction}: beside it the server, the "
+                    f"learner and what sleeps are planned to take {gigabytes(beside)} of GPU "
+                    f"{gpu}; set it to at most {room}"
                 )
-    if waiting > host_bytes:
+    architecture = Architecture.from_directory(config.model)
+    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
+    waiting = [
+        waiting_bytes(architecture, config, gpu // ranks_of_stage)
+        for gpu in range(min(len(gpu_bytes), learner.world_size))
+    ]
+    per_node = gpus_per_node or max(1, len(waiting))
+    most = max(
+        (sum(waiting[first : first + per_node]) for first in range(0, len(waiting), per_node)),
+        default=0,
+    )
+    if host_bytes is not None and most > host_bytes:
         raise ConfigError(
-            f"rollout.placement=shared: the learner would wait in up to {gigabytes(waiting)} of "
-            f"host memory, and this machine has {gigabytes(host_bytes)}; use separate"
+            f"rollout.placement=shared: the learner would wait in {gigabytes(most)} of host "
+            f"memory, and a node has {gigabytes(host_bytes)}; use separate, or more nodes"
         )
 
 
@@ -285,7 +296,8 @@ class NodePlan:
     name: str
     gpus: int
     ranks: int = 0
-    servers: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # set name, index
+    servers: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
+    """Set name, index within the set, and first GPU of each server."""
     sends: bool = False  # whether one of its ranks sends weights to the servers
 
 
@@ -316,16 +328,15 @@ def make_plan(
 ) -> JobPlan:
     """Spread ranks evenly over the learner nodes, and servers in turn over the rollout nodes.
 
+    Servers that take turns with the learner are on its nodes, and `rollout_nodes` is empty.
+
     Raises:
-        ConfigError: the ranks do not divide evenly, a rollout node would have no server, or weights
-            are to be written into the memory of servers that are on other nodes.
+        ConfigError: the ranks do not divide evenly, a rollout node would have no server, weights
+            are to be written into the memory of servers that are on other nodes, or servers do not
+            fit on the learner's GPUs.
     """
-    if config.rollout.placement == "shared":
-        raise ConfigError(
-            "rollout.placement=shared: in a Slurm job learner and servers have nodes of their own; "
-            "run it on one machine, or use separate"
-        )
-    if config.quantization.transport == "direct":
+    is_shared = config.rollout.placement == "shared"
+    if config.quantization.transport == "direct" and not is_shared:
         raise ConfigError(
             "quantization.transport=direct: in a Slurm job the servers are on other nodes than the "
             "learner; set it to broadcast or auto"
@@ -337,22 +348,52 @@ def make_plan(
             "evenly over that many nodes"
         )
     specs = server_specs(config)
-    if len(specs) < len(rollout_nodes):
+    if not is_shared and len(specs) < len(rollout_nodes):
         raise ConfigError(
             f"rollout.servers={config.rollout.servers}: {len(rollout_nodes)} rollout nodes need at "
             f"least as many servers; there are {len(specs)}, the evaluation server included"
         )
     ranks = world_size // len(learner_nodes)
+    beside = _deal_on_learner(config, specs, len(learner_nodes)) if is_shared else {}
     senders = {rank // ranks for rank in sending_ranks(config.learner)}
     nodes = [
-        NodePlan(name, gpus=ranks, ranks=ranks, sends=number in senders)
+        NodePlan(name, ranks, ranks, beside.get(number, []), sends=number in senders)
         for number, name in enumerate(learner_nodes)
     ]
-    for name, on_node in zip(rollout_nodes, deal(specs, len(rollout_nodes)), strict=True):
-        gpus = sum(spec.server.tensor_parallel_size for spec in on_node)
-        servers = [(spec.set_name, spec.index) for spec in on_node]
-        nodes.append(NodePlan(name, gpus, servers=servers))
+    on_nodes = deal(specs, len(rollout_nodes)) if rollout_nodes else []
+    for name, on_node in zip(rollout_nodes, on_nodes, strict=True):
+        sizes = [spec.server.tensor_parallel_size for spec in on_node]
+        firsts = itertools.accumulate(sizes, initial=0)
+        servers = [
+            (spec.set_name, spec.index, gpu) for spec, gpu in zip(on_node, firsts, strict=False)
+        ]
+        nodes.append(NodePlan(name, sum(sizes), servers=servers))
     return JobPlan(secrets.token_hex(8), make_key(), attempt, learner_nodes[0], port, nodes)
+
+
+def _deal_on_learner(
+    config: Config, specs: Sequence[ServerSpec], num_nodes: int
+) -> dict[int, list[tuple[str, int, int]]]:
+    """Return the servers of each learner node with their first GPU there, as in `NodePlan`.
+
+    Raises:
+        ConfigError: as `_place_on_learner`, or a server would be on two nodes.
+    """
+    world_size = config.learner.world_size
+    ranks = world_size // num_nodes
+    placed = _place_on_learner(config, specs, world_size)
+    dealt: dict[int, list[tuple[str, int, int]]] = {}
+    for spec in specs:
+        gpus = placed[spec.set_name][spec.index]
+        node, first = divmod(gpus[0], ranks)
+        if first + len(gpus) > ranks:
+            raise ConfigError(
+                f"{spec.set_name}.server.tensor_parallel_size={len(gpus)}: with "
+                f"rollout.placement=shared a server is on the GPUs of one node, and the learner "
+                f"has {ranks} ranks on each; set it to a divisor of {ranks}"
+            )
+        dealt.setdefault(node, []).append((spec.set_name, spec.index, first))
+    return dealt
 
 
 def sending_ranks(learner: LearnerConfig) -> list[int]:
@@ -365,6 +406,8 @@ def sending_ranks(learner: LearnerConfig) -> list[int]:
 
 def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], list[NodePlan]]:
     """Return the fewest learner nodes and rollout nodes that give each rank a GPU of its own.
+
+    If learner and servers take turns there are no rollout nodes.
 
     Raises:
         ConfigError: a server needs more than one node, or the learner's ranks do not divide evenly
@@ -390,6 +433,7 @@ def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], l
     learner = [
         f"learner{n}" for n in range(nodes_of_learner(config.learner.world_size, gpus_per_node))
     ]
-    rollout = [f"rollout{n}" for n in range(num_nodes)]
+    is_shared = config.rollout.placement == "shared"
+    rollout = [] if is_shared else [f"rollout{n}" for n in range(num_nodes)]
     nodes = make_plan(config, 0, learner, rollout, port=0).nodes
     return nodes[: len(learner)], nodes[len(learner) :]

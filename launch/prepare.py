@@ -37,6 +37,7 @@ from qurl_megatron.launch.placement import (
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.gpus import Node
 from qurl_megatron.planning.host import check_host, check_workers
 from qurl_megatron.rollout import toolkit
 
@@ -46,13 +47,15 @@ def prepare_new(
     overrides: list[str],
     num_gpus: int | None = None,
     *,
+    node: Node | None = None,
     writes: bool = True,
     asks_servers: bool = True,
 ) -> tuple[Config, str]:
     """Create a new run's directory: its config.yaml, data.txt, and a model that the recipe builds.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
-    machine if the whole run is to fit on it; None skips that check.
+    machine if the whole run is to fit on it; None skips that check. `node` are the nodes of a job
+    that is to run it instead.
     """
     module = load_recipe(recipe)
     config = with_overrides(module.recipe(), overrides)
@@ -74,7 +77,7 @@ def prepare_new(
         if not config.model and hasattr(module, "build_model"):
             module.build_model(built, config.seed)
             config.model = str(built)
-        data_summary = _check(config, num_gpus, asks_servers)
+        data_summary = _check(config, num_gpus, node, asks_servers)
         if writes:
             if num_gpus == 0:
                 check_host(config)
@@ -102,13 +105,15 @@ def prepare_resume(
     overrides: list[str],
     num_gpus: int | None = None,
     *,
+    node: Node | None = None,
     writes: bool = True,
     asks_servers: bool = True,
 ) -> tuple[Config, str]:
     """Apply overrides to an existing run, and write its config.yaml and data.txt.
 
     The run's directory may have been moved or renamed. An override may give the new place of a
-    model or of data that is no longer where it was. `num_gpus` is as for `prepare_new`.
+    model or of data that is no longer where it was. `num_gpus` and `node` are as for
+    `prepare_new`.
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
@@ -127,7 +132,7 @@ def prepare_resume(
         config.reward = absolute(config.reward)
         config.rollout.agent = absolute(config.rollout.agent)
         validate_resume(saved, config)
-        data_summary = _check(config, num_gpus, asks_servers, resumes=True)
+        data_summary = _check(config, num_gpus, node, asks_servers, resumes=True)
         if writes:
             if num_gpus == 0:
                 check_host(config)
@@ -136,19 +141,24 @@ def prepare_resume(
 
 
 def prepare_resume_or_new(
-    recipe: str, overrides: list[str], *, writes: bool = True, asks_servers: bool = True
+    recipe: str,
+    overrides: list[str],
+    node: Node,
+    *,
+    writes: bool = True,
+    asks_servers: bool = True,
 ) -> tuple[Config, str]:
-    """Resume the named run, or create it."""
+    """Resume the named run, or create it, for a job on such nodes."""
     place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
     if not any(word.startswith("name=") for word in place):
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
     run_dir = with_overrides(Config(), place).run_dir
     if (run_dir / "config.yaml").is_file():
         others = [word for word in overrides if word not in place]
-        return prepare_resume(run_dir, others, writes=writes, asks_servers=asks_servers)
+        return prepare_resume(run_dir, others, node=node, writes=writes, asks_servers=asks_servers)
     if run_dir.exists():
         raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-    return prepare_new(recipe, overrides, writes=writes, asks_servers=asks_servers)
+    return prepare_new(recipe, overrides, node=node, writes=writes, asks_servers=asks_servers)
 
 
 def _write(config: Config, data_summary: str) -> None:
@@ -209,7 +219,12 @@ def default_name(recipe: str) -> str:
 
 
 def _check(
-    config: Config, num_gpus: int | None, asks_servers: bool, *, resumes: bool = False
+    config: Config,
+    num_gpus: int | None,
+    node: Node | None,
+    asks_servers: bool,
+    *,
+    resumes: bool = False,
 ) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
@@ -245,8 +260,11 @@ def _check(
         check_model(Path(config.critic.model))
     gpu_bytes = [gpu.total_memory for gpu in gpu_properties()] if num_gpus else []
     if config.rollout.placement == "shared":
-        settle_releases(config, gpu_bytes)
-        check_turns(config, gpu_bytes, machine_memory_bytes())
+        if node:
+            gpu_bytes = [node.gpu.memory_bytes] * config.learner.world_size
+        gpus_per_node, host_bytes = (node.gpus, None) if node else (None, machine_memory_bytes())
+        settle_releases(config, gpu_bytes, gpus_per_node)
+        check_turns(config, gpu_bytes, host_bytes, gpus_per_node)
     if num_gpus:
         check_shared_gpus(config, placed, gpu_bytes)
     check_disk(config)

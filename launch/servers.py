@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config
@@ -123,14 +124,23 @@ class Servers:
     host: str = LOOPBACK  # for this and the next see `ServerPlan`
     api_key: str = field(default_factory=make_key)
     _slots: list[_Slot] = field(default_factory=list)
-    _turn: TurnLock | None = None  # while a server is started that shares its GPUs with a learner
+    _has_turn: bool = False  # while a server is started that shares its GPUs with a learner
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
-        """Start a server for the first time; it becomes ready in the background."""
-        self._has_turn()  # there is no learner yet
+        """Start a server for the first time; it becomes ready in the background.
+
+        If it `may_start` only later, because a learner runs already, wait for that before.
+        """
+        self.may_start()
         server = self._start(spec, gpus)
         self._slots.append(_Slot(spec, gpus, server, listed=server))
         return server
+
+    def may_start(self) -> bool:
+        """Return whether a server may start: always, or if it is not the learner's turn."""
+        if self._takes_turns and not self._has_turn:
+            self._has_turn = self._turn.try_to_take()
+        return self._has_turn or not self._takes_turns
 
     @property
     def are_ready(self) -> bool:
@@ -156,16 +166,16 @@ class Servers:
             if not slot.waits and (failure := self._failure(slot, reported)):
                 self._end(slot, failure)
         for slot in self._slots:
-            if slot.waits and not self._shares_gpu_with_a_start(slot) and self._has_turn():
+            if slot.waits and not self._shares_gpu_with_a_start(slot) and self.may_start():
                 slot.server = self._start(slot.spec, slot.gpus)
                 slot.waits, slot.started_at = False, time.monotonic()
                 if not self._takes_turns:
                     slot.listed = slot.server
         if before != [slot.listed for slot in self._slots]:
             self.save()
-        if self._turn and all(slot.is_ready or slot.waits for slot in self._slots):
+        if self._has_turn and all(slot.is_ready or slot.waits for slot in self._slots):
             self._turn.release()
-            self._turn = None
+            self._has_turn = False
 
     def close(self) -> None:
         """End every server."""
@@ -233,16 +243,13 @@ class Servers:
             )
         print(f"qurl: server {slot.name} {failure}; {outcome}", flush=True)
 
+    @cached_property
+    def _turn(self) -> TurnLock:
+        return TurnLock(self.roster.parent)
+
     @property
     def _takes_turns(self) -> bool:
         return self.attempt.config.rollout.placement == "shared"
-
-    def _has_turn(self) -> bool:
-        """Return whether a server may start: always, or if it is not the learner's turn."""
-        if self._takes_turns and self._turn is None:
-            turn = TurnLock(self.roster.parent)
-            self._turn = turn if turn.try_to_take() else None
-        return not self._takes_turns or self._turn is not None
 
     def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:
         """Return True if another server is starting on one of a server's GPUs.

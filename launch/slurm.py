@@ -42,17 +42,18 @@ from pathlib import Path
 
 from qurl_megatron.config.disk import checkpoint_bytes, write_bytes_per_s
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
+from qurl_megatron.device import machine_memory_bytes
 from qurl_megatron.files import gigabytes, read_json_lines, write_whole
 from qurl_megatron.launch import network
 from qurl_megatron.launch.bad_input import exit_on_bad_input
-from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
+from qurl_megatron.launch.placement import JobPlan, NodeGroup, check_turns, make_plan
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.serve import release_servers_at, save_servers_at
 from qurl_megatron.launch.servers import Attempt, RestartLimit
 from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.gpus import H100, node_of
+from qurl_megatron.planning.gpus import H100, Node, node_of
 from qurl_megatron.planning.job import objections
 from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
 from qurl_megatron.report.metrics import PHASES
@@ -75,6 +76,9 @@ RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a s
 # A request to stop early must not kill a task whose Python is still starting. (The option
 # --ignore-signal of `env` would do, but needs coreutils 8.31, and RHEL 8 has 8.30.)
 IGNORE_SIGNALS = ["sh", "-c", "trap '' USR1 TERM; exec \"$@\"", "sh"]
+# For steps that have the same GPUs, all of a node's, in turn. By default a step has them alone, and
+# the next one waits for its end. (With --gpu-bind=none, Slurm 22.05 names its tasks no GPUs.)
+OVERLAP = ["--overlap"]
 LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this much late
 LEAD_GROWTH = (
     1.1  # the next step, evaluation or save may take this much longer than the longest yet
@@ -98,12 +102,17 @@ def _run(config: Config, max_restarts: int) -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: stop_requests.append(number))
     with exit_on_bad_input():
-        learner_group, rollout_group = node_groups(os.environ, config.learner.world_size)
+        takes_turns = config.rollout.placement == "shared"
+        groups = node_groups(os.environ, config.learner.world_size, takes_turns=takes_turns)
+        learner_group, *rollout_groups = groups
         attempt = Attempt.create(config)
-        plan = make_plan(
-            config, attempt.number, learner_group.nodes, rollout_group.nodes, free_port()
-        )
+        rollout_nodes = [name for group in rollout_groups for name in group.nodes]
+        plan = make_plan(config, attempt.number, learner_group.nodes, rollout_nodes, free_port())
         save_servers_at(config)
+        if takes_turns:
+            node = job_node()
+            gpu_bytes = [node.gpu.memory_bytes] * config.learner.world_size
+            check_turns(config, gpu_bytes, machine_memory_bytes(), node.gpus)
     plan.save(attempt.logs / "plan.json")
     job = {
         "id": os.environ["SLURM_JOB_ID"],
@@ -112,7 +121,6 @@ def _run(config: Config, max_restarts: int) -> int:
     }
     write_whole(attempt.logs / "job.json", json.dumps(job) + "\n")  # for guard, status and logs
     print(f"run directory {config.run_dir}, logs {attempt.logs}", flush=True)
-    groups = (learner_group, rollout_group)
     if not (preflight(attempt, plan, *groups) and network_works(attempt, plan, *groups)):
         return 2
     say_objections(config, max_restarts)
@@ -120,10 +128,14 @@ def _run(config: Config, max_restarts: int) -> int:
         save_s = expected_save_s(config)
     with contextlib.ExitStack() as stack:
         stack.callback(release_servers_at, config)
-        rollout = RolloutSide(attempt, rollout_group)
+        with_servers = {node.name for node in plan.nodes if node.servers}
+        nodes = [name for name in groups[-1].nodes if name in with_servers]
+        rollout = RolloutSide(attempt, dataclasses.replace(groups[-1], nodes=nodes), takes_turns)
         stack.callback(rollout.end)
         threads = {"OMP_NUM_THREADS": str(config.learner.threads_per_rank)}
-        tasks = srun(learner_group, config.learner.world_size, task("learner", attempt.logs))
+        command = task("learner", attempt.logs)
+        command = [*OVERLAP, *command] if takes_turns else command
+        tasks = srun(learner_group, config.learner.world_size, command)
         learner = JobStep(attempt, "learner", tasks, threads)
         stack.callback(end_steps, [learner])
         code = watch(config, learner, rollout, stop_requests, save_s)
@@ -226,9 +238,11 @@ class RolloutSide:
     back there.
     """
 
-    def __init__(self, attempt: Attempt, group: NodeGroup) -> None:
+    def __init__(self, attempt: Attempt, group: NodeGroup, takes_turns: bool) -> None:
+        """Start the tasks of all nodes of a group, whose GPUs the learner has too in its turns."""
         self._attempt = attempt
         self._group = group
+        self._options = OVERLAP if takes_turns else []
         self._limits = {name: RestartLimit() for name in group.nodes}
         # For each node, the step that runs its task, or ran it last.
         self._steps = {name: self._start(name) for name in group.nodes}
@@ -269,7 +283,8 @@ class RolloutSide:
         end_steps([self._guard, *self._steps.values()])
 
     def _start(self, node: str) -> JobStep:
-        return self._step(node, f"rollout_{node}", task("rollout", self._attempt.logs))
+        command = [*self._options, *task("rollout", self._attempt.logs)]
+        return self._step(node, f"rollout_{node}", command)
 
     def _start_guard(self) -> JobStep:
         running = [node for node, step in self._steps.items() if step.ended_at is None]
@@ -305,8 +320,10 @@ def nodes_of_job(job: str) -> list[str]:
         return []
 
 
-def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGroup, NodeGroup]:
-    """Return the job's learner nodes and rollout nodes.
+def node_groups(
+    environment: Mapping[str, str], world_size: int, *, takes_turns: bool = False
+) -> list[NodeGroup]:
+    """Return the job's learner nodes and rollout nodes, or one group if both take turns.
 
     A heterogeneous job has two groups of nodes. In one allocation the learner gets the first nodes,
     as many as its ranks fill with one GPU each.
@@ -317,7 +334,12 @@ def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGr
     if "SLURM_JOB_ID" not in environment:
         raise ConfigError("not in a Slurm job: submit it with sbatch, or use qurl train")
     if int(environment.get("SLURM_HET_SIZE", "1")) > 1:
-        groups = [
+        if takes_turns:
+            raise ConfigError(
+                "rollout.placement=shared: a heterogeneous job has two groups of nodes, and "
+                "learner and servers share one; submit a job of equal nodes"
+            )
+        return [
             NodeGroup(
                 hostnames(environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"]),
                 group,
@@ -325,26 +347,34 @@ def node_groups(environment: Mapping[str, str], world_size: int) -> tuple[NodeGr
             )
             for group in (0, 1)
         ]
-        return groups[0], groups[1]
     nodes = hostnames(environment["SLURM_JOB_NODELIST"])
     gpus = gpus_of_node(environment)
     if not gpus:
         raise ConfigError("no GPUs in the allocation: ask for --gpus-per-node")
     num_learner = -(-world_size // gpus)
-    if num_learner >= len(nodes):
+    if num_learner + (not takes_turns) > len(nodes):
+        more = ", and at least one more is needed for the rollout servers"
         raise ConfigError(
             f"--nodes={len(nodes)}: the learner's {world_size} ranks take {num_learner} nodes of "
-            f"{gpus} GPUs, and at least one more is needed for the rollout servers"
+            f"{gpus} GPUs{'' if takes_turns else more}"
         )
     cpus = min_cpus(environment["SLURM_JOB_CPUS_PER_NODE"])
     learner, rollout = nodes[:num_learner], nodes[num_learner:]
-    return NodeGroup(learner, None, cpus), NodeGroup(rollout, None, cpus)
+    sides = [learner] if takes_turns else [learner, rollout]
+    return [NodeGroup(side, None, cpus) for side in sides]
 
 
 def gpus_of_node(environment: Mapping[str, str]) -> int:
     """Return how many GPUs the job has on a node; 0 if it has asked for none."""
-    counted = environment.get("SLURM_GPUS_ON_NODE", "0")
+    asked = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # such as 4 of h100:4
+    # An exclusive job counts all GPUs of its nodes, but its steps see those that it asked for.
+    counted = asked if asked.isdecimal() else environment.get("SLURM_GPUS_ON_NODE", "0")
     return int(environment.get("QURL_GPUS_PER_NODE", counted))
+
+
+def job_node() -> Node:
+    """Return the job's nodes, by the name of their GPU that `qurl launch` was given."""
+    return node_of(os.environ.get("QURL_GPU", H100.name), gpus_of_node(os.environ))
 
 
 def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
@@ -522,9 +552,8 @@ def expected_save_s(config: Config) -> float:
 def say_objections(config: Config, max_restarts: int) -> None:
     """Print what the plan of the run says against this job."""
     limit_s = (job_end_time() or float("inf")) - time.time()
-    node = node_of(os.environ.get("QURL_GPU", H100.name), gpus_of_node(os.environ))
     jobs_left = max_restarts + 1 - int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    for objection in objections(config, node, limit_s, jobs_left):
+    for objection in objections(config, job_node(), limit_s, jobs_left):
         print(f"qurl: warning: {objection}", flush=True)
 
 
@@ -610,7 +639,7 @@ def main() -> None:
     print(f"{datetime.now():%F %T} {shlex.join(sys.argv[1:])}", flush=True)
     script, recipe, *overrides = words
     with exit_on_bad_input():
-        config, data_summary = prepare_resume_or_new(recipe, overrides)
+        config, data_summary = prepare_resume_or_new(recipe, overrides, job_node())
     # What resumes the run. Its variables may be secrets.
     write_whole(config.run_dir / JOB_SCRIPT, Path(script).read_text(), private=True)
     if is_finished(config.run_dir):

@@ -106,17 +106,25 @@ def rollout(logs: Path) -> int:
     plan, attempt = read_job(logs)
     own = next(node for node in plan.nodes if node.name == os.environ["SLURMD_NODENAME"])
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(attempt.config)}
-    host = own_address(own.name, plan.master_address)
-    first_gpu = 0
+    others = [node.name for node in plan.nodes if node.name != own.name]
+    is_master = own.name == plan.master_address
+    host = own_address(own.name, others[0] if is_master and others else plan.master_address)
+    takes_turns = attempt.config.rollout.placement == "shared"
     roster = roster_of(logs, own.name)
     with contextlib.closing(Servers(attempt, roster, host, plan.api_key)) as servers:
         try:
             preload(logs / f"preload_{own.name}.log")
-            for set_name, index in own.servers:
+            for set_name, index, first_gpu in own.servers:
                 spec = specs[set_name, index]
                 gpus = range(first_gpu, first_gpu + spec.server.tensor_parallel_size)
+                while not (servers.may_start() or received):
+                    time.sleep(POLL_S)  # this task is started again, in the learner's turn
+                if received:
+                    break
                 servers.start(spec, gpus if device.num_gpus() else [])
-                first_gpu += len(gpus)
+                while takes_turns and not (servers.are_ready or received):
+                    servers.check()
+                    time.sleep(POLL_S)
             servers.save()
             while not received:
                 servers.check()
@@ -128,7 +136,7 @@ def rollout(logs: Path) -> int:
 
 
 def own_address(name: str, learner: str) -> str:
-    """Return the address of this node, `name`, at which `learner`, a node, reaches it.
+    """Return the address of this node, `name`, at which `learner`, another node, reaches it.
 
     A node's own name may stand for loopback on the node itself, as Debian writes it into
     /etc/hosts. Then it is the address from which the node speaks to the other.
@@ -166,9 +174,12 @@ def learner(logs: Path) -> int:
 def await_rosters(logs: Path, plan: JobPlan, timeout_s: float) -> list[Path]:
     """Wait until every rollout node has written its roster; return the rosters.
 
+    `timeout_s` is for each server of a node, which may start one after the other.
+
     Raises:
-        TimeoutError: a node has not written its roster after `timeout_s` seconds.
+        TimeoutError: a node has not written its roster after that.
     """
+    timeout_s *= max(len(node.servers) for node in plan.nodes)
     rosters = [roster_of(logs, node.name) for node in plan.nodes if node.servers]
     deadline = time.monotonic() + timeout_s
     for roster in rosters:

@@ -1,4 +1,4 @@
-"""32B models on 24 to 256 H100s: `qurl launch scaling_32b model=DIR data=FILE`.
+"""32B models on 8 to 256 GPUs: `qurl launch scaling_32b model=DIR data=FILE`.
 
 Requirements:
 
@@ -13,8 +13,10 @@ Sources of the settings:
 - The recipe `grpo`, which has the paper's settings for DeepScaleR's first stage.
 - The layouts are this project's own, since the paper trains no model of this size. Learner and
   servers have whole nodes of eight GPUs. Their steps are within a seventh of the shortest that
-  `qurl plan` finds. They were never run on GPUs. On 24 and 32 GPUs the optimizer is offloaded;
+  `qurl plan` finds. They were never run on GPUs. On up to 32 GPUs the optimizer is offloaded;
   without that, the activations of Qwen3-32B have no room for 8k tokens.
+- On 8 and 16 GPUs learner and servers take turns on all of them. Eight must be H200s; the others
+  are H100s.
 """
 
 from qurl_megatron.config.schema import (
@@ -30,6 +32,8 @@ from qurl_megatron.recipes import grpo
 
 # Number of GPUs -> tensor-, pipeline- and data-parallel size, offloaded optimizer, GPUs per server.
 LAYOUTS: dict[int, tuple[int, int, int, bool, int]] = {
+    8: (4, 2, 1, True, 4),
+    16: (4, 4, 1, True, 4),
     24: (4, 4, 1, True, 4),
     32: (4, 4, 1, True, 4),
     64: (8, 5, 1, False, 4),
@@ -67,12 +71,15 @@ def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
 def with_servers(model: str, learner: LearnerConfig, gpus: int, gpus_per_server: int) -> Config:
     """Return the recipe `grpo` for a model and a layout, with rollout servers on the other GPUs.
 
+    If the learner has all GPUs, the servers take turns with it on them.
     No evaluation server is started, since held-out accuracy would need one of its own in BF16.
     `qurl eval` measures the checkpoints.
     """
     config = grpo.recipe()
     config.model, config.learner = model, learner
-    config.rollout.servers = (gpus - learner.world_size) // gpus_per_server
+    others = gpus - learner.world_size
+    config.rollout.placement = "separate" if others else "shared"
+    config.rollout.servers = (others or gpus) // gpus_per_server
     config.rollout.server = ServerConfig(gpus_per_server, max_running_requests=512)
     config.evaluation = EvaluationConfig(problems=0)
     return config

@@ -354,11 +354,11 @@ def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> No
 
     eight = ["learner.tensor_parallel_size=8", "rollout.server.tensor_parallel_size=8"]
     assert check(*eight) == "cache"
-    with pytest.raises(ConfigError, match=r"learner rank 0 is planned to take \d.* of GPU 0"):
+    with pytest.raises(ConfigError, match=r"while learner rank 0 trains, .* of GPU 0"):
         check()
     with pytest.raises(ConfigError, match=r"^rollout.server.mem_.*=0.95: .* at most 0\.8"):
         check(*eight, "rollout.server.mem_fraction_static=0.95")
-    with pytest.raises(ConfigError, match=r"of host memory, and this machine has 100 GB"):
+    with pytest.raises(ConfigError, match=r"of host memory, and a node has 100 GB"):
         check(*eight, host_gb=100)
 
 

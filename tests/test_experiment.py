@@ -25,7 +25,7 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
-from qurl_megatron.launch.placement import server_specs
+from qurl_megatron.launch.placement import server_specs, smallest_plan
 from qurl_megatron.launch.prepare import load_recipe, prepare_new, prepare_resume
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.known import KNOWN_MODELS
@@ -131,6 +131,25 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
         "export QURL_SRUN_ARGS=--mpi=none",
         f"export QURL_CONTAINER_OPTIONS='{container}'",
     ]
+
+
+@pytest.mark.parametrize(("gpus", "pipeline", "servers"), [(16, 4, 4), (8, 2, 2)])
+def test_learner_and_servers_that_take_turns_have_all_gpus_of_one_group_of_nodes(
+    gpus: int, pipeline: int, servers: int
+) -> None:
+    words = ["learner.tensor_parallel_size=4", f"learner.pipeline_parallel_size={pipeline}"]
+    words += ["learner.layers_in_last_pipeline_stage=none", f"rollout.servers={servers}"]
+    words += ["rollout.placement=shared", "learner.offload_optimizer=true"]
+    (part,) = parts_of(script_of(*words, recipe="scaling_32b"))
+    assert (part["nodes"], part["gpus-per-node"]) == (str(gpus // 8), "8")
+    assert "exclusive" in part
+    config = with_overrides(load_recipe("scaling_32b").recipe(), words)
+    nodes, others = smallest_plan(config, 8)
+    assert others == [] and [node.gpus for node in nodes] == [8] * (gpus // 8)
+    taken = [(node.name, gpu + n) for node in nodes for *_, gpu in node.servers for n in range(4)]
+    assert len(set(taken)) == len(taken) == gpus  # each GPU has one rank of a rollout server
+    with pytest.raises(ConfigError, match=r"^rollout.placement=shared: a heterogeneous job has"):
+        script_of(*words, recipe="scaling_32b", heterogeneous=True)
 
 
 def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_names() -> None:
@@ -600,6 +619,20 @@ def test_nemorun_shows_the_job_of_a_slurm_executor_and_the_fields_that_were_set(
         assert f"\n{line}\n" in script
     assert "/:/,/d:/d --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,WHERE" in script
     assert not Path("runs").exists()
+
+
+def test_nemorun_shows_a_job_whose_learner_and_servers_take_turns(
+    nemorun: Callable[..., object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        nemo.Context, "parse_executor", lambda self, name: slurm_executor(gpus_per_node=2)
+    )
+    words = ["name=first", "rollout.placement=shared", "rollout.servers=2", "run.executor=mine"]
+    assert nemorun("--factory", "quickstart", *words, "--dryrun", "--yes") == 0
+    (part,) = parts_of(capsys.readouterr().out.partition("#!/bin/bash\n")[2])
+    assert (part["nodes"], part["gpus-per-node"]) == ("1", "2")
 
 
 def slurm_executor(**fields: Any) -> nemo_run.SlurmExecutor:

@@ -37,6 +37,7 @@ from qurl_megatron.launch.placement import (
 )
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
+from qurl_megatron.planning.gpus import DGX_H100
 from qurl_megatron.process import CONSOLE_LOG, free_port, outlive_output
 from qurl_megatron.rollout.preload import Started
 from tiny import build_tiny_model
@@ -59,8 +60,8 @@ def test_ranks_and_servers_spread_evenly_and_each_node_needs_a_gpu_for_each() ->
     assert plan.nodes == [
         NodePlan("a", gpus=4, ranks=4, sends=True),
         NodePlan("b", gpus=4, ranks=4),
-        NodePlan("c", gpus=4, servers=[("rollout", 0), ("rollout", 2)]),
-        NodePlan("d", gpus=3, servers=[("rollout", 1), ("evaluation", 0)]),
+        NodePlan("c", gpus=4, servers=[("rollout", 0, 0), ("rollout", 2, 2)]),
+        NodePlan("d", gpus=3, servers=[("rollout", 1, 0), ("evaluation", 0, 2)]),
     ]
 
 
@@ -94,6 +95,26 @@ def test_weights_are_not_written_into_servers_of_other_nodes() -> None:
     config.quantization.transport = "direct"
     with pytest.raises(ConfigError, match=r"^quantization.transport=direct: in a Slurm job"):
         make_plan(config, 0, ["a"], ["b"], port=1)
+
+
+def shared_config(ranks: int, servers: int, gpus_per_server: int, problems: int = 0) -> Config:
+    config = config_of(ranks, servers, gpus_per_server, problems)
+    config.rollout.placement = "shared"
+    return config
+
+
+def test_servers_that_take_turns_are_on_the_learners_nodes_and_gpus() -> None:
+    nodes, others = smallest_plan(shared_config(16, 4, 4, problems=64), gpus_per_node=8)
+    assert others == []
+    of_first = [("rollout", 0, 0), ("rollout", 1, 4), ("evaluation", 0, 0)]
+    assert nodes == [
+        NodePlan("learner0", gpus=8, ranks=8, servers=of_first, sends=True),
+        NodePlan("learner1", gpus=8, ranks=8, servers=[("rollout", 2, 0), ("rollout", 3, 4)]),
+    ]
+    with pytest.raises(ConfigError, match=r"has 8 ranks on each; set it to a divisor of 8"):
+        smallest_plan(shared_config(16, 2, 6), gpus_per_node=8)
+    with pytest.raises(ConfigError, match=r"2 servers of tensor_parallel_size=4 take 8 GPUs, and"):
+        smallest_plan(shared_config(4, 2, 4), gpus_per_node=8)
 
 
 def test_smallest_plan_has_the_fewest_nodes_that_hold_the_ranks_and_servers() -> None:
@@ -136,6 +157,27 @@ def test_one_allocation_gives_the_learner_as_many_nodes_as_its_ranks_fill(
     del environment["SLURM_GPUS_ON_NODE"]  # a cluster that counts no GPUs
     learner, rollout = slurm.node_groups({**environment, "QURL_GPUS_PER_NODE": "8"}, world_size=8)
     assert (learner.nodes, rollout.nodes) == (["a"], ["b", "c"])
+
+
+def test_learner_and_servers_that_take_turns_have_one_group_of_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
+    environment = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "a,b",
+        "SLURM_JOB_CPUS_PER_NODE": "64(x2)",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    (both,) = slurm.node_groups(environment, world_size=16, takes_turns=True)
+    assert both.nodes == ["a", "b"]
+    fewer = {**environment, "SLURM_GPUS_PER_NODE": "h100:4"}  # of the eight of an exclusive node
+    (both,) = slurm.node_groups(fewer, world_size=8, takes_turns=True)
+    assert both.nodes == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"--nodes=2: .* take 3 nodes of 8 GPUs$"):
+        slurm.node_groups(environment, world_size=24, takes_turns=True)
+    with pytest.raises(ConfigError, match="heterogeneous job has two groups"):
+        slurm.node_groups({**environment, "SLURM_HET_SIZE": "2"}, 16, takes_turns=True)
 
 
 def test_every_server_in_every_attempt_has_its_own_seed() -> None:
@@ -506,7 +548,7 @@ def test_a_signal_to_a_launcher_or_its_closed_terminal_ends_a_run_in_order(
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="name=: missing"):
-        prepare_resume_or_new("quickstart", ["steps=1"])
+        prepare_resume_or_new("quickstart", ["steps=1"], DGX_H100)
 
 
 def test_a_rank_that_loses_a_request_to_stop_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from qurl_megatron.process import free_port
 NODES = [
     NodePlan("n1", 1, ranks=1, sends=True),
     NodePlan("n2", 1, ranks=1),
-    NodePlan("n3", 1, servers=[("rollout", 0)]),
-    NodePlan("n4", 1, servers=[("rollout", 1)]),
+    NodePlan("n3", 1, servers=[("rollout", 0, 0)]),
+    NodePlan("n4", 1, servers=[("rollout", 1, 0)]),
 ]
 TITLES = ["n1 -> n2", "n1 -> n3", "n1 -> n4", "all-reduce of 2 nodes"]
 GROUPS = [NodeGroup(["n1", "n2"], 0, cpus=1), NodeGroup(["n3", "n4"], 1, cpus=1)]
@@ -53,7 +53,9 @@ def test_senders_reach_every_server_once_and_a_node_does_one_thing_at_a_time() -
     published = itertools.product(["l0", "l4"], servers)
     assert found == sorted([*itertools.pairwise(learners), *published])
     assert len(pairs) <= 6
-    (one,) = rounds([NodePlan("a", 1, ranks=1, sends=True), NodePlan("b", 1, servers=[("r", 0)])])
+    (one,) = rounds(
+        [NodePlan("a", 1, ranks=1, sends=True), NodePlan("b", 1, servers=[("r", 0, 0)])]
+    )
     assert one == [Exchange("broadcast", ("a", "b"))]
 
 

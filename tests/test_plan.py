@@ -9,22 +9,26 @@ from typer.testing import CliRunner
 
 from published import PARAMETERS
 from qurl_megatron.cli import app
+from qurl_megatron.commands.scaling import planned_row
 from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.model.known import KNOWN_MODELS
+from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.planning import plan, step_time
 from qurl_megatron.planning.gpus import DGX_H100, GIB, H100, node_of
 from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import total_bytes
 from qurl_megatron.planning.plan import REMEDIES, Plan, largest_part
 from qurl_megatron.planning.published import STEPS, times_longer
-from qurl_megatron.planning.step_time import stage_bytes
+from qurl_megatron.planning.step_time import GLOO_BYTES_PER_S, stage_bytes
+from qurl_megatron.planning.turns import LEFT_BYTES, rollout_weights
 from qurl_megatron.recipes import scaling_32b
 from qurl_megatron.recipes.scaling_32b import LAYOUTS, study
 from tiny import build_tiny_model
 
-SLURM_PAGE = Path(__file__).parent.parent / "docs" / "slurm.md"
+DOCS = Path(__file__).parent.parent / "docs"
+SLURM_PAGE, SHARED_PAGE = DOCS / "slurm.md", DOCS / "shared.md"
 QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]
 STUDIED = ("Qwen2.5-32B", "Qwen3-32B")
 FORMATS = ("bf16", "int8", "fp8")
@@ -48,9 +52,9 @@ def plan_of(gpus: int = 64, *words: str) -> Plan:
 def test_a_run_of_the_study_fits_and_is_within_a_seventh_of_the_fastest_layout(
     gpus: int, name: str, weight_format: WeightFormat
 ) -> None:
-    config = study(name, gpus, weight_format)
-    planned = plan.plan(KNOWN_MODELS[name], config, gpus)
-    best = plan.suggest(KNOWN_MODELS[name], config, gpus)
+    config, node = study(name, gpus, weight_format), node_of("H200" if gpus == 8 else "H100", 8)
+    planned = plan.plan(KNOWN_MODELS[name], config, gpus, node=node)
+    best = plan.suggest(KNOWN_MODELS[name], config, gpus, node=node)
     assert planned.total_s < 8 / 7 * best.total_s
     assert planned.config.rollout.servers == config.rollout.servers
     nodes = [*itertools.chain(*smallest_plan(config, 8))]
@@ -257,10 +261,12 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
     ("words", "code", "text"),
     [
         (
-            ["Qwen3-32B", "--gpus", "32", "quantization.format=fp8"],
+            [*"Qwen3-32B --gpus 32 quantization.format=fp8 rollout.placement=separate".split()],
             0,
             "rollout.servers=2, in fp8, of 4 GPUs",
         ),
+        (["Qwen2.5-32B", "--gpus", "16"], 0, "separate does not fit, ahead does not fit, shared 4"),
+        (["Qwen2.5-32B", "--gpus", "16", "rollout.placement=separate"], 2, "no layout of 16 GPUs"),
         (["MODEL", "--gpus", "4", "--mean-response", "100"], 0, "4 H100: learner."),
         (["MODEL/config.json", "--gpus", "4", "--gpu", "A100"], 0, "4 A100: learner."),
         (["scaling_32b", "model=Qwen2.5-32B"], 0, "learner, 40 GPUs"),
@@ -314,6 +320,83 @@ def test_the_command_prints_a_plan_or_one_line(
     assert ("Limit: " in result.stdout) == (code == 0)
     if code:
         assert len(result.stderr.splitlines()) == 1 and not result.stdout
+
+
+def test_turns_leave_each_phase_its_memory_and_copy_what_waits() -> None:
+    """32B on two nodes: weights, reference, masters and moments of 16 ranks wait in the hosts."""
+    config = study("", 16, "int8")
+    run = plan.plan(QWEN2, config, 16)
+    assert run.turns and run.config.rollout.servers == 4
+    assert all(needed <= H100.memory_bytes for needed in run.turns.gpu_bytes.values())
+    parts = run.learner_bytes
+    waiting = parts["weights"] + parts["reference"] + parts["optimizer, between passes"]
+    assert run.turns.waiting_bytes == pytest.approx(waiting, rel=1e-4)  # of its fullest stage
+    copies_s = 2 * run.turns.waiting_bytes / H100.host_bytes_per_s
+    assert run.turns.copies_s == run.parts_s["turns"] == copies_s
+    # A parameter has 2 B twice and 12 B.
+    on_hosts = 16 * num_parameters(QWEN2)
+    assert 2 * run.turns.node_bytes == pytest.approx(on_hosts, rel=0.1)
+    assert sum(run.parts_s.values()) == pytest.approx(run.total_s)
+    beside = run.turns.gpu_bytes["train"] - total_bytes(parts)
+    stays = rollout_weights(QWEN2, run.config)
+    kept = run.config.rollout.server.releases == "cache"
+    assert beside == pytest.approx(LEFT_BYTES + (stays if kept else 0), abs=2**20)
+
+
+@pytest.mark.parametrize(("name", "gpus"), [("Qwen2.5-7B", 8), ("Qwen2.5-32B", 16)])
+def test_the_page_on_shared_gpus_has_the_steps_of_each_placement(name: str, gpus: int) -> None:
+    (cells,) = re.findall(
+        rf"^\| {name} \| {gpus} \| (.*) \|$", SHARED_PAGE.read_text(), re.MULTILINE
+    )
+    config = study(name, 64, "int8")
+    row = planned_row(KNOWN_MODELS[name], config, gpus, Workload.of(config), DGX_H100, given=set())
+    steps = row.placements_s
+    assert cells.split(" | ") == [f"{steps[key]:.0f}" if steps[key] else "-" for key in steps]
+    assert [*steps] == ["separate", "ahead", "shared"]
+    synchronous = [steps[key] for key in ("separate", "shared") if steps[key]]
+    assert row.plan.total_s == min(filter(None, synchronous))
+    only = planned_row(
+        KNOWN_MODELS[name],
+        with_overrides(config, ["rollout.placement=shared"]),
+        gpus,
+        Workload.of(config),
+        DGX_H100,
+        given={"rollout.placement"},
+    )
+    assert only.placements_s == {"shared": steps["shared"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("learner.data_parallel_size=2", r"has a rank on each of the 16 GPUs, and this layout has"),
+        ("rollout.max_staleness=1", r"servers sleep while the learner trains"),
+        ("rollout.server.mem_fraction_static=0.95", r"phase sample, .* take 82.1 of 79.1 GiB"),
+        ("learner.pipeline_parallel_size=2 learner.data_parallel_size=2 "
+         "learner.offload_optimizer=false rollout.server.releases=cache", r"in the phase train"),
+    ],
+)  # fmt: skip
+def test_turns_that_do_not_fit_are_not_planned(words: str, message: str) -> None:
+    config = with_overrides(study("", 16, "int8"), words.split())
+    with pytest.raises(ConfigError, match=message):
+        plan.plan(QWEN2, config, 16)
+
+
+def test_weights_cross_the_hosts_memory_where_nobody_writes_in_place() -> None:
+    config = study("", 8, "int8")
+    node = node_of("H200", 8)
+    direct = plan.plan(QWEN2, config, 8, node=node)
+    assert direct.config.rollout.server.releases == "cache" and direct.publish.is_direct
+    config = with_overrides(config, ["rollout.server.releases=all"])
+    through_host = plan.plan(QWEN2, config, 8, node=node)
+    assert not through_host.publish.is_direct
+    # Each of two senders has half of the bytes, for each of two servers, at 2 GB/s and over PCIe.
+    byte_s = 1 / GLOO_BYTES_PER_S + 2 / node.gpu.host_bytes_per_s
+    expected = byte_s * direct.publish.full_bytes
+    assert through_host.publish.time_s == pytest.approx(expected, rel=0.05)
+    assert through_host.turns and direct.turns
+    less = direct.turns.gpu_bytes["train"] - through_host.turns.gpu_bytes["train"]
+    assert less == rollout_weights(QWEN2, config)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 8])

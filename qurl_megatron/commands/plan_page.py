@@ -15,8 +15,11 @@ from qurl_megatron.planning.published import STEPS, kind_of, times_longer
 from qurl_megatron.planning.step_time import PublishPlan
 
 
-def print_plan(plan: Plan) -> None:
-    """Print a plan: its layout, the memory of learner and servers, and the time of a step."""
+def print_plan(plan: Plan, placements_s: Mapping[str, float | None]) -> None:
+    """Print a plan: its layout, the memory of learner and servers, and the time of a step.
+
+    `placements_s` is the time of a step in each placement that it was compared with.
+    """
     config, server = plan.config, plan.config.rollout.server
     console = Console(highlight=False)
     layout = " ".join(layout_overrides(config))
@@ -41,8 +44,34 @@ def print_plan(plan: Plan) -> None:
         _table(of_server, gib, server_bytes, ("total", sum(server_bytes.values())), GIB),
         _table(of_step, "s", plan.step_s, (whole, plan.total_s)),
     )
-    for line in (f"Limit: {largest_part(plan.parts_s)}.", *_describe(plan)):
+    lines = [*_compare(plan, placements_s), f"Limit: {largest_part(plan.parts_s)}."]
+    for line in (*lines, *_describe(plan)):
         console.print(line, soft_wrap=True)
+
+
+def _compare(plan: Plan, placements_s: Mapping[str, float | None]) -> Iterator[str]:
+    """Yield what other placements would take, and what turns do."""
+    if len(placements_s) > 1:
+        times = [
+            f"{name} {'does not fit' if time_s is None else f'{time_s:.1f} s'}"
+            for name, time_s in placements_s.items()
+        ]
+        yield (
+            f"A step by placement: {', '.join(times)}. ahead is separate with "
+            "rollout.max_staleness=1."
+        )
+    if plan.turns:
+        server, turns = plan.config.rollout.server, plan.turns
+        phases = ", ".join(f"{name} {size / GIB:.1f}" for name, size in turns.gpu_bytes.items())
+        what = "KV cache and graphs" if server.releases == "cache" else "weights too"
+        yield (
+            f"Learner and servers take turns; of {plan.node.gpu.memory_bytes / GIB:.1f} GiB of a "
+            f"GPU they take: {phases}. Servers that sleep give back their {what} "
+            f"(rollout.server.releases={server.releases}). While they sample, the learner waits in "
+            f"{gigabytes(turns.node_bytes)} of each node's memory; each step copies up to "
+            f"{gigabytes(turns.waiting_bytes)} of a GPU there and back over PCIe, in "
+            f"{turns.copies_s:.1f} s."
+        )
 
 
 def _describe(plan: Plan) -> Iterator[str]:

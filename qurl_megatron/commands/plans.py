@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LAYOUT_FIELDS = (
     "learner.",
+    "rollout.placement",
+    "rollout.max_staleness",
     "rollout.server.tensor_parallel_size",
     "rollout.server.max_running_requests",
 )
@@ -100,7 +102,9 @@ def plan(
 ) -> None:
     """Estimate the memory and time that a run needs; nothing is allocated.
 
-    For a model, choose the layout with the shortest step. Fields that are given keep their values.
+    For a model, choose the layout with the shortest step, and whether learner and servers take
+    turns. Beside it stands the step of servers that sample ahead, which is chosen only if
+    rollout.max_staleness is given. Fields that are given keep their values.
 
     For a recipe, keep its own layout.
 
@@ -112,7 +116,6 @@ def plan(
     from qurl_megatron.launch.experiment import checked_limit_s
     from qurl_megatron.planning.gpus import node_of
     from qurl_megatron.planning.job import objections_to_limit
-    from qurl_megatron.planning.plan import plan_or_suggest
 
     scaling.check_outputs(output or [])
     limit_s = checked_limit_s(time or "unlimited")
@@ -126,16 +129,14 @@ def plan(
     rows, refusals = [], {}
     for number in numbers:
         try:
-            planned = plan_or_suggest(architecture, config, number, workload, node, given)
+            rows.append(scaling.planned_row(architecture, config, number, workload, node, given))
         except ConfigError as error:
             refusals[number] = error
-        else:
-            rows.append(scaling.Row(planned))
     if refusals and not rows:
         raise refusals[max(refusals)]
     rows += [scaling.measured_row(run, architecture, workload, node) for run in measured or []]
     if len(rows) == 1 and not refusals:
-        plan_page.print_plan(rows[0].plan)
+        plan_page.print_plan(rows[0].plan, rows[0].placements_s)
     else:
         scaling.print_rows(rows, refusals)
     for row in rows:

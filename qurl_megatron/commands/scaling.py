@@ -3,7 +3,7 @@
 import csv
 import dataclasses
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -12,18 +12,25 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import check_output, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.planning.gpus import Node
 from qurl_megatron.planning.lengths import Workload
-from qurl_megatron.planning.plan import REMEDIES, Plan, layout_overrides, plan_run
+from qurl_megatron.planning.plan import (
+    REMEDIES,
+    Plan,
+    layout_overrides,
+    placements,
+    plan_or_suggest,
+    plan_run,
+)
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.report.plots import read_run
 
 PICTURES = (".svg", ".png")
-COLOURS = ("#00798c", "#66a182", "#d1495b", "#edae49", "#8d96a3", "#2e4057")
+COLOURS = ("#00798c", "#66a182", "#d1495b", "#edae49", "#8d96a3", "#2e4057", "#a06cd5")
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class Row:
     """A plan, and the run that it is the plan of, if there is one."""
 
     plan: Plan
+    placements_s: Mapping[str, float | None] = field(default_factory=dict)
+    """Seconds of a step in each placement that was compared; None: it does not fit."""
     run: str = ""
     measured_s: dict[str, float] = field(default_factory=dict)  # by phase; empty without a run
 
@@ -38,6 +47,39 @@ class Row:
     def measured_step_s(self) -> float:
         """Measured time of a step, in seconds."""
         return sum(self.measured_s.values())
+
+
+def planned_row(
+    architecture: Architecture,
+    config: Config,
+    gpus: int,
+    workload: Workload,
+    node: Node,
+    given: Collection[str] | None,
+) -> Row:
+    """Return the plan of the fastest placement with the `given` fields; None: of that in `config`.
+
+    Servers sample ahead only if `rollout.max_staleness` is given: what is trained on then differs.
+
+    Raises:
+        ConfigError: none fits; the message is that of the last, which takes least memory.
+    """
+    if given is None:
+        return Row(plan_or_suggest(architecture, config, gpus, workload, node))
+    plans: dict[str, Plan | None] = {}
+    refusals = []
+    for name, candidate in placements(config, given).items():
+        try:
+            plans[name] = plan_or_suggest(architecture, candidate, gpus, workload, node, given)
+        except ConfigError as error:
+            plans[name] = None
+            refusals.append(error)
+    is_given = "rollout.max_staleness" in given
+    fitting = [each for name, each in plans.items() if each and (is_given or name != "ahead")]
+    if not fitting:
+        raise refusals[-1]
+    best = min(fitting, key=lambda each: each.total_s)
+    return Row(best, {name: each.total_s if each else None for name, each in plans.items()})
 
 
 def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: Node) -> Row:
@@ -66,7 +108,7 @@ def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: N
         planned = plan_run(architecture, run.config, lengths, node)
     except ConfigError as error:
         raise ConfigError(f"--measured {run_dir}: {error}") from None
-    return Row(planned, run.name, measured_s)
+    return Row(planned, run=run.name, measured_s=measured_s)
 
 
 def check_outputs(files: Iterable[Path]) -> None:
@@ -97,12 +139,15 @@ def print_rows(rows: list[Row], refusals: Mapping[int, ConfigError]) -> None:
     console, has_runs = Console(highlight=False), any(row.run for row in rows)
     table = Table(box=box.SIMPLE_HEAD)
     measured = ["measured, s", "measured / planned", "run"] if has_runs else []
-    for name in ("GPUs", "step, s", "of ideal", "GPU-hours", "limit", *measured):
+    compared = max((row.placements_s for row in rows), key=len)
+    columns = [*compared] if len(compared) > 1 else []
+    for name in ("GPUs", *columns, "step, s", "of ideal", "GPU-hours", "limit", *measured):
         table.add_column(name, justify="left" if name in ("limit", "run") else "right")
     for row in rows:
         values = _values(rows, row)
         cells = [
             f"{row.plan.gpus}",
+            *(_seconds(row.placements_s.get(name)) for name in columns),
             f"{row.plan.total_s:.0f}",
             f"{values['of_ideal']:.0%}",
             f"{values['gpu_hours']:,.0f}",
@@ -120,6 +165,10 @@ def print_rows(rows: list[Row], refusals: Mapping[int, ConfigError]) -> None:
         console.print(f"{gpus}: {refusal}", soft_wrap=True)
 
 
+def _seconds(time_s: float | None) -> str:
+    return "-" if time_s is None else f"{time_s:.0f}"
+
+
 def _values(rows: list[Row], row: Row) -> dict[str, str | float]:
     """Return what the CSV says of a row, by column."""
     plan, first = row.plan, rows[0].plan
@@ -133,7 +182,7 @@ def _values(rows: list[Row], row: Row) -> dict[str, str | float]:
         "hours": hours,
         "gpu_hours": hours * plan.gpus,
         "limit": max(parts, key=lambda part: parts[part]),
-        **{f"{phase}_s": time_s for phase, time_s in plan.step_s.items()},
+        **{f"{phase}_s": time_s for phase, time_s in plan.step_s.items() if phase != "turns"},
         **{f"part_{part.replace(' ', '_')}_s": parts.get(part, 0.0) for part in REMEDIES},
         "run": row.run,
         "measured_step_s": row.measured_step_s if row.run else "",
@@ -171,12 +220,11 @@ def _draw(rows: list[Row], file: Path) -> None:
     times.set(xscale="log", yscale="log", ylabel="seconds a step")
     times.grid(alpha=0.3, which="both")
     times.legend(fontsize=8)
-    parts = [
-        [100 * plan.parts_s.get(name, 0.0) / plan.total_s for plan in plans] for name in REMEDIES
-    ]
+    names = [name for name in REMEDIES if any(plan.parts_s.get(name) for plan in plans)]
+    parts = [[100 * plan.parts_s.get(name, 0.0) / plan.total_s for plan in plans] for name in names]
     places = range(len(plans))
     bottom = [0.0] * len(plans)
-    for name, part, colour in zip(REMEDIES, parts, COLOURS, strict=True):
+    for name, part, colour in zip(names, parts, COLOURS, strict=False):
         shares.bar(places, part, bottom=bottom, label=name, color=colour)
         bottom = [low + height for low, height in zip(bottom, part, strict=True)]
     shares.set(xlabel=f"{plans[0].node.gpu.name}, learner and servers", ylabel="% of a step")

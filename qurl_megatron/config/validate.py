@@ -302,8 +302,12 @@ def validate_resume(saved: Config, config: Config) -> None:
             )
 
 
-def _validate_sharing(config: Config) -> None:
-    """Check what learner and servers that take turns cannot do."""
+def validate_sharing(config: Config) -> None:
+    """Check what learner and servers that take turns cannot do.
+
+    Raises:
+        ConfigError: the run asks for it.
+    """
     rollout = config.rollout
     if rollout.max_staleness:
         raise ConfigError(
@@ -343,7 +347,7 @@ def _validate_fields(config: Config) -> None:
             "give it a number of steps too, such as 1000"
         )
     if rollout.placement == "shared":
-        _validate_sharing(config)
+        validate_sharing(config)
     if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "

@@ -49,6 +49,7 @@ class Node:
 
     gpu: Gpu = H100
     gpus: int = 8
+    host_bytes: int = 2 * 10**12  # memory of the host: that of a DGX H100
 
     def link_bytes_per_s(self, ranks: int) -> float:
         """Return the rate of the link that connects so many ranks."""

@@ -10,6 +10,8 @@ refused. A plan divides the time of its step into parts, and names the part that
     pipeline bubble     time in which pipeline stages wait for each other
     gradients           sum of the gradients over replicas, and the optimizer's step
     publish             the weights on their way to the servers; grows with their number
+    turns               with rollout.placement=shared: the learner's way to the host's memory and
+                        back
 
 A synchronous step is the sum of them all. With `rollout.max_staleness` it has those that decide:
 the learner's four, or decoding, or the longest response and the learner's four that follow it.
@@ -24,7 +26,12 @@ from operator import attrgetter
 from typing import Any
 
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
-from qurl_megatron.config.validate import check_layout, check_routing, check_scales
+from qurl_megatron.config.validate import (
+    check_layout,
+    check_routing,
+    check_scales,
+    validate_sharing,
+)
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
 from qurl_megatron.planning.lengths import Workload
@@ -51,6 +58,14 @@ from qurl_megatron.planning.step_time import (
     pass_flops,
     plan_publish,
 )
+from qurl_megatron.planning.turns import (
+    LEFT_BYTES,
+    beside_servers,
+    learner_turn,
+    num_sets,
+    turns_s,
+    waiting_bytes,
+)
 
 REMEDIES = {
     "decoding": "more GPUs for servers shorten it",
@@ -59,6 +74,7 @@ REMEDIES = {
     "pipeline bubble": "fewer or virtual pipeline stages and more prompts_per_step shorten it",
     "gradients": "fewer minibatches_per_step or a larger tensor_parallel_size shorten it",
     "publish": "it grows with the number of servers: fewer and larger ones shorten it",
+    "turns": "more GPUs shorten them, and separate placement has none",
 }
 """What shortens each part."""
 
@@ -70,6 +86,16 @@ class DoesNotFit(ConfigError):
         """`needed_part` is what is needed over what there is."""
         super().__init__(message)
         self.needed_part = needed_part
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """What a GPU and its node hold in each turn of learner and servers."""
+
+    gpu_bytes: dict[str, int]  # by phase, on a rank of the fullest pipeline stage
+    waiting_bytes: int  # of that rank, in the host's memory while the servers sample
+    node_bytes: int  # of all ranks of a node, there
+    copies_s: float  # in which the learner leaves and comes back, once a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +114,7 @@ class Plan:
     publish: PublishPlan
     step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
     asynchronous: SteadyState | None  # None: synchronous
+    turns: Turns | None  # None: learner and servers have GPUs of their own
 
     @property
     def total_s(self) -> float:
@@ -116,7 +143,7 @@ class Plan:
         endless = dataclasses.replace(config.learner, virtual_pipeline_parallel_size=10**9)
         without_bubble = dataclasses.replace(config, learner=endless)
         busy_s = self._learner_s(without_bubble)
-        learner_time_s = sum(step_s.values()) - step_s["rollout"] - step_s["publish"]
+        learner_time_s = step_s["proximal"] + step_s["update"]
         learner = {
             "passes": busy_s - gradients_s,
             "pipeline bubble": learner_time_s - busy_s,
@@ -125,7 +152,8 @@ class Plan:
         }
         if state is None:
             decoding_s = step_s["rollout"] - longest_s
-            return {"decoding": decoding_s, "longest response": longest_s, **learner}
+            turns = {"turns": self.turns.copies_s} if self.turns else {}
+            return {"decoding": decoding_s, "longest response": longest_s, **learner, **turns}
         if state.limit == "servers":
             return {"decoding": state.step_s}
         if state.limit == "learner":
@@ -157,7 +185,8 @@ def plan(
     """Return the memory and time of the layout of `config` on `gpus` GPUs.
 
     Rollout servers take all GPUs that the learner and the evaluation server leave. On more than
-    one node the learner and the servers have nodes of their own, as in a Slurm job.
+    one node the learner and the servers have nodes of their own, as in a Slurm job. If they take
+    turns, both have all GPUs.
 
     Args:
         gpus: up to those of one node, or those of whole nodes.
@@ -168,6 +197,12 @@ def plan(
             is memory, the message names the part that exceeds it.
     """
     _check_layout(architecture, config, gpus, node)
+    ranks = config.learner.world_size
+    if config.rollout.placement == "shared" and ranks != gpus:
+        raise ConfigError(
+            f"learner: with rollout.placement=shared it has a rank on each of the {gpus} GPUs, and "
+            f"this layout has {ranks}; change learner.data_parallel_size"
+        )
     servers = most_servers(config, gpus, node)
     if not servers:
         evaluation = " and the evaluation server" if config.evaluation.enabled else ""
@@ -178,7 +213,8 @@ def plan(
         )
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
-    if config.quantization.transport == "direct" and not is_direct(config, node):
+    is_shared = rollout.placement == "shared"  # where the transport follows from `releases`
+    if config.quantization.transport == "direct" and not (is_shared or is_direct(config, node)):
         raise ConfigError(
             f"quantization.transport=direct: {gpus} GPUs are not all in one node of "
             f"{node.gpus}; set it to broadcast or auto"
@@ -193,6 +229,8 @@ def plan_run(architecture: Architecture, config: Config, workload: Workload, nod
         ConfigError: it does not fit the model or the memory of the GPUs.
     """
     servers = config.rollout.servers * config.rollout.server.tensor_parallel_size
+    if config.rollout.placement == "shared":
+        servers = 0  # with GPUs of their own
     gpus = config.learner.world_size + servers
     if gpus > node.gpus:
         learner_nodes = nodes_of_learner(config.learner.world_size, node.gpus)
@@ -209,6 +247,11 @@ def _planned(
     Raises:
         DoesNotFit: it does not fit the memory of a GPU.
     """
+    turns, copies = None, {}
+    if config.rollout.placement == "shared":
+        config = _with_releases(architecture, config, node)
+        turns = _plan_turns(architecture, config, node)
+        copies = {"turns": turns.copies_s}
     rollout = config.rollout
     learner_bytes = _fullest_stage(architecture, config, node)
     server_bytes, kv_tokens = _server_memory(architecture, config, node)
@@ -219,6 +262,7 @@ def _planned(
         "rollout": rollout_s(load),
         **learner_s(architecture, config, workload, node),
         "publish": publish.time_s,
+        **copies,
     }
     asynchronous = None
     if rollout.max_staleness:
@@ -237,12 +281,71 @@ def _planned(
         publish=publish,
         step_s=step_s,
         asynchronous=asynchronous,
+        turns=turns,
+    )
+
+
+def _with_releases(architecture: Architecture, config: Config, node: Node) -> Config:
+    """Return `config` with what rollout servers give back, where it leaves that open."""
+    server = config.rollout.server
+    if server.releases != "auto":
+        return config
+    stages = range(config.learner.pipeline_parallel_size)
+    stays = all(
+        max(learner_turn(architecture, config, stage, "cache", node.gpus).values())
+        <= node.gpu.memory_bytes
+        for stage in stages
+    )
+    server = dataclasses.replace(server, releases="cache" if stays else "all")
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, server=server))
+
+
+def _plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns:
+    """Return what a GPU and its node hold in each turn.
+
+    Raises:
+        DoesNotFit: more than they have.
+    """
+    learner, server, room = config.learner, config.rollout.server, node.gpu.memory_bytes
+    stages = range(learner.pipeline_parallel_size)
+    by_stage = [
+        learner_turn(architecture, config, stage, server.releases, node.gpus) for stage in stages
+    ]
+    fullest = max(stages, key=lambda stage: max(by_stage[stage].values()))
+    beside = beside_servers(config)
+    sample = {"sample": int(room * server.mem_fraction_static) + beside}
+    for phase, needed in {**by_stage[fullest], **sample}.items():
+        if needed > room:
+            raise DoesNotFit(
+                f"rollout.placement=shared: in the phase {phase}, learner and servers take "
+                f"{needed / GIB:.1f} of {room / GIB:.1f} GiB of a GPU, with "
+                f"rollout.server.releases={server.releases} and mem_fraction_static="
+                f"{server.mem_fraction_static}",
+                needed / room,
+            )
+    waiting = [waiting_bytes(architecture, config, stage) for stage in stages]
+    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
+    on_ranks = [num_bytes for num_bytes in waiting for _ in range(ranks_of_stage)]
+    of_nodes = [sum(on_ranks[n : n + node.gpus]) for n in range(0, len(on_ranks), node.gpus)]
+    if max(of_nodes) > node.host_bytes:
+        raise DoesNotFit(
+            f"rollout.placement=shared: the learner waits in {max(of_nodes) / GIB:.0f} GiB of a "
+            f"node's memory, which has {node.host_bytes / GIB:.0f}",
+            max(of_nodes) / node.host_bytes,
+        )
+    return Turns(
+        gpu_bytes={**sample, **by_stage[fullest]},
+        waiting_bytes=max(waiting),
+        node_bytes=max(of_nodes),
+        copies_s=turns_s(architecture, config, node),
     )
 
 
 def most_servers(config: Config, gpus: int, node: Node = DGX_H100) -> int:
     """Return the largest number of rollout servers that fit beside the learner; 0: none does."""
     ranks = config.learner.world_size
+    if config.rollout.placement == "shared":
+        return ranks // config.rollout.server.tensor_parallel_size
     if gpus <= node.gpus:
         nodes, gpus_per_node = 1, gpus - ranks
     else:
@@ -273,6 +376,8 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
     server_size = rollout.server.tensor_parallel_size
     check_scales(config.quantization.uaq, architecture)
     check_routing(config, architecture)
+    if rollout.placement == "shared":
+        validate_sharing(config)
     if config.advantage_estimator == "gae":
         raise ConfigError(
             "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"
@@ -391,9 +496,12 @@ def layouts(
     and as many data-parallel replicas as fit. Experts are whole, on expert-parallel ranks of one
     node. Micro batches have the tokens of one longest sequence, and the cheapest recomputation that
     fits is taken. Servers decode up to 256 or 512 sequences at once. The fields in `given` keep
-    their values.
+    their values. If learner and servers take turns, the learner has a rank on each GPU.
     """
     learner, rollout = config.learner, config.rollout
+    is_shared = rollout.placement == "shared"
+    # What sleeps beside the learner: its weights only where they then fit too.
+    beside = LEFT_BYTES * num_sets(config) if is_shared else 0
 
     def values(field: str, searched: Iterable[int]) -> Iterable[int]:
         return [attrgetter(field)(config)] if field in given else searched
@@ -433,6 +541,8 @@ def layouts(
         ):
             if rows % (parts * data) or tensor * context * data % experts:
                 continue
+            if is_shared and tensor * stages * context * data != gpus:
+                continue
             candidate = dataclasses.replace(
                 stage, data_parallel_size=data, expert_parallel_size=experts
             )
@@ -441,7 +551,7 @@ def layouts(
             with_learner = with_cheapest_recomputation(
                 architecture,
                 dataclasses.replace(config, learner=candidate),
-                node.gpu.memory_bytes,
+                node.gpu.memory_bytes - beside,
                 kept,
             )
             for size, slots in itertools.product(
@@ -497,6 +607,28 @@ def suggest(
     )
 
 
+def placements(config: Config, given: Collection[str]) -> dict[str, Config]:
+    """Return the configuration in each placement, by its name, but those that `given` excludes.
+
+    Servers that sample ahead do so by one step.
+    """
+    rollout = config.rollout
+    choices = {
+        "separate": dataclasses.replace(rollout, placement="separate", max_staleness=0),
+        "ahead": dataclasses.replace(
+            rollout, placement="separate", max_staleness=max(1, rollout.max_staleness)
+        ),
+        "shared": dataclasses.replace(rollout, placement="shared", max_staleness=0),
+    }
+    fields = {"rollout.placement": "placement", "rollout.max_staleness": "max_staleness"}
+    kept = [field for name, field in fields.items() if name in given]
+    return {
+        name: dataclasses.replace(config, rollout=choice)
+        for name, choice in choices.items()
+        if all(getattr(choice, field) == getattr(rollout, field) for field in kept)
+    }
+
+
 def plan_or_suggest(
     architecture: Architecture,
     config: Config,
@@ -547,4 +679,8 @@ def layout_overrides(config: Config) -> list[str]:
         "rollout.server.tensor_parallel_size": rollout.server.tensor_parallel_size,
         "rollout.server.max_running_requests": rollout.server.max_running_requests,
     }
+    if rollout.max_staleness:
+        overrides["rollout.max_staleness"] = rollout.max_staleness
+    if rollout.placement == "shared":
+        overrides["rollout.placement"] = rollout.placement
     return [f"{name}={value}" for name, value in overrides.items()]

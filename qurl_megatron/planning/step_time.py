@@ -53,6 +53,8 @@ query channels, V vocabulary rows.
                  send     a sender's bytes over InfiniBand, for each server
                  receive  all bytes over InfiniBand, into each server at the same time
                  direct   instead of these, a rank's own bytes over NVLink, for each server
+                 shared   with rollout.placement=shared, where it is not direct: over gloo at an
+                          assumed `GLOO_BYTES_PER_S`, and over PCIe on both sides
                This is a lower bound, without the pause, the loading and the checksums. Stages are
                counted as if each had its layers in one piece. With `quantization.publish` set to
                `delta` or `auto`, the bytes are those of what changes in a step. How much that is
@@ -84,6 +86,7 @@ from qurl_megatron.planning.memory import (
     state_bytes,
     values_by_copies,
 )
+from qurl_megatron.planning.turns import writes_in_place
 
 # Fitted by `benchmarks/plan.py` to 26 inter-token latencies of Qwen3-8B in BF16 and FP8 on one H100
 # (vLLM 0.30, github.com/tgarg01/silybench-data, 24 Sep 2026). INT8 is assumed to equal FP8.
@@ -94,6 +97,10 @@ SEQUENCE_S = 7.7e-6  # overhead per sequence and token
 # The time that the other terms do not explain in the latency of Llama 3.1 70B on four H100 at 8
 # sequences, per all-reduce (ML.ENERGY leaderboard, github.com/ml-energy/leaderboard, 27 Feb 2026).
 ALL_REDUCE_S = 5e-6
+
+
+# Assumed, not measured: one connection of gloo over TCP.
+GLOO_BYTES_PER_S = 2e9
 
 
 @dataclass(frozen=True)
@@ -393,6 +400,10 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
         rank_bytes = max(dense / size + experts / expert_size for dense, experts in sending)
         time_s = servers * rank_bytes / gpu.nvlink_bytes_per_s
         return PublishPlan(full_bytes, full_bytes, is_direct=True, time_s=time_s)
+    if config.rollout.placement == "shared":
+        byte_s = 1 / GLOO_BYTES_PER_S + 2 / gpu.host_bytes_per_s
+        time_s = byte_s * max(full_bytes, *(servers * sum(of_stage) for of_stage in sending))
+        return PublishPlan(full_bytes, full_bytes, is_direct=False, time_s=time_s)
     part = 1.0
     if quantization.publish != "full":
         optimizer = config.optimizer
@@ -413,6 +424,8 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
 def is_direct(config: Config, node: Node = DGX_H100) -> bool:
     """Return whether ranks write into the servers' parameters: all are in one node."""
     quantization, rollout = config.quantization, config.rollout
+    if rollout.placement == "shared":
+        return writes_in_place(config, rollout.server.releases, node.gpus)
     gpus = config.learner.world_size + rollout.servers * rollout.server.tensor_parallel_size
     return (
         quantization.transport != "broadcast"

@@ -24,7 +24,8 @@ def script_of(*overrides: str, **options: Any) -> str:
     """Return the script of a job of the run with overrides and options, in this directory."""
     words = [*WORDS, *overrides]
     config = with_overrides(quickstart.recipe(), words[1:])
-    return job_script(config, words, JobOptions(gpus_per_node=GPUS_PER_NODE, **options))
+    options = {"gpus_per_node": GPUS_PER_NODE, **options}
+    return job_script(config, words, JobOptions(**options))
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:

@@ -7,8 +7,11 @@ import signal
 import stat
 from pathlib import Path
 
+import pytest
+
 from e2e.running import QURL
 from qurl_megatron.config.schema import STOPPED_EARLY
+from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.launch.slurm import stop_lead_s
 from qurl_megatron.learner.checkpoint import read_state
@@ -192,6 +195,33 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
     cluster.wait_for(lambda: job.show("Restarts"), lambda number: number == "2", 300, "requeued")
     cluster.start_node("n1")
     cluster.wait_for(cluster.left_over, lambda left: left == [], what="ended")
+
+
+@pytest.mark.parametrize(("gpus_per_node", "nodes"), [(2, ["n1"]), (1, ["n1", "n2"])])
+def test_learner_and_servers_take_turns_on_the_same_gpus_of_one_group_of_nodes(
+    cluster: Cluster, tmp_path: Path, gpus_per_node: int, nodes: list[str]
+) -> None:
+    words = ["rollout.placement=shared", "rollout.servers=2", "steps=6"]
+    script = script_of(*words, gpus_per_node=gpus_per_node)
+    assert f"#SBATCH --nodes={len(nodes)}\n" in script
+    job = cluster.submit(tmp_path, script, f"--nodelist={','.join(nodes)}")
+    wait_for_text(job, "step 2/")
+    logs = tmp_path / "runs" / "run" / "logs"
+    plan = json.loads((logs / "plan.json").read_text())
+    parts = [(node["name"], node["ranks"], len(node["servers"])) for node in plan["nodes"]]
+    assert parts == [(node, gpus_per_node, gpus_per_node) for node in nodes]
+    for number, node in enumerate(nodes):
+        tasks = cluster.tasks(node, "rollout", rank=0)
+        for rank in range(number * gpus_per_node, (number + 1) * gpus_per_node):
+            tasks += cluster.tasks(node, "learner", rank=rank)
+        seen = [task.environ()["CUDA_VISIBLE_DEVICES"] for task in tasks]
+        assert seen == [",".join(map(str, range(gpus_per_node)))] * (1 + gpus_per_node)
+    assert wait_for_end(job) == "COMPLETED", job.text()
+    steps = metrics_of(tmp_path / "runs" / "run")
+    assert [step["servers_serving"] for step in steps] == [2] * 6
+    config = load(tmp_path / "runs" / "run" / "config.yaml")
+    assert config.rollout.server.releases == "cache"  # as `auto` was settled before the start
+    assert cluster.left_over() == []
 
 
 def test_a_node_with_too_few_gpus_is_named_before_anything_starts(
