@@ -101,7 +101,7 @@ def place_server(converter: Converter) -> tuple[list[Bucket], ServerParameters]:
     dist.broadcast_object_list(described)
     parameters = ServerParameters()
     parameters.attach({"server": described})
-    parameters.keep(["server"], ["server"])
+    parameters.keep({"server": device.machine_name()}, ["server"])
     return held, parameters
 
 

@@ -4,22 +4,26 @@ This process has the models, as the ranks of a server have them. The learner's r
 parameters and write; the models then hold what quantizing the checkpoint directly gives.
 """
 
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sglang_loader
 from distributed import rank_context, run_ranks
+from learner_reference import CP2, DP2, EP2, PP2, TP2, VPP2
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, WeightFormat
 from qurl_megatron.sglang_plugin.weights import handle
 from qurl_megatron.weight_sync.delta import Change
 from qurl_megatron.weight_sync.direct import attach, describe
+from qurl_megatron.weight_sync.routes import find_routes
 from sent import as_bytes
-from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model, quantized
+from tiny import UNEVEN, UNEVEN_BLOCKS, Family, build_tiny_model, quantized
 
 FORMATS: dict[WeightFormat, dict[str, Any]] = {
     "int8": UNEVEN,
@@ -51,12 +55,13 @@ def write_all(
         learner = Learner(directory / weight_format, layout, OptimizerConfig())
         converter = Converter(learner, weight_format, 40_000)
         parameters = ServerParameters()
+        machines = dict.fromkeys(servers, device.machine_name())
         parameters.attach(servers)
-        parameters.keep(servers, servers)
+        parameters.keep(machines, servers)
         first = converter.write(parameters)
         for *_, shard in learner.shards():
             shard.neg_()
-        parameters.keep(servers, list(servers)[1:])
+        parameters.keep(machines, list(servers)[1:])
         checksums[weight_format] = [first.checksums, converter.write(parameters).checksums]
         learner.close()
     torch.distributed.destroy_process_group()
@@ -97,6 +102,141 @@ def test_every_server_size_holds_what_quantizing_the_checkpoint_directly_gives(
             for tensor_name, tensor in expected.items():
                 assert as_bytes(held[tensor_name]) == as_bytes(tensor), (name, tensor_name)
             assert sglang_loader.checksums_of(ranks) == leader[weight_format][version]
+
+
+@dataclass
+class Case:
+    """A learner's layout on machines, each of which has a server."""
+
+    model: str
+    weight_format: WeightFormat
+    layout: dict[str, Any]  # of four ranks
+    machines: str  # of each rank, a letter
+    server_size: int
+    crossings: int  # how often every tensor crosses between machines
+    expert_crossings: int | None = None  # those of experts, if others
+
+
+MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "uneven": ("qwen2", UNEVEN | {"tied": True, "num_hidden_layers": 4}),
+    "blocks": ("qwen3", UNEVEN_BLOCKS | {"num_hidden_layers": 4}),
+    "experts": ("qwen3_moe", {"num_key_value_heads": 4}),
+}
+TP4: dict[str, Any] = {"tensor_parallel_size": 4}
+DP4: dict[str, Any] = {"data_parallel_size": 4}
+PP4: dict[str, Any] = {"pipeline_parallel_size": 4}
+EP4: dict[str, Any] = {"expert_parallel_size": 4}
+CASES = {
+    "TP2xPP2, a stage on each": Case("uneven", "int8", {**TP2, **PP2}, "aabb", 2, 1),
+    "TP2xPP2, a rank on each": Case("blocks", "fp8-block", {**TP2, **PP2}, "abcd", 4, 3),
+    "TP4": Case("uneven", "fp8-tensor", TP4, "aabb", 1, 1),
+    "PP2 in 2 parts, DP2, a stage on each": Case("uneven", "bf16", {**VPP2, **DP2}, "aabb", 4, 1),
+    "PP2 in 2 parts, DP2, a replica on each": Case("uneven", "int8", {**VPP2, **DP2}, "abab", 2, 0),
+    "PP2xCP2, a rank on each": Case("blocks", "int8", {**PP2, **CP2}, "abcd", 1, 2),
+    "PP4, three ranks on one": Case("uneven", "int8", PP4, "aaab", 2, 1),
+    "DP4": Case("uneven", "int8", DP4, "abcd", 2, 0),
+    "TP2xDP2, one machine": Case("blocks", "fp8-block", {**TP2, **DP2}, "aaaa", 4, 0),
+    "experts, PP2xTP2, EP2": Case("experts", "int8", {**PP2, **TP2, **EP2}, "aabb", 2, 1),
+    "experts, TP2xDP2, EP4": Case("experts", "bf16", {**TP2, **DP2, **EP4}, "abcd", 4, 2, 3),
+    "experts, DP4, EP2": Case("experts", "fp8", {**DP4, **EP2}, "abba", 1, 0),
+}
+
+
+def write_on_machines(
+    directory: Path, handed_out: dict[str, Servers]
+) -> list[tuple[dict[str, int], dict[str, int], int]]:
+    """Write the weights of each case, then, to all machines but the first, their negation.
+
+    Return the checksums of both, and the bytes that this rank has sent to others in the first.
+    """
+    from qurl_megatron import device
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.weight_sync.direct import ServerParameters
+    from qurl_megatron.weight_sync.reshard import Converter
+
+    device.initialize_distributed()
+    sent_bytes, exchange = 0, dist.batch_isend_irecv
+
+    def count(operations: list[dist.P2POp]) -> Any:
+        nonlocal sent_bytes
+        sent_bytes += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return exchange(operations)
+
+    dist.batch_isend_irecv = count
+    results = []
+    for name, case in CASES.items():
+        here = case.machines[dist.get_rank()]
+        device.machine_name = lambda here=here: here
+        config = LearnerConfig(**case.layout, dtype="float32")
+        learner = Learner(directory / case.model, config, OptimizerConfig())
+        converter = Converter(learner, case.weight_format, 40_000)
+        parameters = ServerParameters()
+        machines = {machine: machine for machine in sorted(set(case.machines))}
+        parameters.attach({here: handed_out[name][here]})
+        parameters.keep(machines, list(machines))
+        sent_bytes = 0
+        first, sent = converter.write(parameters), sent_bytes
+        for *_, shard in learner.shards():
+            shard.neg_()
+        parameters.keep(machines, list(machines)[1:])
+        results.append((first.checksums, converter.write(parameters).checksums, sent))
+        learner.close()
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the models of one process are on the CPU")
+def test_servers_of_each_machine_hold_what_quantizing_the_checkpoint_directly_gives(
+    tmp_path: Path,
+) -> None:
+    """Machines are names: a rank attaches to servers of its own only."""
+    for model, (architecture, dimensions) in MODELS.items():
+        build_tiny_model(tmp_path / model, architecture, **dimensions)
+    servers = {
+        name: {
+            machine: sglang_loader.build_ranks(
+                tmp_path / case.model, case.weight_format, case.server_size
+            )
+            for machine in sorted(set(case.machines))
+        }
+        for name, case in CASES.items()
+    }
+    handed_out = {
+        name: {machine: hand_out(ranks) for machine, ranks in each.items()}
+        for name, each in servers.items()
+    }
+    by_rank = run_ranks(write_on_machines, 4, tmp_path, handed_out)
+    for number, (name, case) in enumerate(CASES.items()):
+        model = tmp_path / case.model
+        positive = quantized(model, case.weight_format)
+        negative = quantized(model, case.weight_format, lambda _, weight: -weight)
+        for machine, ranks in servers[name].items():
+            expected = negative if machine != case.machines[0] else positive
+            if len(servers[name]) == 1:
+                expected = positive
+            held = sglang_loader.whole_tensors(ranks, expected)
+            for tensor_name, tensor in expected.items():
+                assert as_bytes(held[tensor_name]) == as_bytes(tensor), (name, machine, tensor_name)
+            version = 0 if expected is positive else 1
+            assert sglang_loader.checksums_of(ranks) == by_rank[0][number][version]
+        crossings = {False: case.crossings, True: case.expert_crossings or case.crossings}
+        crossed = [crossings[".experts." in key] * t.nbytes for key, t in positive.items()]
+        assert sum(results[number][2] for results in by_rank) == sum(crossed), name
+
+
+def test_ranks_share_what_crosses_evenly() -> None:
+    """Two machines of eight ranks: TP8, and a pipeline stage on each."""
+    machines = ["a"] * 8 + ["b"] * 8
+    routes = find_routes(machines, [(rank,) for rank in range(16)], {"a", "b"})
+    assert routes.writers == set(range(16))
+    assert sorted(each.sender for each in routes.transfers) == [*range(16)]
+    assert sorted(each.receiver for each in routes.transfers) == [*range(16)]
+    assert {each.round for each in routes.transfers} == {0}
+    onto_one = find_routes(machines, [(rank,) for rank in range(16)], {"b"})
+    assert {each.receiver for each in onto_one.transfers} == set(range(8, 16))
+    replicas = find_routes(machines, [(rank, rank + 8) for rank in range(8)] * 2, {"a", "b"})
+    assert not replicas.transfers and replicas.writers == set(range(16))
 
 
 def add_one(connection: Connection) -> None:

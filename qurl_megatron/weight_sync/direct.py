@@ -16,7 +16,7 @@ The servers must not sample meanwhile.
 
 import base64
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -59,9 +59,10 @@ class ServerParameters:
     def __init__(self) -> None:
         self._servers: dict[str, dict[str, list[Part]]] = {}  # parts by tensor name
         self._paused: list[str] = []
+        self.machines: frozenset[str] = frozenset()  # of all servers to write to
 
     def attach(self, servers: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
-        """Attach to the parameters of servers, each under a name of its own.
+        """Attach to the parameters of servers of this machine, each under a name of its own.
 
         A server has a mapping for each of its ranks, from `checksum.part_key` to
         `describe`.
@@ -75,10 +76,16 @@ class ServerParameters:
                     parts.setdefault(name, []).append(part)
             self._servers[server] = parts
 
-    def keep(self, names: Iterable[str], paused: Iterable[str]) -> None:
-        """Detach from all servers but these, and write to the `paused` ones only."""
-        self._servers = {name: self._servers[name] for name in names}
-        self._paused = list(paused)
+    def keep(self, machines: Mapping[str, str], paused: Collection[str]) -> None:
+        """Detach from all servers but these, and write to the `paused` ones only.
+
+        Args:
+            machines: that of each server, by its name. This process is attached to those of its
+                own machine.
+        """
+        self._servers = {name: held for name, held in self._servers.items() if name in machines}
+        self._paused = [name for name in paused if name in self._servers]
+        self.machines = frozenset(machines[name] for name in paused)
 
     def write(self, change: Change) -> None:
         """Write a part of a tensor wherever a paused server holds some of it."""

@@ -19,8 +19,9 @@ from torch import Tensor
 from qurl_megatron.device import device
 from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket, PlannedBucket
+from qurl_megatron.weight_sync.bucket import Bucket, Manifest, PlannedBucket
 from qurl_megatron.weight_sync.direct import ServerParameters
+from qurl_megatron.weight_sync.routes import Routes, Transfer
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class Team:
     group: dist.ProcessGroup
     rank: int  # of this process in the group; rank 0 sends
     size: int
-    converts: bool  # False if the ranks hold copies of another team's parts
+    holders: tuple[int, ...]  # global ranks that hold this rank's parts, or copies of them
     of_experts: bool = False  # whether its tensors are those of experts, or all the others
 
     @classmethod
@@ -46,7 +47,7 @@ class Team:
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,
+            _ranks_of(parallel_state.get_data_parallel_group(with_context_parallel=True)),
         )
 
     @classmethod
@@ -59,9 +60,19 @@ class Team:
             parallel_state.get_expert_tensor_parallel_group(),
             parallel_state.get_expert_tensor_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_world_size(),
-            parallel_state.get_expert_data_parallel_rank() == 0,
+            _ranks_of(parallel_state.get_expert_data_parallel_group()),
             of_experts=True,
         )
+
+    @property
+    def ranks(self) -> set[int]:
+        """The global ranks of the team."""
+        return set(_ranks_of(self.group))
+
+    @property
+    def converts(self) -> bool:
+        """False if the ranks hold copies of another team's parts."""
+        return self.holders[0] == dist.get_rank()
 
     @property
     def sends(self) -> bool:
@@ -176,21 +187,93 @@ class DeltaGatherer(Gatherer):
             self._release = self._send(delta_bucket(self._base, torch.cat(flats)))
 
 
-class ParameterWriter:
-    """Writes this rank's parts of a team's buckets into servers' parameters, as a `Gatherer`."""
+@dataclass(frozen=True)
+class PartOfBucket:
+    """A rank's part of a bucket: its tensors, and where each begins in the full tensor."""
 
-    def __init__(self, parameters: ServerParameters, team: Team) -> None:
+    manifest: Manifest
+    offsets: list[tuple[int, int]]
+
+    @classmethod
+    def on(cls, planned: PlannedBucket, rank: int) -> PartOfBucket:
+        """Describe the part that a rank of a team has."""
+        offsets = [tensor.offset_on(rank) for tensor in planned.tensors]
+        return cls(planned.manifest_on(rank), offsets)
+
+
+class ParameterWriter:
+    """Writes a team's buckets into servers' parameters, as a `Gatherer`.
+
+    A rank writes its own parts, and those that others send to it (`routes.py`). All ranks count
+    buckets alike: the first of each rank's cross, then the second of each, and so on.
+    """
+
+    def __init__(
+        self,
+        parameters: ServerParameters,
+        team: Team,
+        routes: Routes,
+        parts: Sequence[Sequence[PartOfBucket]],
+    ) -> None:
+        """Write nothing yet.
+
+        Args:
+            parts: those of each rank's buckets, by global rank; not read if nothing crosses.
+        """
         self._parameters = parameters
         self._team = team
+        self._parts = parts
+        self._writes = dist.get_rank() in routes.writers
+        self._transfers: dict[int, list[Transfer]] = {}  # of this rank, by round
+        for transfer in routes.transfers:
+            if dist.get_rank() in (transfer.sender, transfer.receiver):
+                self._transfers.setdefault(transfer.round, []).append(transfer)
+        self._number = 0  # of the bucket that comes next
 
     def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Write `own`, this rank's part of a bucket, whatever it was `before`."""
-        for tensor, (name, values) in zip(planned.tensors, own.tensors(), strict=True):
-            offset = tensor.offset_on(self._team.rank)
-            self._parameters.write(delta.Change.whole(name, offset, values))
+        """Write `own`, this rank's part of a bucket, whatever it was `before`, and let parts cross.
+
+        Collective over the ranks that send to each other.
+        """
+        if self._writes:
+            self._write(PartOfBucket.on(planned, self._team.rank), own)
+        self._exchange(own)
 
     def finish(self) -> None:
-        """Do nothing more: all is written."""
+        """Receive the buckets that are left; other ranks may have more than this one."""
+        senders = [each.sender for some in self._transfers.values() for each in some]
+        while self._number < max((len(self._parts[rank]) for rank in senders), default=0):
+            self._exchange(None)
+
+    def _write(self, part: PartOfBucket, values: Bucket) -> None:
+        for offset, (name, tensor) in zip(part.offsets, values.tensors(), strict=True):
+            self._parameters.write(delta.Change.whole(name, offset, tensor))
+
+    def _exchange(self, own: Bucket | None) -> None:
+        """Send the bucket that `own` is a part of, and receive and write those of other ranks."""
+        number, rank = self._number, dist.get_rank()
+        self._number += 1
+        for _, transfers in sorted(self._transfers.items()):
+            exchanged, arriving = [], []  # at most one arrives
+            for transfer in transfers:
+                buckets = self._parts[transfer.sender]
+                if number >= len(buckets) or not buckets[number].manifest.num_bytes:
+                    continue
+                if transfer.sender == rank:
+                    assert own is not None
+                    exchanged.append(dist.P2POp(dist.isend, own.flat, transfer.receiver))
+                else:
+                    bucket = Bucket.empty(buckets[number].manifest, device())
+                    arriving.append((buckets[number], bucket))
+                    exchanged.append(dist.P2POp(dist.irecv, bucket.flat, transfer.sender))
+            for work in dist.batch_isend_irecv(exchanged) if exchanged else ():
+                work.wait()
+            for part, bucket in arriving:
+                self._write(part, bucket)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def delta_bucket(base: int, flat: Tensor) -> Bucket:

@@ -28,8 +28,8 @@ A bucket is converted once, and goes to all servers at the same time, one copy t
 the next is converted, and the server loads the one before. A server that was started elsewhere
 gets it over HTTP, any other by a process group. A publish lasts as long as the slowest way.
 
-With transport `direct`, for servers on the learner's machine, nothing is sent: every rank writes
-into the servers' parameters (`direct.py`).
+With transport `direct`, for servers on the learner's machines, nothing is sent: every rank writes
+into the parameters of the servers of its own machine (`direct.py`).
 
 With a `turn`, learner and servers share GPUs: outside of `serving` the servers sleep (`turn.py`).
 
@@ -41,7 +41,6 @@ Example, on every learner rank:
     publisher.close()
 """
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -53,7 +52,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from qurl_megatron.config.schema import PauseMode, QuantizationConfig, Releases
-from qurl_megatron.device import SharedError, from_rank_zero
+from qurl_megatron.device import SharedError, from_rank_zero, machine_name
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
@@ -227,7 +226,7 @@ class Publisher:
             link.close()
         self._links.clear()
         self._open_channels([])
-        self._parameters.keep([], [])  # while their servers live
+        self._parameters.keep({}, [])  # while their servers live
 
     def _begin_serving(self) -> None:
         """Give the servers their turn. Who lacks the current weights gets them before."""
@@ -261,13 +260,6 @@ class Publisher:
     def _key_frame(self) -> Manifest:
         """What announces all tensors; empty on all ranks but global rank 0. Collective."""
         return announce(to_rank_zero(self._converter.manifests(), self._converter.senders))
-
-    @cached_property
-    def _is_on_one_machine(self) -> bool:
-        """Whether all learner ranks are on one machine. Collective."""
-        machines: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(machines, socket.gethostname())
-        return len(set(machines)) == 1
 
     def _link(self, members: list[Member]) -> list[Link]:
         """Return the links to these servers, and close those to lost ones."""
@@ -303,20 +295,20 @@ class Publisher:
         """Return whether weights are written into the parameters of these servers.
 
         Raises:
-            PublishError: the transport is `direct`, and a server is on another machine.
+            PublishError: the transport is `direct`, and a server's machine has no learner rank.
         """
         transport = self._settings.transport
         if transport == "broadcast" or self._settings.publish != "full":
             return False
-        one_machine = self._is_on_one_machine
+        machines = set(self._converter.machines)
 
         def is_possible() -> bool:
             servers = [link.server for link in links]
-            remote = [server.url for server in servers if not (server.is_local and one_machine)]
+            remote = [server.url for server in servers if server.machine not in machines]
             if remote and transport == "direct":
                 raise PublishError(
-                    f"quantization.transport=direct: server {remote[0]} and the learner are not "
-                    "all on one machine; set it to broadcast or auto"
+                    f"quantization.transport=direct: no learner rank is on the machine of server "
+                    f"{remote[0]}; set it to broadcast or auto"
                 )
             return bool(links) and not remote
 
@@ -381,14 +373,15 @@ class Publisher:
             link.begin()
         handed_out = [link.hand_out() for link in links]
 
-        def hand_out() -> tuple[dict[str, list[dict[str, str]]], list[str], list[str]]:
+        def hand_out() -> tuple[dict[str, list[dict[str, str]]], dict[str, str], list[str]]:
             results = [future.result() for future in handed_out]
             new = {link.token: each for link, each in zip(links, results, strict=True) if each}
-            held = [link.token for link in self._links.values() if link.token]
+            held = {link.token: link.server.machine for link in self._links.values() if link.token}
             return new, held, [link.token for link in links if link.token]
 
         new, held, paused = from_rank_zero(hand_out)
-        self._parameters.attach(new)
+        here = machine_name()
+        self._parameters.attach({token: each for token, each in new.items() if held[token] == here})
         self._parameters.keep(held, paused)
         conversion = self._converter.write(self._parameters)
         for link in links:

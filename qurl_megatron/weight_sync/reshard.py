@@ -9,7 +9,7 @@ What happens to one weight, of which each tensor-parallel rank has a shard in Me
 4. Its checksum, its drift, and whether it holds NaN or infinity are measured.
 5. The ranks' parts are gathered on their first rank, which sends the full bucket. Or each rank
    compares its part with what it sent last, and only changes (`delta.py`) are gathered. Or it
-   writes its part into servers' parameters (`direct.py`).
+   writes its part into servers' parameters (`direct.py`), on other machines by a rank there.
 
 Invariants, each with a test:
 - Quantize before gather. Only codes, scales and unquantized tensors cross ranks, never a linear
@@ -32,10 +32,10 @@ Example, on every learner rank:
     conversion = converter.convert(send)  # each sender calls send(bucket) for each of its buckets
     conversion.checksums                  # the servers' must be equal; complete on global rank 0
     converter.convert(send, base=1)       # what changed since the last pass, which was version 1
-    converter.write(parameters)           # or into the parameters of servers on this machine
+    converter.write(parameters)           # or into the parameters of servers on these machines
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
 
@@ -43,9 +43,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import EXPERT_ROWS, MEASURED_ROWS, WeightFormat
-from qurl_megatron.device import device
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
@@ -66,11 +66,13 @@ from qurl_megatron.weight_sync.gather import (
     DeltaGatherer,
     Gatherer,
     ParameterWriter,
+    PartOfBucket,
     Send,
     Team,
     delta_bucket,
     to_rank_zero,
 )
+from qurl_megatron.weight_sync.routes import find_routes
 
 
 class Converter:
@@ -152,7 +154,9 @@ class Converter:
                 gatherer = DeltaGatherer(send, team, base, limit, is_relative=is_relative)
             conversions.append(self._convert_team(team, gatherer))
         if base is not None and any(team.sends for team in self.teams):
-            release = send(delta_bucket(base, torch.empty(0, dtype=torch.uint8, device=device())))
+            release = send(
+                delta_bucket(base, torch.empty(0, dtype=torch.uint8, device=device.device()))
+            )
             if release:
                 release()
         return self._complete(conversions)
@@ -160,15 +164,54 @@ class Converter:
     def write(self, parameters: ServerParameters) -> Conversion:
         """Write the current weights into servers' parameters, and return checksums and drift.
 
-        Collective, as `convert` is. Every rank writes its own parts, and nothing is gathered.
+        Collective, as `convert` is. Nothing is gathered. A part crosses between learner ranks if no
+        rank of a server's machine holds it (`routes.py`).
         """
-        return self._complete(
-            [self._convert_team(team, ParameterWriter(parameters, team)) for team in self.teams]
-        )
+        conversions = []
+        for team, holders in zip(self.teams, self._holders, strict=True):
+            routes = find_routes(self.machines, holders, parameters.machines)
+            parts = self._parts[team.of_experts] if routes.transfers else []
+            writer = ParameterWriter(parameters, team, routes, parts)
+            conversions.append(self._convert_team(team, writer, routes.converting))
+        return self._complete(conversions)
 
-    def _convert_team(self, team: Team, destination: Gatherer | ParameterWriter) -> Conversion:
-        """Convert this rank's parts of a team's tensors, and return what was measured of them."""
-        if not team.converts:
+    @cached_property
+    def machines(self) -> list[str]:
+        """The machine of each learner rank. All learner ranks must ask at the same time."""
+        names: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(names, device.machine_name())
+        return names
+
+    @cached_property
+    def _holders(self) -> list[list[tuple[int, ...]]]:
+        """For each team, the `Team.holders` of each rank. Collective."""
+        by_rank: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(by_rank, [team.holders for team in self.teams])
+        return [list(holders) for holders in zip(*by_rank, strict=True)]
+
+    @cached_property
+    def _parts(self) -> dict[bool, list[list[PartOfBucket]]]:
+        """By `Team.of_experts`, each rank's parts of its team's buckets. Collective."""
+        by_team = {}
+        for team in self.teams:
+            parts: list[list[PartOfBucket]] = [[]] * dist.get_world_size()
+            own = [PartOfBucket.on(planned, team.rank) for planned in self._plan(team)]
+            dist.all_gather_object(parts, own)
+            by_team[team.of_experts] = parts
+        return by_team
+
+    def _convert_team(
+        self,
+        team: Team,
+        destination: Gatherer | ParameterWriter,
+        converting: Collection[int] = (),
+    ) -> Conversion:
+        """Convert this rank's parts of a team's tensors, and return what was measured of them.
+
+        The first replica converts, and every team that has one of the ranks `converting`.
+        """
+        if not (team.converts or team.ranks & set(converting)):
+            destination.finish()
             if self._format == "masters":
                 # The first replica gathers this rank's part.
                 for _ in self._learner.masters(of_experts=team.of_experts):
@@ -179,7 +222,7 @@ class Converter:
         if not self.keeps_codes:
             kept.clear()
         for number, planned in enumerate(self._plan(team)):
-            own = Bucket.empty(planned.manifest_on(team.rank), device())
+            own = Bucket.empty(planned.manifest_on(team.rank), device.device())
             self._convert_bucket(planned, own, team, measures)
             destination.add(planned, own, kept[number] if number < len(kept) else None)
             if self.keeps_codes:
@@ -306,7 +349,9 @@ class Converter:
         ]
         if not parts:
             return {}
-        grids = [torch.zeros(scale_shape(part, self._format), device=device()) for part in parts]
+        grids = [
+            torch.zeros(scale_shape(part, self._format), device=device.device()) for part in parts
+        ]
         for part, grid in zip(parts, grids, strict=True):
             if part.view.numel():
                 own = quantize.block_absmax(part.tensor, self._format, part.offset, refuses=False)
