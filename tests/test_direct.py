@@ -5,6 +5,7 @@ parameters and write; the models then hold what quantizing the checkpoint direct
 """
 
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -162,11 +163,12 @@ def write_on_machines(
         sent_bytes += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
         return exchange(operations)
 
-    dist.batch_isend_irecv = count
+    monkeypatch = pytest.MonkeyPatch()  # of this process, which ends
+    monkeypatch.setattr(dist, "batch_isend_irecv", count)
     results = []
     for name, case in CASES.items():
         here = case.machines[dist.get_rank()]
-        device.machine_name = lambda here=here: here
+        monkeypatch.setattr(device, "machine_name", partial(str, here))
         config = LearnerConfig(**case.layout, dtype="float32")
         learner = Learner(directory / case.model, config, OptimizerConfig())
         converter = Converter(learner, case.weight_format, 40_000)
@@ -208,9 +210,9 @@ def test_servers_of_each_machine_hold_what_quantizing_the_checkpoint_directly_gi
     }
     by_rank = run_ranks(write_on_machines, 4, tmp_path, handed_out)
     for number, (name, case) in enumerate(CASES.items()):
-        model = tmp_path / case.model
-        positive = quantized(model, case.weight_format)
-        negative = quantized(model, case.weight_format, lambda _, weight: -weight)
+        directory = tmp_path / case.model
+        positive = quantized(directory, case.weight_format)
+        negative = quantized(directory, case.weight_format, lambda _, weight: -weight)
         for machine, ranks in servers[name].items():
             expected = negative if machine != case.machines[0] else positive
             if len(servers[name]) == 1:
