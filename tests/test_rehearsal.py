@@ -26,7 +26,7 @@ IN_UPDATE = {
     "learner/logprobs.py": "the positions that are scored, by chunk",
     "learner/model.py": "how many choices of experts have changed",
     "megatron/core/transformer/moe/": "how many tokens an expert gets sizes its exchange",
-    "learner/optimizer_shards.py": "moments that were offloaded are back",
+    "learner/host_memory.py": "memory for moments, which the first step has made, is mapped",
 }
 
 

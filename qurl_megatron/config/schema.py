@@ -313,9 +313,10 @@ class QuantizationConfig:
 
     transport: Transport = "broadcast"
     """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
-    learner rank writes into the servers' parameters, and nothing is gathered or sent; all servers
-    and ranks must be on one machine, and publish must be full. auto: direct where that is possible,
-    else broadcast. Of no effect with `rollout.placement=shared`, where `releases` decides it."""
+    learner rank writes into the parameters of the servers on its machine, and nothing is gathered;
+    the machine of every server must have a learner rank, and publish must be full. auto: direct
+    where that is possible, else broadcast. Of no effect with `rollout.placement=shared`, where
+    `releases` decides it."""
 
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
