@@ -74,7 +74,7 @@ def measure(model: Path, number: int) -> Cycles:
             chunk.zero_grad_buffer()  # as the next update does
         after = machine.held_bytes()
         cycles.append(Cycle(left - start, came_back - began, before, away, after))
-    buffers = list(learner._buffers())
+    buffers = [buffer for chunk in learner.chunks for buffer in chunk.buffers]
     weights = sum(buffer.param_data.nbytes for buffer in buffers)
     optimizer = sum(tensor.nbytes for tensor in learner._optimizer_shards.own_storages())
     gradients = sum(buffer.grad_data.nbytes for buffer in buffers)

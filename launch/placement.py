@@ -156,32 +156,28 @@ def choose_placement(config: Config, num_gpus: int) -> str:
     )
 
 
-def settle_releases(
-    config: Config, gpu_bytes: Sequence[int], gpus_per_node: int | None = None
-) -> None:
+def settle_releases(config: Config, gpu_bytes: Sequence[int]) -> None:
     """Decide what the servers give back in the learner's turn, where the run leaves it open.
 
     Args:
         gpu_bytes: the memory of each GPU of the learner; none without GPUs.
-        gpus_per_node: number of GPUs of a node. None: all are on this machine.
     """
     for name in ("rollout", "evaluation"):
         server = getattr(config, name).server
         if server.releases == "auto":
-            stays = name == "rollout" and not _exceeding(config, gpu_bytes, "cache", gpus_per_node)
+            stays = name == "rollout" and not _exceeding(config, gpu_bytes, "cache")
             server.releases = "cache" if stays else "all"
 
 
 def _exceeding(
-    config: Config, gpu_bytes: Sequence[int], releases: str, gpus_per_node: int | None
+    config: Config, gpu_bytes: Sequence[int], releases: str
 ) -> tuple[int, str, int] | None:
     """Return the first learner rank whose GPU is too small in its turn, with phase and bytes."""
     architecture = Architecture.from_directory(config.model)
     ranks_of_stage = config.learner.world_size // config.learner.pipeline_parallel_size
     for gpu, num_bytes in enumerate(gpu_bytes[: config.learner.world_size]):
         stage = gpu // ranks_of_stage
-        node_gpus = gpus_per_node or config.learner.world_size
-        phases = learner_turn(architecture, config, stage, releases, node_gpus)
+        phases = learner_turn(architecture, config, stage, releases)
         for phase, needed in phases.items():
             if needed > num_bytes:
                 return gpu, phase, needed
@@ -205,7 +201,7 @@ def check_turns(
         ConfigError: they do not, by the plan of the learner's memory.
     """
     learner, releases = config.learner, config.rollout.server.releases
-    if exceeding := _exceeding(config, gpu_bytes, releases, gpus_per_node):
+    if exceeding := _exceeding(config, gpu_bytes, releases):
         gpu, phase, needed = exceeding
         doing = {"train": "trains", "publish": "publishes"}[phase]
         raise ConfigError(

@@ -263,7 +263,7 @@ def _check(
         if node:
             gpu_bytes = [node.gpu.memory_bytes] * config.learner.world_size
         gpus_per_node, host_bytes = (node.gpus, None) if node else (None, machine_memory_bytes())
-        settle_releases(config, gpu_bytes, gpus_per_node)
+        settle_releases(config, gpu_bytes)
         check_turns(config, gpu_bytes, host_bytes, gpus_per_node)
     if num_gpus:
         check_shared_gpus(config, placed, gpu_bytes)

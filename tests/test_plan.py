@@ -399,6 +399,22 @@ def test_weights_cross_the_hosts_memory_where_nobody_writes_in_place() -> None:
     assert less == rollout_weights(QWEN2, config)
 
 
+def test_what_no_rank_of_a_node_holds_crosses_to_it() -> None:
+    """Two stages on two nodes: each node gets half of the bytes over eight network adapters."""
+    words = ["learner.tensor_parallel_size=8", "learner.pipeline_parallel_size=2"]
+    words += ["learner.layers_in_last_pipeline_stage=none", "rollout.server.releases=cache"]
+    config = with_overrides(study("", 16, "int8"), words)
+    stages = plan.plan(QWEN2, config, 16, node=node_of("H200", 8))
+    replicas = with_overrides(
+        config, ["learner.pipeline_parallel_size=1", "learner.data_parallel_size=2"]
+    )
+    nothing_crosses = plan.plan(QWEN2, replicas, 16, node=node_of("H200", 8))
+    crossing_s = stages.publish.full_bytes / 2 / 8 / stages.node.gpu.infiniband_bytes_per_s
+    assert stages.publish.time_s == pytest.approx(
+        nothing_crosses.publish.time_s + crossing_s, rel=0.05
+    )
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 8])
 def test_the_parts_add_up_to_the_step(staleness: int) -> None:
     whole = plan_of(64, f"rollout.max_staleness={staleness}")

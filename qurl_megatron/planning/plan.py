@@ -292,8 +292,7 @@ def _with_releases(architecture: Architecture, config: Config, node: Node) -> Co
         return config
     stages = range(config.learner.pipeline_parallel_size)
     stays = all(
-        max(learner_turn(architecture, config, stage, "cache", node.gpus).values())
-        <= node.gpu.memory_bytes
+        max(learner_turn(architecture, config, stage, "cache").values()) <= node.gpu.memory_bytes
         for stage in stages
     )
     server = dataclasses.replace(server, releases="cache" if stays else "all")
@@ -308,9 +307,7 @@ def _plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns
     """
     learner, server, room = config.learner, config.rollout.server, node.gpu.memory_bytes
     stages = range(learner.pipeline_parallel_size)
-    by_stage = [
-        learner_turn(architecture, config, stage, server.releases, node.gpus) for stage in stages
-    ]
+    by_stage = [learner_turn(architecture, config, stage, server.releases) for stage in stages]
     fullest = max(stages, key=lambda stage: max(by_stage[stage].values()))
     beside = beside_servers(config)
     sample = {"sample": int(room * server.mem_fraction_static) + beside}

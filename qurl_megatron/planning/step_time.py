@@ -52,7 +52,8 @@ query channels, V vocabulary rows.
                  gather   (t - 1) / t of a sender's bytes over NVLink; of experts, with their own t
                  send     a sender's bytes over InfiniBand, for each server
                  receive  all bytes over InfiniBand, into each server at the same time
-                 direct   instead of these, a rank's own bytes over NVLink, for each server
+                 direct   instead of these, a rank's own bytes over NVLink, for each server of its
+                          node; before, what no rank of a node holds over InfiniBand, once
                  shared   with rollout.placement=shared, where it is not direct: over gloo at an
                           assumed `GLOO_BYTES_PER_S`, and over PCIe on both sides
                This is a lower bound, without the pause, the loading and the checksums. Stages are
@@ -86,7 +87,7 @@ from qurl_megatron.planning.memory import (
     state_bytes,
     values_by_copies,
 )
-from qurl_megatron.planning.turns import writes_in_place
+from qurl_megatron.planning.nodes import nodes_of_learner
 
 # Fitted by `benchmarks/plan.py` to 26 inter-token latencies of Qwen3-8B in BF16 and FP8 on one H100
 # (vLLM 0.30, github.com/tgarg01/silybench-data, 24 Sep 2026). INT8 is assumed to equal FP8.
@@ -398,7 +399,12 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
     size, expert_size = learner.tensor_parallel_size, learner.expert_tensor_parallel_size
     if is_direct(config, node):
         rank_bytes = max(dense / size + experts / expert_size for dense, experts in sending)
-        time_s = servers * rank_bytes / gpu.nvlink_bytes_per_s
+        nodes = nodes_of_learner(learner.world_size, node.gpus)
+        # Ranks are in the order of stages, so a node has consecutive ones.
+        held = sorted(map(sum, by_stage))[: -(-len(by_stage) // nodes)]
+        crossing = (full_bytes - sum(held)) / min(learner.world_size, node.gpus)
+        own_s = servers / nodes * (rank_bytes + crossing) / gpu.nvlink_bytes_per_s
+        time_s = own_s + crossing / gpu.infiniband_bytes_per_s
         return PublishPlan(full_bytes, full_bytes, is_direct=True, time_s=time_s)
     if config.rollout.placement == "shared":
         byte_s = 1 / GLOO_BYTES_PER_S + 2 / gpu.host_bytes_per_s
@@ -425,7 +431,7 @@ def is_direct(config: Config, node: Node = DGX_H100) -> bool:
     """Return whether ranks write into the servers' parameters: all are in one node."""
     quantization, rollout = config.quantization, config.rollout
     if rollout.placement == "shared":
-        return writes_in_place(config, rollout.server.releases, node.gpus)
+        return rollout.server.releases == "cache"
     gpus = config.learner.world_size + rollout.servers * rollout.server.tensor_parallel_size
     return (
         quantization.transport != "broadcast"

@@ -31,11 +31,6 @@ from qurl_megatron.planning.memory import (
 LEFT_BYTES = 3 * GIB
 
 
-def writes_in_place(config: Config, releases: str, gpus_per_node: int) -> bool:
-    """Return whether ranks write into the servers' weights: these stay, and are in one node."""
-    return releases == "cache" and config.learner.world_size <= gpus_per_node
-
-
 def num_sets(config: Config) -> int:
     """Return how many servers a GPU has at most: one of each set."""
     return 2 if config.evaluation.enabled else 1
@@ -54,16 +49,14 @@ def beside_servers(config: Config) -> int:
 
 
 def learner_turn(
-    architecture: Architecture, config: Config, stage: int, releases: str, gpus_per_node: int
+    architecture: Architecture, config: Config, stage: int, releases: str
 ) -> dict[str, int]:
     """Return the bytes of a GPU in the learner's turn, on a rank of a pipeline stage.
 
     They are those while it trains and while it publishes. `releases`: what the rollout server gives
     back, cache or all.
     """
-    transport: Transport = (
-        "direct" if writes_in_place(config, releases, gpus_per_node) else "broadcast"
-    )
+    transport: Transport = "direct" if releases == "cache" else "broadcast"
     quantization = dataclasses.replace(config.quantization, transport=transport)
     config = dataclasses.replace(config, quantization=quantization)
     of_learner = peaks(learner_memory(architecture, config, stage))
