@@ -7,7 +7,8 @@
 The signals are INT, TERM, HUP, QUIT, PIPE and USR1; the commands train, eval, mismatch, serve and
 launch, with a tiny model and real servers. The sample sends each phase of `train` INT, TERM, USR1
 and one of the others, in turn; to `launch`, which ends in the same program, it sends these three in
-three phases. A cell of the table that is not in it is empty.
+three phases, and to `train shared`, whose servers take turns with the learner, in those of a step.
+A cell of the table that is not in it is empty.
 
 Each cell is one run: the signal is sent when the command's output or its files show the phase. Of a
 phase within a step it is the middle, as the step before it lasted. INT, QUIT and HUP go to the
@@ -51,7 +52,8 @@ EVALUATED = ["evaluation.problems=8"]
 WARMED_UP = ["warmup.max_steps=40", "warmup.target_accuracy=0.99", "warmup.check_every_steps=40"]
 RUNS_OF_PHASES = {"warm-up": EVALUATED + WARMED_UP, "evaluation": EVALUATED, "end": ["steps=1"]}
 SERVER = ["server.max_total_tokens=20000", "server.mem_fraction_static=0.3"]
-RUNS = ("train", "launch")
+SHARED = "train shared"
+RUNS = ("train", SHARED, "launch")
 OTHERS = {
     "eval": "eval model problems.jsonl reward=exact k=4 max_prompt_length=64".split()
     + ["max_response_length=200", "output=out", "server.max_running_requests=8", *SERVER],
@@ -99,7 +101,8 @@ class Cell:
 def words(command: str, phase: str) -> list[str]:
     """Return the words of a command in which the phase comes soon."""
     if command in RUNS:
-        return [command, *RUN, *RUNS_OF_PHASES.get(phase, [])]
+        shared = ["rollout.placement=shared"] if command == SHARED else []
+        return [command.split()[0], *RUN, *shared, *RUNS_OF_PHASES.get(phase, [])]
     return OTHERS[command]
 
 
@@ -107,6 +110,8 @@ def in_sample(command: str, phase: str, name: str) -> bool:
     """Return whether a cell is in the sample."""
     if command == "launch":
         return phase in ("start", "sampling", "save") and name in SIGNALS[:3]
+    if command == SHARED:
+        return phase in OF_TURNS and name in SIGNALS[:3]
     turn = SIGNALS[3 + list(OF_RUNS).index(phase) % 3] if command == "train" else ""
     return command in OTHERS or name in (*SIGNALS[:3], turn)
 
@@ -132,8 +137,10 @@ OF_RUNS: dict[str, Callable[[Cell], bool]] = {
     "save": lambda cell: cell.has(f"runs/run/checkpoints/*{PARTIAL}"),
     "end": lambda cell: cell.has("runs/run/final_model*"),
 }
+OF_TURNS = ("evaluation", "sampling", "update", "publish", "save")
 PHASES: dict[str, dict[str, Callable[[Cell], bool]]] = {
     "train": OF_RUNS,
+    SHARED: OF_RUNS,
     "launch": OF_RUNS,
     "eval": {
         "start": has_started,

@@ -16,7 +16,8 @@ The servers must not sample meanwhile.
 
 import base64
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from qurl_megatron.quantization.checksum import Part, part_of_key
 from qurl_megatron.weight_sync.delta import Change
+
+T = TypeVar("T")
+
+# torch's manager of shared memory has a second for each answer, which a busy machine can take.
+ATTEMPTS = 60
 
 
 def describe(tensor: Tensor) -> str:
@@ -34,7 +40,7 @@ def describe(tensor: Tensor) -> str:
     if tensor.is_cuda:
         described: object = reduce_tensor(tensor)[1]
     else:
-        handle = tensor.untyped_storage()._share_filename_cpu_()
+        handle = _in_time(tensor.untyped_storage()._share_filename_cpu_)
         layout = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         described = handle, layout
     return base64.b64encode(pickle.dumps((tensor.is_cuda, described))).decode()
@@ -49,8 +55,19 @@ def attach(text: str) -> Tensor:
     if on_gpu:
         return rebuild_cuda_tensor(*described)
     handle, (dtype, offset, shape, stride) = described
-    storage = torch.UntypedStorage._new_shared_filename_cpu(*handle)
+    storage = _in_time(lambda: torch.UntypedStorage._new_shared_filename_cpu(*handle))
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+def _in_time(share: Callable[[], T]) -> T:
+    """Return what `share` returns, and try again while torch's manager is late."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return share()
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+    return share()
 
 
 class ServerParameters:
