@@ -1,18 +1,21 @@
 """Measure what a quickstart learns, over several seeds: `python -m benchmarks.quickstart`.
 
-Each seed is one complete `qurl train quickstart`, or of the recipe that `--recipe` names. The seeds
-run one after the other. The README quotes the resulting table, and shows the plot that `--plot`
-draws: the reward of each step and the held-out accuracy, as `qurl report` does.
+Each seed is one complete `qurl train quickstart`, or of the recipe that `--recipe` names, in each
+of the `--placements` of learner and servers. They run one after the other. A step's time is the sum
+of its phases, as the median over the steps. The README quotes the resulting table, and shows the
+plot that `--plot` draws: the reward of each step and the held-out accuracy, as `qurl report` does.
 """
 
 import dataclasses
+import itertools
 import time
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
 from benchmarks import machine
 from benchmarks.runs import complete_run
 from qurl_megatron.report import plots
+from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.report.plots import read_run
 
 INK = "#808080"  # text and axes of the plot, legible on light and on dark paper
@@ -26,29 +29,37 @@ def main() -> None:
         default="quickstart",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--placements", nargs="+", default=["separate"])
     parser.add_argument("--output-dir", type=Path, default=Path("runs"))
     parser.add_argument("--plot", type=Path, help="SVG file that is written in the end")
     arguments = parser.parse_args()
     machine.print_machine("torch", "sglang", "megatron-core")
-    print("seed  before   after    gain  steps  RL time  whole command  mean publish")
-    gains, runs = [], []
-    for seed in arguments.seeds:
-        name = f"{arguments.recipe}-seed{seed}-{time.strftime('%H%M%S')}"
+    print(
+        "placement  seed  before   after    gain  steps  RL time    a step  whole command  publish"
+    )
+    gains: dict[str, list[float]] = {placement: [] for placement in arguments.placements}
+    runs = []
+    for seed, placement in itertools.product(arguments.seeds, arguments.placements):
+        name = f"{arguments.recipe}-{placement}-seed{seed}-{time.strftime('%H%M%S')}"
         start = time.perf_counter()
         run_dir = arguments.output_dir.absolute() / name
-        summary, _ = complete_run(run_dir, [arguments.recipe, f"seed={seed}"])
+        words = [arguments.recipe, f"seed={seed}", f"rollout.placement={placement}"]
+        summary, steps = complete_run(run_dir, words)
         command_s = time.perf_counter() - start
+        step_s = median(sum(step[f"time_{phase}_s"] for phase in PHASES) for step in steps)
         runs.append(dataclasses.replace(read_run(run_dir), name=f"seed {seed}"))
         before, after = summary["held_out_accuracy_before"], summary["held_out_accuracy_after"]
-        gains.append(100 * (after - before))
+        gains[placement].append(100 * (after - before))
         print(
-            f"{seed:4}  {before:6.1%}  {after:6.1%}  {gains[-1]:+6.1f}  {summary['steps']:5}  "
-            f"{summary['time_s']:5.0f} s  {command_s:11.0f} s  "
-            f"{summary['time_publish_s_mean']:10.3f} s",
+            f"{placement:9}  {seed:4}  {before:6.1%}  {after:6.1%}  {gains[placement][-1]:+6.1f}  "
+            f"{summary['steps']:5}  {summary['time_s']:5.0f} s  {step_s:6.2f} s  "
+            f"{command_s:11.0f} s  {summary['time_publish_s_mean']:5.3f} s",
             flush=True,
         )
-    spread = f", standard deviation {stdev(gains):.1f}" if len(gains) > 1 else ""
-    print(f"mean gain {fmean(gains):+.1f} points{spread}, minimum {min(gains):+.1f}")
+    for placement, of_seeds in gains.items():
+        spread = f", standard deviation {stdev(of_seeds):.1f}" if len(of_seeds) > 1 else ""
+        mean = f"mean gain {fmean(of_seeds):+.1f} points{spread}"
+        print(f"{placement}: {mean}, minimum {min(of_seeds):+.1f}")
     if arguments.plot:
         plot = plots.svg("Reward and held-out accuracy", plots.reward, runs)
         arguments.plot.write_text(plot.replace("currentColor", INK))
