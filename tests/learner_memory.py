@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,6 +125,6 @@ def _resident_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _sum_of_logprobs(
-    logprobs: Tensor, entropy: Tensor, batch: TrainBatch, weights: Tensor
+    logprobs: Tensor, entropy: Tensor, batch: TrainBatch, weights: Tensor, *_: Any
 ) -> tuple[Tensor, dict[str, Tensor]]:
     return -(logprobs * weights).sum(), {}

@@ -53,7 +53,7 @@ def played() -> dict[str, Played]:
         one_layer = dataclasses.replace(KNOWN_MODELS["Qwen3-0.6B"], num_layers=1)
         patch.setitem(KNOWN_MODELS, "Qwen3-0.6B", one_layer)
         patch.setattr(rehearse_page, "play_and_print", keep)
-        words = ["plan", "Qwen3-0.6B", "--gpus", "2", "--rehearse"]
+        words = ["plan", "Qwen3-0.6B", "--gpus", "2", "--rehearse", "rollout.placement=separate"]
         assert CliRunner().invoke(app, words).exit_code == 0
     names = [*IN_CI, "plan"]
     return dict(zip(names, play([*map(rehearsal, IN_CI), *planned]), strict=True))
