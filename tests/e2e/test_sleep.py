@@ -117,7 +117,7 @@ def is_free(lock: TurnLock) -> bool:
 def test_a_run_whose_servers_share_its_gpus_goes_on_without_them_and_resumes(
     start: Start,
 ) -> None:
-    num_steps = 10
+    num_steps = 8
     words = [f"steps={num_steps}", "rollout.placement=shared", "rollout.server.releases=all"]
     words += ["evaluation.problems=16", "evaluation.every_steps=3", "checkpoint.every_steps=1"]
     run = start("train", *QUICK, *words)
@@ -132,7 +132,7 @@ def test_a_run_whose_servers_share_its_gpus_goes_on_without_them_and_resumes(
     run.first_rank().kill()  # the servers sleep
     assert run.exit_code() == 1 and run.survivors() == [], run.text()
 
-    run = start("resume", "runs/run", "evaluation.problems=0")
+    run = start("resume", "runs/run")
     run.wait_for("step [0-9]+/")
     model = run.run_dir / "model" / "config.json"
     model.rename(run.run_dir / "hidden")  # no server can start without it
