@@ -1,5 +1,6 @@
 """Servers give their memory back while they sleep, and answer as before once they are awake."""
 
+import json
 import os
 import signal
 import time
@@ -12,9 +13,6 @@ import torch
 
 from e2e.running import PER_STEP, QUICK, Command, Start, metrics_of, prompts_trained
 from e2e.serving import Deployment, held_checksums, joined, launched
-from qurl_megatron.config.schema import STOPPED_EARLY
-from qurl_megatron.files import list_checkpoints
-from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.process import TurnLock
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.control import RELEASED
@@ -114,12 +112,10 @@ def is_free(lock: TurnLock) -> bool:
     return taken
 
 
-def test_a_run_whose_servers_share_its_gpus_goes_on_without_them_and_resumes(
-    start: Start,
-) -> None:
-    num_steps = 8
+def test_a_run_whose_servers_share_its_gpus_goes_on_without_those_that_die(start: Start) -> None:
+    num_steps = 5
     words = [f"steps={num_steps}", "rollout.placement=shared", "rollout.server.releases=all"]
-    words += ["evaluation.problems=16", "evaluation.every_steps=3", "checkpoint.every_steps=1"]
+    words += ["evaluation.problems=16", "evaluation.every_steps=3", "checkpoint.every_steps=2"]
     run = start("train", *QUICK, *words)
     run.wait_for("step 1/")
     await_learners_turn(run)
@@ -127,22 +123,6 @@ def test_a_run_whose_servers_share_its_gpus_goes_on_without_them_and_resumes(
         os.kill(run.server_pid(name, 0), signal.SIGKILL)
     run.wait_for("(?s)server rollout_0 serves.*server rollout_0 serves")  # and samples
     os.kill(run.server_pid("rollout", 0), signal.SIGKILL)
-    run.wait_for("(?s)(server rollout_0 serves.*){3}")
-    await_learners_turn(run)
-    run.first_rank().kill()  # the servers sleep
-    assert run.exit_code() == 1 and run.survivors() == [], run.text()
-
-    run = start("resume", "runs/run")
-    run.wait_for("step [0-9]+/")
-    model = run.run_dir / "model" / "config.json"
-    model.rename(run.run_dir / "hidden")  # no server can start without it
-    await_learners_turn(run)
-    run.find("sglang::scheduler").kill()  # this one cannot wake
-    assert run.exit_code() == STOPPED_EARLY and run.survivors() == [], run.text()
-    (run.run_dir / "hidden").rename(model)
-    assert read_state(list_checkpoints(run.run_dir)[-1]).step == len(metrics_of(run))
-
-    run = start("resume", "runs/run")
     assert run.exit_code() == 0, run.text()
     assert run.survivors() == []
     steps = metrics_of(run)
@@ -150,3 +130,5 @@ def test_a_run_whose_servers_share_its_gpus_goes_on_without_them_and_resumes(
     assert [step["weight_version"] for step in steps] == list(range(2, num_steps + 2))
     assert max(step["token_lag_max"] for step in steps) == 0
     assert prompts_trained(run) == num_steps * PER_STEP
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert 0 <= summary["held_out_accuracy_after"] <= 1
