@@ -4,12 +4,14 @@ This process has the models, as the ranks of a server have them. The learner's r
 parameters and write; the models then hold what quantizing the checkpoint directly gives.
 """
 
+import socket
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,7 +58,7 @@ def write_all(
         learner = Learner(directory / weight_format, layout, OptimizerConfig())
         converter = Converter(learner, weight_format, 40_000)
         parameters = ServerParameters()
-        machines = dict.fromkeys(servers, device.machine_name())
+        machines = dict.fromkeys(servers, socket.gethostname())
         parameters.attach(servers)
         parameters.keep(machines, servers)
         first = converter.write(parameters)
@@ -168,7 +170,7 @@ def write_on_machines(
     results = []
     for name, case in CASES.items():
         here = case.machines[dist.get_rank()]
-        monkeypatch.setattr(device, "machine_name", partial(str, here))
+        monkeypatch.setattr(socket, "gethostname", partial(str, here))
         config = LearnerConfig(**case.layout, dtype="float32")
         learner = Learner(directory / case.model, config, OptimizerConfig())
         converter = Converter(learner, case.weight_format, 40_000)
@@ -263,6 +265,41 @@ def test_another_process_writes_to_the_owners_memory(device: str) -> None:
     expected = torch.arange(200, dtype=torch.bfloat16).view(20, 10)
     expected[3:5, ::2] += 1
     assert torch.equal(whole.cpu(), expected)
+
+
+def own(connection: Connection) -> None:
+    """Hand a tensor out, and keep it; runs in a process of its own."""
+    tensor = torch.ones(64)
+    connection.send(describe(tensor))
+    connection.recv()
+
+
+def outlive(connection: Connection) -> None:
+    """Attach to a tensor, and drop it once its owner has died; runs in a process of its own."""
+    held = attach(connection.recv())
+    connection.send("attached")
+    connection.recv()
+    held.add_(1)
+    connection.send(held.tolist())
+
+
+def test_who_is_attached_to_memory_of_a_process_that_dies_goes_on_and_ends_in_order() -> None:
+    context = rank_context()
+    to_owner, of_owner = context.Pipe()
+    to_other, of_other = context.Pipe()
+    owner = context.Process(target=own, args=(of_owner,))
+    other = context.Process(target=outlive, args=(of_other,))
+    owner.start()
+    other.start()
+    to_other.send(to_owner.recv())
+    assert to_other.recv() == "attached"
+    for process in [*psutil.Process(owner.pid).children(recursive=True), owner]:
+        process.kill()
+    owner.join()
+    to_other.send("it has died")
+    assert to_other.recv() == [2.0] * 64
+    other.join()
+    assert other.exitcode == 0
 
 
 def test_a_rank_writes_into_parameters_on_another_gpu() -> None:

@@ -15,9 +15,9 @@ The servers must not sample meanwhile.
 """
 
 import base64
+import os
 import pickle
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,23 +26,21 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from qurl_megatron.quantization.checksum import Part, part_of_key
 from qurl_megatron.weight_sync.delta import Change
 
-T = TypeVar("T")
-
-# torch's manager of shared memory has a second for each answer, which a busy machine can take.
-ATTEMPTS = 60
-
 
 def describe(tensor: Tensor) -> str:
     """Return a text with which another process of this machine can `attach` to a tensor.
 
-    On a CPU the tensor's storage moves to shared memory; tensors that share it move along.
+    On a CPU the tensor's storage moves to shared memory; tensors that share it move along. The
+    memory has no name, only a file descriptor of this process: nothing is left when both end, and
+    neither asks torch's manager of shared memory, whose end would end the other.
     """
     if tensor.is_cuda:
         described: object = reduce_tensor(tensor)[1]
     else:
-        handle = _in_time(tensor.untyped_storage()._share_filename_cpu_)
+        descriptor, num_bytes = tensor.untyped_storage()._share_fd_cpu_()
+        memory = f"/proc/{os.getpid()}/fd/{descriptor}", num_bytes
         layout = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-        described = handle, layout
+        described = memory, layout
     return base64.b64encode(pickle.dumps((tensor.is_cuda, described))).decode()
 
 
@@ -54,20 +52,9 @@ def attach(text: str) -> Tensor:
     on_gpu, described = pickle.loads(base64.b64decode(text))
     if on_gpu:
         return rebuild_cuda_tensor(*described)
-    handle, (dtype, offset, shape, stride) = described
-    storage = _in_time(lambda: torch.UntypedStorage._new_shared_filename_cpu(*handle))
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
-
-
-def _in_time(share: Callable[[], T]) -> T:
-    """Return what `share` returns, and try again while torch's manager is late."""
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return share()
-        except RuntimeError as error:
-            if "timed out" not in str(error):
-                raise
-    return share()
+    (file, num_bytes), (dtype, offset, shape, stride) = described
+    mapped = torch.from_file(file, shared=True, size=num_bytes, dtype=torch.uint8)
+    return torch.empty(0, dtype=dtype).set_(mapped.untyped_storage(), offset, shape, stride)
 
 
 class ServerParameters:
