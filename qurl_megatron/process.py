@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -273,13 +274,23 @@ def starting_a_worker() -> Iterator[None]:
 
     They are for the learner, which finishes its step with its workers. A terminal sends Ctrl-C to
     all processes, and a Python that still imports would answer with a traceback.
+
+    No other thread forks meanwhile: the fork would hold the pipe that Popen reads until it is
+    closed, and Popen would wait for the fork's end.
     """
     blocked = LAUNCHER_SIGNALS | {signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        yield
+        with _no_fork:
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_no_fork = threading.RLock()
+os.register_at_fork(
+    before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_no_fork.release
+)
 
 
 def ending_signals() -> set[signal.Signals]:
