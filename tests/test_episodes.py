@@ -105,7 +105,7 @@ def test_what_lies_at_observed_tokens_reaches_neither_loss_nor_gradient(
             torch.zeros(len(logprobs)),
             part,
             weights[kept],
-            lambda log_rho: torch.full_like(log_rho, log_rho.sum(dtype=torch.float64)),  # its one
+            lambda log_rho: torch.full_like(log_rho, float(log_rho.double().sum())),  # its one
         )
         value.backward()
         assert logprobs.grad is not None
