@@ -112,10 +112,12 @@ def is_free(lock: TurnLock) -> bool:
     return taken
 
 
-def test_a_run_whose_servers_share_its_gpus_goes_on_without_those_that_die(start: Start) -> None:
-    num_steps = 5
+def test_a_run_whose_servers_share_its_gpus_goes_on_without_them_and_resumes(
+    start: Start,
+) -> None:
+    num_steps = 6
     words = [f"steps={num_steps}", "rollout.placement=shared", "rollout.server.releases=all"]
-    words += ["evaluation.problems=16", "evaluation.every_steps=3", "checkpoint.every_steps=2"]
+    words += ["evaluation.problems=16", "evaluation.every_steps=3", "checkpoint.every_steps=1"]
     run = start("train", *QUICK, *words)
     run.wait_for("step 1/")
     await_learners_turn(run)
@@ -123,6 +125,12 @@ def test_a_run_whose_servers_share_its_gpus_goes_on_without_those_that_die(start
         os.kill(run.server_pid(name, 0), signal.SIGKILL)
     run.wait_for("(?s)server rollout_0 serves.*server rollout_0 serves")  # and samples
     os.kill(run.server_pid("rollout", 0), signal.SIGKILL)
+    run.wait_for("(?s)(server rollout_0 serves.*){3}")
+    await_learners_turn(run)
+    run.first_rank().kill()  # the servers sleep
+    assert run.exit_code() == 1 and run.survivors() == [], run.text()
+
+    run = start("resume", "runs/run")
     assert run.exit_code() == 0, run.text()
     assert run.survivors() == []
     steps = metrics_of(run)
