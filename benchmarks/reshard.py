@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import socket
 import time
 from collections.abc import Callable
 from statistics import median
@@ -101,7 +102,7 @@ def place_server(converter: Converter) -> tuple[list[Bucket], ServerParameters]:
     dist.broadcast_object_list(described)
     parameters = ServerParameters()
     parameters.attach({"server": described})
-    parameters.keep({"server": device.machine_name()}, ["server"])
+    parameters.keep({"server": socket.gethostname()}, ["server"])
     return held, parameters
 
 

@@ -29,7 +29,7 @@ from qurl_megatron.planning.memory import (
     total_bytes,
 )
 from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
-from qurl_megatron.planning.turns import beside_servers, learner_turn, num_sets, waiting_bytes
+from qurl_megatron.planning.turns import beside_servers, learner_turn, node_bytes, num_sets
 from qurl_megatron.process import make_key
 
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
@@ -210,8 +210,8 @@ def check_turns(
             "divide the learner over more GPUs, or set learner.offload_optimizer or "
             "rollout.server.releases=all"
         )
+    beside = beside_servers(config)
     for gpu, num_bytes in enumerate(gpu_bytes[: learner.world_size]):
-        beside = beside_servers(config)
         room = math.floor(100 * (1 - beside / num_bytes)) / 100
         for name in ("rollout", "evaluation")[: num_sets(config)]:
             fraction = getattr(config, name).server.mem_fraction_static
@@ -221,20 +221,13 @@ def check_turns(
                     f"learner and what sleeps are planned to take {gigabytes(beside)} of GPU "
                     f"{gpu}; set it to at most {room}"
                 )
+    if not gpu_bytes or host_bytes is None:
+        return
     architecture = Architecture.from_directory(config.model)
-    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
-    waiting = [
-        waiting_bytes(architecture, config, gpu // ranks_of_stage)
-        for gpu in range(min(len(gpu_bytes), learner.world_size))
-    ]
-    per_node = gpus_per_node or max(1, len(waiting))
-    most = max(
-        (sum(waiting[first : first + per_node]) for first in range(0, len(waiting), per_node)),
-        default=0,
-    )
-    if host_bytes is not None and most > host_bytes:
+    waiting = node_bytes(architecture, config, gpus_per_node or learner.world_size)
+    if waiting > host_bytes:
         raise ConfigError(
-            f"rollout.placement=shared: the learner would wait in {gigabytes(most)} of host "
+            f"rollout.placement=shared: the learner would wait in {gigabytes(waiting)} of host "
             f"memory, and a node has {gigabytes(host_bytes)}; use separate, or more nodes"
         )
 

@@ -10,7 +10,6 @@ that reads environment variables.
 import functools
 import importlib.util
 import os
-import socket
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -69,11 +68,6 @@ def unusable_gpus() -> str:
         f"torch sees none of this machine's {number} GPUs: install a driver that is new enough for "
         f"its CUDA {torch.version.cuda}, or compute on the CPU: export CUDA_VISIBLE_DEVICES=-1"
     )
-
-
-def machine_name() -> str:
-    """Return the name by which the processes of this machine know that they are on the same."""
-    return socket.gethostname()
 
 
 def memory_bytes() -> int:

@@ -138,16 +138,23 @@ def test_a_run_that_fits_on_no_number_of_nodes_is_refused(config: Config, messag
         smallest_plan(config, gpus_per_node=8)
 
 
+def job_environment(
+    monkeypatch: pytest.MonkeyPatch, nodes: str, cpus: str, gpus: str
+) -> dict[str, str]:
+    """Return the variables of a job on nodes that are listed by comma."""
+    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_JOB_CPUS_PER_NODE": cpus,
+        "SLURM_GPUS_ON_NODE": gpus,
+    }
+
+
 def test_one_allocation_gives_the_learner_as_many_nodes_as_its_ranks_fill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
-    environment = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "a,b,c",
-        "SLURM_JOB_CPUS_PER_NODE": "64(x2),32",
-        "SLURM_GPUS_ON_NODE": "4",
-    }
+    environment = job_environment(monkeypatch, "a,b,c", cpus="64(x2),32", gpus="4")
     learner, rollout = slurm.node_groups(environment, world_size=8)
     assert (learner.nodes, rollout.nodes, learner.cpus) == (["a", "b"], ["c"], 32)
     with pytest.raises(ConfigError, match="12 ranks take 3 nodes of 4 GPUs, and at least one more"):
@@ -162,13 +169,7 @@ def test_one_allocation_gives_the_learner_as_many_nodes_as_its_ranks_fill(
 def test_learner_and_servers_that_take_turns_have_one_group_of_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(slurm, "hostnames", lambda nodelist: nodelist.split(","))
-    environment = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NODELIST": "a,b",
-        "SLURM_JOB_CPUS_PER_NODE": "64(x2)",
-        "SLURM_GPUS_ON_NODE": "8",
-    }
+    environment = job_environment(monkeypatch, "a,b", cpus="64(x2)", gpus="8")
     (both,) = slurm.node_groups(environment, world_size=16, takes_turns=True)
     assert both.nodes == ["a", "b"]
     fewer = {**environment, "SLURM_GPUS_PER_NODE": "h100:4"}  # of the eight of an exclusive node

@@ -158,7 +158,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         releases = getattr(config, name).server.releases if turn else None
         if releases:
             can_attach = device.can_attach(stays=releases == "cache")
-            transport: Transport = "auto" if can_attach else "broadcast"
+            transport: Transport = "direct" if can_attach else "broadcast"
             quantization = replace(quantization, transport=transport)
         publisher = Publisher(
             learner,

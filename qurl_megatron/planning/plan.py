@@ -62,6 +62,7 @@ from qurl_megatron.planning.turns import (
     LEFT_BYTES,
     beside_servers,
     learner_turn,
+    node_bytes,
     num_sets,
     turns_s,
     waiting_bytes,
@@ -305,8 +306,8 @@ def _plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns
     Raises:
         DoesNotFit: more than they have.
     """
-    learner, server, room = config.learner, config.rollout.server, node.gpu.memory_bytes
-    stages = range(learner.pipeline_parallel_size)
+    server, room = config.rollout.server, node.gpu.memory_bytes
+    stages = range(config.learner.pipeline_parallel_size)
     by_stage = [learner_turn(architecture, config, stage, server.releases) for stage in stages]
     fullest = max(stages, key=lambda stage: max(by_stage[stage].values()))
     beside = beside_servers(config)
@@ -320,20 +321,17 @@ def _plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns
                 f"{server.mem_fraction_static}",
                 needed / room,
             )
-    waiting = [waiting_bytes(architecture, config, stage) for stage in stages]
-    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
-    on_ranks = [num_bytes for num_bytes in waiting for _ in range(ranks_of_stage)]
-    of_nodes = [sum(on_ranks[n : n + node.gpus]) for n in range(0, len(on_ranks), node.gpus)]
-    if max(of_nodes) > node.host_bytes:
+    waiting = node_bytes(architecture, config, node.gpus)
+    if waiting > node.host_bytes:
         raise DoesNotFit(
-            f"rollout.placement=shared: the learner waits in {max(of_nodes) / GIB:.0f} GiB of a "
-            f"node's memory, which has {node.host_bytes / GIB:.0f}",
-            max(of_nodes) / node.host_bytes,
+            f"rollout.placement=shared: the learner waits in {waiting / GIB:.0f} GiB of a node's "
+            f"memory, which has {node.host_bytes / GIB:.0f}",
+            waiting / node.host_bytes,
         )
     return Turns(
         gpu_bytes={**sample, **by_stage[fullest]},
-        waiting_bytes=max(waiting),
-        node_bytes=max(of_nodes),
+        waiting_bytes=max(waiting_bytes(architecture, config, stage) for stage in stages),
+        node_bytes=waiting,
         copies_s=turns_s(architecture, config, node),
     )
 

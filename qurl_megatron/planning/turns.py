@@ -84,6 +84,19 @@ def waiting_bytes(architecture: Architecture, config: Config, stage: int) -> int
     return own * (1 + critics) + parts["reference"]
 
 
+def node_bytes(architecture: Architecture, config: Config, gpus_per_node: int) -> int:
+    """Return the most bytes that the ranks of one node have in the host's memory while away."""
+    learner = config.learner
+    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
+    waiting = [
+        waiting_bytes(architecture, config, stage)
+        for stage in range(learner.pipeline_parallel_size)
+        for _ in range(ranks_of_stage)
+    ]
+    firsts = range(0, len(waiting), gpus_per_node)
+    return max(sum(waiting[first : first + gpus_per_node]) for first in firsts)
+
+
 def turns_s(architecture: Architecture, config: Config, node: Node = DGX_H100) -> float:
     """Return the seconds in which the learner leaves and comes back, once a step."""
     stages = range(config.learner.pipeline_parallel_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import socket
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.config.schema import Config, OptimizerConfig
-from qurl_megatron.device import extend_environment, machine_name
+from qurl_megatron.device import extend_environment
 from qurl_megatron.learner import learner as learner_module
 from qurl_megatron.learner import shares
 from qurl_megatron.learner.critic import Critic
@@ -184,7 +185,7 @@ class _OwnParameters(ServerParameters):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
-        self.machines = frozenset([machine_name()])
+        self.machines = frozenset([socket.gethostname()])
 
     def write(self, change: delta.Change) -> None:
         held = self._trace.fake_like(change.values.view(change.shape))

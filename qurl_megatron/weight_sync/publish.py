@@ -41,6 +41,7 @@ Example, on every learner rank:
     publisher.close()
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -52,7 +53,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from qurl_megatron.config.schema import PauseMode, QuantizationConfig, Releases
-from qurl_megatron.device import SharedError, from_rank_zero, machine_name
+from qurl_megatron.device import SharedError, from_rank_zero
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
@@ -380,7 +381,7 @@ class Publisher:
             return new, held, [link.token for link in links if link.token]
 
         new, held, paused = from_rank_zero(hand_out)
-        here = machine_name()
+        here = socket.gethostname()
         self._parameters.attach({token: each for token, each in new.items() if held[token] == here})
         self._parameters.keep(held, paused)
         conversion = self._converter.write(self._parameters)

@@ -35,6 +35,7 @@ Example, on every learner rank:
     converter.write(parameters)           # or into the parameters of servers on these machines
 """
 
+import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Literal
@@ -43,9 +44,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import EXPERT_ROWS, MEASURED_ROWS, WeightFormat
+from qurl_megatron.device import device
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import TensorPart
@@ -154,9 +155,7 @@ class Converter:
                 gatherer = DeltaGatherer(send, team, base, limit, is_relative=is_relative)
             conversions.append(self._convert_team(team, gatherer))
         if base is not None and any(team.sends for team in self.teams):
-            release = send(
-                delta_bucket(base, torch.empty(0, dtype=torch.uint8, device=device.device()))
-            )
+            release = send(delta_bucket(base, torch.empty(0, dtype=torch.uint8, device=device())))
             if release:
                 release()
         return self._complete(conversions)
@@ -179,7 +178,7 @@ class Converter:
     def machines(self) -> list[str]:
         """The machine of each learner rank. All learner ranks must ask at the same time."""
         names: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(names, device.machine_name())
+        dist.all_gather_object(names, socket.gethostname())
         return names
 
     @cached_property
@@ -222,7 +221,7 @@ class Converter:
         if not self.keeps_codes:
             kept.clear()
         for number, planned in enumerate(self._plan(team)):
-            own = Bucket.empty(planned.manifest_on(team.rank), device.device())
+            own = Bucket.empty(planned.manifest_on(team.rank), device())
             self._convert_bucket(planned, own, team, measures)
             destination.add(planned, own, kept[number] if number < len(kept) else None)
             if self.keeps_codes:
@@ -349,9 +348,7 @@ class Converter:
         ]
         if not parts:
             return {}
-        grids = [
-            torch.zeros(scale_shape(part, self._format), device=device.device()) for part in parts
-        ]
+        grids = [torch.zeros(scale_shape(part, self._format), device=device()) for part in parts]
         for part, grid in zip(parts, grids, strict=True):
             if part.view.numel():
                 own = quantize.block_absmax(part.tensor, self._format, part.offset, refuses=False)
