@@ -61,8 +61,8 @@ def prepare_new(
     config = with_overrides(module.recipe(), overrides)
     uaq_is_given = any(word.startswith("quantization.uaq.") for word in overrides)
     if config.quantization.format == "bf16" and not uaq_is_given:
-        config.quantization.uaq = UaqConfig(scale=1)  # there is no quantization to scale for
-    elif not uaq_is_given and _has_experts(config.model):
+        config.quantization.uaq = UaqConfig()  # there is no quantization to scale for
+    elif not uaq_is_given and config.quantization.uaq != UaqConfig() and _has_experts(config.model):
         config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
     config.name = config.name or default_name(recipe)
     config.reward = absolute(config.reward)  # a resume may start in another directory

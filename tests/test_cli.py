@@ -17,6 +17,7 @@ from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.evaluation import avg_at_k
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, warn_of_pickles
+from qurl_megatron.recipes import grpo
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
 from tiny import build_tiny_model
@@ -71,10 +72,16 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     assert config == given  # no value of the recipe was changed
 
 
-def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(tmp_path: Path) -> None:
+def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build_tiny_model(tmp_path / "experts", "qwen3_moe")
     words = [*grpo_words(tmp_path, good_problems()), f"model={model}"]
     assert prepare_new("grpo", [*words, "name=two"])[0].quantization.uaq.scale == 2
+    off = grpo.recipe()
+    off.quantization.uaq = UaqConfig()
+    monkeypatch.setattr(grpo, "recipe", lambda: off)
+    assert prepare_new("grpo", [*words, "name=off"])[0].quantization.uaq.scale == 1
     words += ["quantization.uaq.scale=1.5"]
     with pytest.raises(ConfigError, match="scale=1.5: a model with experts needs a power of two"):
         prepare_new("grpo", [*words, "name=other"])

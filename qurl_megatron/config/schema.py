@@ -277,7 +277,7 @@ class UaqConfig:
     scale: Scale = 1.0
     """Scale s that the weights are divided by. 1, off, leaves them as they are; the paper finds 1.5
     best, and its recipes have it. A model with experts needs a power of two: `qurl train` refuses
-    any other, and takes 2 in place of a recipe's."""
+    any other, and takes 2 in place of a recipe's, unless that is off."""
 
     layer_scales: dict[int, Scale] = dataclasses.field(default_factory=dict)
     """Scale s of individual layers, by layer number from 0, which overrides `scale`."""
