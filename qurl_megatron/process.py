@@ -253,6 +253,7 @@ def contain() -> None:
     for process in found:
         with contextlib.suppress(psutil.Error):
             process.kill()
+    psutil.wait_procs(found, timeout=TIDY_UP_S)  # whoever waits for this end may count on theirs
     if code is not None and code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
