@@ -113,7 +113,11 @@ SETTINGS = {
 }
 # With one learner rank, the learner waits while the server samples, and the reverse. So a run keeps
 # about one core busy, and two runs share two cores.
-ONE_RANK = ["learner.tensor_parallel_size=1", "learner.expert_parallel_size=1"]
+ONE_RANK = [
+    "learner.data_parallel_size=1",
+    "learner.tensor_parallel_size=1",
+    "learner.expert_parallel_size=1",
+]
 
 
 def main() -> None:

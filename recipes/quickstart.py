@@ -42,7 +42,7 @@ def recipe() -> Config:
         steps=80,
         learner=LearnerConfig(
             # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.
-            tensor_parallel_size=1 if device.num_gpus() == 1 else 2,
+            data_parallel_size=1 if device.num_gpus() == 1 else 2,
             dtype="float32",
             micro_batch_size=128,
         ),

@@ -23,7 +23,9 @@ _DIMENSIONS: dict[str, int | bool] = {
 
 def recipe() -> Config:
     config = quickstart.recipe()
-    config.learner.expert_parallel_size = config.learner.tensor_parallel_size
+    learner = config.learner
+    learner.tensor_parallel_size, learner.data_parallel_size = learner.data_parallel_size, 1
+    learner.expert_parallel_size = learner.tensor_parallel_size
     config.quantization.uaq = UaqConfig(scale=2.0)
     return config
 

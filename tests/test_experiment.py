@@ -480,7 +480,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
         prepare_new("quickstart", ["name=first"], num_gpus=0)
     # 16 B for each of 1.27M parameters; two servers, in INT8 and in BF16. And the processes.
     assert (
-        "without a GPU the learner takes 0.42 GB of memory (2 ranks) and the servers 0.604 GB "
+        "without a GPU the learner takes 0.43 GB of memory (2 ranks) and the servers 0.604 GB "
         "(rollout.servers=1), at least; this machine has 0.01 GB"
     ) in str(refused.value)
     assert not Path("runs").exists()

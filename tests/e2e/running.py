@@ -30,6 +30,8 @@ SMALL = [
     f"rollout.completions_per_prompt={COMPLETIONS}",
     "warmup.max_steps=0",
     "evaluation.problems=0",
+    "learner.data_parallel_size=1",  # shards of tensors are more to test than copies
+    "learner.tensor_parallel_size=2",
 ]
 # A quickstart with few problems, and a verifier that its processes need not import.
 QUICK = ["quickstart", *SMALL, "data_options.size=1000", "reward=exact"]
