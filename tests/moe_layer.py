@@ -13,6 +13,7 @@ from qurl_megatron.quantization.quantize import dequantize, engine_scale, quanti
 from qurl_megatron.sglang_plugin.formats import (
     Fp8BlockConfig,
     Fp8Config,
+    Int4Group32Config,
     Int8Config,
     QuantizedExpertsMethod,
     QurlConfig,
@@ -22,6 +23,7 @@ from qurl_megatron.sglang_plugin.linear import quantize_tokens
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 128
 CONFIGS: dict[str, type[QurlConfig]] = {
     "int8": Int8Config,
+    "int4-g32": Int4Group32Config,
     "fp8": Fp8Config,
     "fp8-block": Fp8BlockConfig,
 }
@@ -49,7 +51,8 @@ def build_layer(weight_format: str) -> tuple[Any, QuantizedExpertsMethod, list[l
             getattr(layer, f"{prefix}_weight").data[expert] = weight.codes
             scale = getattr(layer, f"{prefix}_{method.scale_suffix}")
             scale.data[expert] = engine_scale(weight)
-            values[-1].append(dequantize(weight))
+            value = dequantize(weight)
+            values[-1].append(value.bfloat16().float() if weight_format == "int4-g32" else value)
     return layer, method, values
 
 
@@ -95,7 +98,7 @@ def compare_kernels() -> None:
     """Print how far SGLang's fused kernels are from the CPU, and how far they would be if it erred.
 
     A line for each format has the relative error, then that of a CPU for which one scale of the
-    first expert is doubled: of a channel, or of a block.
+    first expert is doubled: of a channel, of a block, or of its groups.
 
     The kernels run in Triton's interpreter, with the tile sizes that SGLang chooses for an H100.
     Sorting tokens by expert and quantizing activations are CUDA extensions; plain torch stands for

@@ -45,7 +45,9 @@ from qurl_megatron.config.values import (
 )
 
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr", "sequence_tis"]
-WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
+FormatName = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
+WeightFormat = Literal["bf16", "int8", "int4", "int4-g32", "fp8", "fp8-tensor", "fp8-block"]
+"""A format together with its group size, of which int4's is 128 unless the name has another."""
 PauseMode = Literal["retract", "in_place"]
 Releases = Literal["auto", "cache", "all"]
 Transport = Literal["broadcast", "direct", "auto"]
