@@ -158,7 +158,7 @@ def test_a_layer_with_partial_blocks_multiplies_by_its_dequantized_weight() -> N
 
 
 def test_int4_multiplies_activations_as_they_are_by_values_rounded_to_bfloat16() -> None:
-    """Row 0 of a group with the scale 0.5 and of one with the scale 1.0078125; 7 times it is 7.0547.
+    """The second group of row 0 has the scale 1.0078125, and 7 times it is 7.0546875.
 
     The bfloat16 numbers next to that are 7.03125 and 7.0625.
     """

@@ -24,7 +24,7 @@ Invariants:
 - The weight is the value the learner computes with (BF16, if it trains in BF16), upcast to float32.
 - Integers and `fp8` divide the weight by the scale, as a float32, and round half to even. The
   engine multiplies by the same scale, so this picks the nearest value that it can represent.
-- A channel or group whose scale would be below 2^-90 gets scale 1 and codes 0. This concerns rows of zeros
+- A channel or group whose scale would be below 2^-90 gets scale 1 and codes 0. This concerns zeros,
   and rows with an absmax below 1.1e-25 (int8). No intermediate number of a division by a larger
   scale is subnormal; a GPU's kernel relies on that.
 - `fp8-tensor` and `fp8-block` follow the formulas of Transformer Engine's Float8CurrentScaling and

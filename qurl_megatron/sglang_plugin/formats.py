@@ -18,8 +18,8 @@ activations are quantized per token, before gate and up and again before down, u
     out = sum over a token's experts of its routing weight * down(silu(gate(x)) * up(x))
 
 On a GPU, SGLang's fused Triton kernels compute this, with the codes and scales as they are held.
-They take any widths with scales per channel. With blocks or groups, hidden and intermediate channels
-of a rank must be whole ones. On a CPU, the experts that have tokens are computed one after
+They take any widths with scales per channel. With blocks or groups, hidden and intermediate
+channels of a rank must be whole ones. On a CPU, the experts that have tokens are computed one after
 another, by the linear layers' products, and summed in float32.
 
 The router is not quantized. An unquantized layer of experts is computed on a CPU by the same loop.
@@ -105,7 +105,10 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             scales = -(-rows // height), -(-columns // width) if width else 1
             for suffix, values in (
                 ("weight", codes),
-                (self.scale_suffix, torch.ones(num_experts, *scales, dtype=self.linear.scale_dtype)),
+                (
+                    self.scale_suffix,
+                    torch.ones(num_experts, *scales, dtype=self.linear.scale_dtype),
+                ),
             ):
                 parameter = torch.nn.Parameter(values, requires_grad=False)
                 # SGLang's loader reads from a scale's `quant_method` how it is divided over ranks.

@@ -335,7 +335,8 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
     """Yield the parts of one parameter of a module that is at `path` in the model."""
     rows_per_entry, width = 1, 1  # rows and columns of the weight; None: all columns
     if "weight_scale" in name:
-        rows_per_entry, width = module.quant_method.block
+        method: Any = module.quant_method
+        rows_per_entry, width = method.block
     rank, size = get_group_rank_size(getattr(module, "tp_group", None))
     fused: list[tuple[str, int, int]] = []  # projections: name, rows of a rank's weight, rank
     if isinstance(module, QKVParallelLinear):
