@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from published import PARAMETERS
 from qurl_megatron.cli import app
 from qurl_megatron.commands.scaling import planned_row
-from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.config.schema import Config, ConfigError, FormatName
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.model.known import KNOWN_MODELS
@@ -50,7 +50,7 @@ def plan_of(gpus: int = 64, *words: str) -> Plan:
     ],
 )
 def test_a_run_of_the_study_fits_and_is_within_a_seventh_of_the_fastest_layout(
-    gpus: int, name: str, weight_format: WeightFormat
+    gpus: int, name: str, weight_format: FormatName
 ) -> None:
     config, node = study(name, gpus, weight_format), node_of("H200" if gpus == 8 else "H100", 8)
     planned = plan.plan(KNOWN_MODELS[name], config, gpus, node=node)

@@ -22,8 +22,9 @@ SGLang's own W8A8 layers transpose and rebind their weights after the first load
 lose a second one. These layers multiply by a transposed view and never replace a parameter.
 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
-by 8). For INT4 the weight's values are written out first: SGLang's Marlin kernels take codes only in
-an order of their own, into which every publish would have to be brought. On a CPU they are float32 products of the codes, which are as exact as `torch._int_mm` or a
+by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, into
+which every publish would have to be brought. So its Triton kernel for W4A16 experts computes these
+layers, each as the only expert. On a CPU they are float32 products of the codes, which are as exact as `torch._int_mm` or a
 bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times as fast.
 """
 
@@ -276,7 +277,44 @@ class Int4LinearMethod(QuantizedLinearMethod):
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        return torch.nn.functional.linear(x, weight_values(weight, scale), bias)
+        import triton.language as tl
+        from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
+
+        tokens = len(x)
+        rows = 16 if tokens <= 32 else 64  # of a block of tokens
+        order = torch.arange(-(-tokens // rows) * rows, dtype=torch.int32, device=x.device)
+        experts = torch.zeros_like(order[::rows])
+        out = x.new_empty(tokens, 1, len(weight))
+        invoke_fused_moe_kernel(
+            x.contiguous(),
+            weight[None],
+            None,
+            out,
+            None,
+            scale[None],
+            None,
+            topk_weights=order[:tokens, None],  # not used
+            topk_ids=order[:tokens, None],  # only their number is used
+            sorted_token_ids=order,
+            expert_ids=experts,
+            num_tokens_post_padded=torch.full_like(experts[:1], len(order)),
+            mul_routed_weight=False,
+            top_k=1,
+            config={
+                "BLOCK_SIZE_M": rows,
+                "BLOCK_SIZE_N": 64,
+                "BLOCK_SIZE_K": 32,  # divides groups: whole blocks are read
+                "GROUP_SIZE_M": 8,
+            },
+            compute_type=tl.bfloat16,
+            use_fp8_w8a8=False,
+            use_int8_w8a8=False,
+            use_int8_w8a16=False,
+            use_int4_w4a16=True,
+            per_channel_quant=False,
+            block_shape=[0, self.block[1]],
+        )
+        return out[:, 0] if bias is None else out[:, 0].add_(bias)
 
 
 class Int4Group32LinearMethod(Int4LinearMethod):
