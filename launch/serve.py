@@ -23,13 +23,12 @@ from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     FormatName,
-    GroupSize,
     ServerConfig,
     WeightFormat,
     with_group_size,
 )
 from qurl_megatron.config.validate import check_group_size, validate_server
-from qurl_megatron.config.values import Count, Seed, Text
+from qurl_megatron.config.values import Count, GroupSize, Seed, Text
 from qurl_megatron.files import check_output
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import free_port

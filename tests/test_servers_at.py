@@ -173,6 +173,7 @@ def test_a_url_that_must_not_or_cannot_be_asked_is_refused(
         ({"version": "0.0.1"}, r"runs qurl-megatron 0\.0\.1, and this is .*; install the same"),
         ({"method": "qurl_fp8"}, "takes weights as qurl_fp8; .* needs qurl_int8"),
         ({"method": None}, "takes weights as bf16"),
+        ({"method": "qurl_int4_g32"}, "takes weights as qurl_int4_g32; .* format and group_size"),
         (
             {"context_length": 99},
             "serves at most 99 tokens .* the run needs 100; .* max_length=100",

@@ -272,17 +272,18 @@ def check_format(name: str, group_size: int) -> WeightFormat:
     """Return a format and its group size in one name; raise ConfigError if they are none."""
     from typing import get_args
 
-    from qurl_megatron.config.schema import ConfigError, FormatName, GroupSize, with_group_size
+    from qurl_megatron.config.schema import ConfigError, FormatName, with_group_size
     from qurl_megatron.config.validate import check_group_size
+    from qurl_megatron.config.values import GROUP_SIZES
 
-    formats, sizes = get_args(FormatName), get_args(GroupSize)
+    formats = get_args(FormatName)
     if name not in formats:
         raise ConfigError(f"--format {name}: formats are {', '.join(formats)}")
-    if group_size not in sizes:
-        raise ConfigError(f"--group-size {group_size}: sizes are {' and '.join(map(str, sizes))}")
-    chosen = formats[formats.index(name)], sizes[sizes.index(group_size)]
-    check_group_size(*chosen, "--group-size ")
-    return with_group_size(*chosen)
+    if group_size not in GROUP_SIZES:
+        raise ConfigError(f"--group-size {group_size}: must be 32 or 128")
+    chosen: FormatName = formats[formats.index(name)]
+    check_group_size(chosen, group_size, "--group-size ")
+    return with_group_size(chosen, group_size)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from qurl_megatron.config.values import (
     Finite,
     Fraction,
     FractionOrZero,
+    GroupSize,
     LearningRate,
     NonNegative,
     OptionName,
@@ -48,7 +49,6 @@ Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr", "sequence_t
 FormatName = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 WeightFormat = Literal["bf16", "int8", "int4", "int4-g32", "fp8", "fp8-tensor", "fp8-block"]
 """A format and its group size in one name: int4 has groups of 128, int4-g32 of 32."""
-GroupSize = Literal[32, 128]
 PauseMode = Literal["retract", "in_place"]
 Releases = Literal["auto", "cache", "all"]
 Transport = Literal["broadcast", "direct", "auto"]
@@ -77,7 +77,7 @@ class ConfigError(ValueError):
     """A configuration that cannot run; the text says what is wrong and what would be right."""
 
 
-def with_group_size(name: FormatName, group_size: GroupSize) -> WeightFormat:
+def with_group_size(name: FormatName, group_size: int) -> WeightFormat:
     """Return a format and its group size in one name."""
     return "int4-g32" if name == "int4" and group_size == 32 else name
 

@@ -12,7 +12,6 @@ from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     FormatName,
-    GroupSize,
     LearnerConfig,
     ServerConfig,
     UaqConfig,
@@ -138,7 +137,7 @@ def check_weight_format(
             )
 
 
-def check_group_size(name: FormatName, group_size: GroupSize, field: str) -> None:
+def check_group_size(name: FormatName, group_size: int, field: str) -> None:
     """Check that a group size is given only for the format that has groups.
 
     Args:

@@ -24,8 +24,9 @@ lose a second one. These layers multiply by a transposed view and never replace 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
 by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, into
 which every publish would have to be brought. So its Triton kernel for W4A16 experts computes these
-layers, each as the only expert. On a CPU they are float32 products of the codes, which are as exact as `torch._int_mm` or a
-bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times as fast.
+layers, each as the only expert. On a CPU they are float32 products of the codes, which are as exact
+as `torch._int_mm` or a bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times
+as fast.
 """
 
 from collections.abc import Callable
