@@ -413,7 +413,7 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     """Return the bytes of what the first rank of a stage sent last, which a delta needs."""
     if config.quantization.publish == "full":
         return 0
-    learner, weight_format = config.learner, config.quantization.format
+    learner, weight_format = config.learner, config.quantization.weight_format
     keep = tuple(config.quantization.keep)
     total = 0
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
@@ -542,7 +542,7 @@ def total_bytes(parts: dict[str, int]) -> int:
 
 def bucket_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     """Return the bytes that the sender of a pipeline stage has in buckets, at most."""
-    learner, weight_format = config.learner, config.quantization.format
+    learner, weight_format = config.learner, config.quantization.weight_format
     keep = tuple(config.quantization.keep)
     total = largest = 0  # of the stage's tensors
     for rule, _, count in _rank_parameters(architecture, learner, stage):

@@ -35,7 +35,7 @@ Invariants:
 - No second, full-precision copy of a tensor is held. Rows are converted in chunks of 1 MiB of
   float32, 64 MiB on a GPU, or one row if that is larger.
 
-On a GPU, the formats with a scale per channel and `fp8-block` are kernels of `kernels.py`,
+On a GPU, 8-bit formats with a scale per channel and `fp8-block` are kernels of `kernels.py`,
 if rows are contiguous multiples of 16 in bfloat16 or float32. They can take the checksum of the
 codes on the way. All else is the code below.
 
