@@ -59,7 +59,9 @@ class Setting:
 
 def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
     """Return the config overrides of one arm."""
-    return [f"objective.objective={objective}", f"quantization.format={weight_format}", uaq]
+    words = [f"objective.objective={objective}", f"quantization.format={weight_format}", uaq]
+    # 128 divides none of the model's widths.
+    return [*words, *["quantization.group_size=32"] * (weight_format == "int4")]
 
 
 def int4_arms(*objectives: str) -> dict[str, list[str]]:

@@ -51,7 +51,7 @@ def server_specs(config: Config) -> list[ServerSpec]:
     rollout = config.rollout
     weights = config.quantization
     specs = [
-        ServerSpec("rollout", index, rollout.server, weights.format, tuple(weights.keep))
+        ServerSpec("rollout", index, rollout.server, weights.weight_format, tuple(weights.keep))
         for index in range(rollout.servers)
     ]
     if config.evaluation.enabled:

@@ -19,9 +19,16 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
-from qurl_megatron.config.validate import validate_server
-from qurl_megatron.config.values import Count, Seed, Text
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    FormatName,
+    ServerConfig,
+    WeightFormat,
+    with_group_size,
+)
+from qurl_megatron.config.validate import check_group_size, validate_server
+from qurl_megatron.config.values import Count, GroupSize, Seed, Text
 from qurl_megatron.files import check_output
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import free_port
@@ -42,8 +49,11 @@ class ServeConfig:
     """Hugging Face directory with the configuration and tokenizer of the run's model. Its weights
     are not read."""
 
-    format: WeightFormat = "int8"
+    format: FormatName = "int8"
     """Weight format: the run's `quantization.format`."""
+
+    group_size: GroupSize = 128
+    """Input channels that share a scale in format int4: the run's `quantization.group_size`."""
 
     max_length: Count = 2048
     """Maximum prompt plus response length, in tokens; at least the run's."""
@@ -74,6 +84,11 @@ class ServeConfig:
     """Mixture of experts: record the experts that are chosen for each token. A run whose
     `rollout.routing` is compare or replay needs that."""
 
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The format and its group size."""
+        return with_group_size(self.format, self.group_size)
+
 
 def run(config: ServeConfig) -> int:
     """Serve until a signal ends it; return the exit code: 1 if the server ended by itself.
@@ -91,7 +106,7 @@ def run(config: ServeConfig) -> int:
     plan = ServerPlan(
         Path(config.model).absolute(),
         config.server,
-        config.format,
+        config.weight_format,
         context_length=config.max_length,
         log_file=log_file,
         seed=config.seed,
@@ -101,7 +116,9 @@ def run(config: ServeConfig) -> int:
         port=config.port or free_port(),
         api_key=key,
     )
-    print(f"starting a server of {config.model} in {config.format}, log {log_file}", flush=True)
+    print(
+        f"starting a server of {config.model} in {config.weight_format}, log {log_file}", flush=True
+    )
     with plan.running() as server:
         url = server.url
         if config.host in EVERYWHERE:
@@ -120,7 +137,8 @@ def _check(config: ServeConfig) -> None:
             f"max_length={config.max_length}: the model has "
             f"{architecture.max_position_embeddings} positions; give at most those"
         )
-    validate_server("server", config.server, architecture, config.format, config.max_length)
+    check_group_size(config.format, config.group_size, "group_size=")
+    validate_server("server", config.server, architecture, config.weight_format, config.max_length)
     kept_layers(config.keep, architecture, "keep")
     if config.records_routing and not architecture.num_experts:
         raise ConfigError("records_routing=True: the model has no experts; leave it out")

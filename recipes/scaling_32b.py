@@ -22,11 +22,11 @@ Sources of the settings:
 from qurl_megatron.config.schema import (
     Config,
     EvaluationConfig,
+    FormatName,
     LearnerConfig,
     QuantizationConfig,
     ServerConfig,
     UaqConfig,
-    WeightFormat,
 )
 from qurl_megatron.recipes import grpo
 
@@ -46,7 +46,7 @@ def recipe() -> Config:
     return study("", 64, "int8")
 
 
-def study(model: str, gpus: int, weight_format: WeightFormat) -> Config:
+def study(model: str, gpus: int, weight_format: FormatName) -> Config:
     """Return the configuration for a model on a number of GPUs in `LAYOUTS`.
 
     `model` is a directory or a name in `model.known`.

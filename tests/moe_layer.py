@@ -13,15 +13,17 @@ from qurl_megatron.quantization.quantize import dequantize, engine_scale, quanti
 from qurl_megatron.sglang_plugin.formats import (
     Fp8BlockConfig,
     Fp8Config,
+    Int4Group32Config,
     Int8Config,
     QuantizedExpertsMethod,
     QurlConfig,
 )
-from qurl_megatron.sglang_plugin.linear import quantize_tokens
+from qurl_megatron.sglang_plugin.linear import Int4Group32LinearMethod, quantize_tokens
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 128
 CONFIGS: dict[str, type[QurlConfig]] = {
     "int8": Int8Config,
+    "int4-g32": Int4Group32Config,
     "fp8": Fp8Config,
     "fp8-block": Fp8BlockConfig,
 }
@@ -49,7 +51,8 @@ def build_layer(weight_format: str) -> tuple[Any, QuantizedExpertsMethod, list[l
             getattr(layer, f"{prefix}_weight").data[expert] = weight.codes
             scale = getattr(layer, f"{prefix}_{method.scale_suffix}")
             scale.data[expert] = engine_scale(weight)
-            values[-1].append(dequantize(weight))
+            value = dequantize(weight)
+            values[-1].append(value.bfloat16().float() if weight_format == "int4-g32" else value)
     return layer, method, values
 
 
@@ -95,7 +98,7 @@ def compare_kernels() -> None:
     """Print how far SGLang's fused kernels are from the CPU, and how far they would be if it erred.
 
     A line for each format has the relative error, then that of a CPU for which one scale of the
-    first expert is doubled: of a channel, or of a block.
+    first expert is doubled: of a channel, of a block, or of its groups.
 
     The kernels run in Triton's interpreter, with the tile sizes that SGLang chooses for an H100.
     Sorting tokens by expert and quantizing activations are CUDA extensions; plain torch stands for
@@ -129,6 +132,25 @@ def compare_kernels() -> None:
         spoilt = rounded_as_by_kernels(layer, method, dispatched).float()
         errors = [((out - each).norm() / expected.norm()).item() for each in (expected, spoilt)]
         print("relative error", weight_format, *errors)
+    compare_int4_layer()
+
+
+def compare_int4_layer() -> None:
+    """Print the same for a linear layer in INT4, which the kernel takes for an expert."""
+    generator = torch.Generator().manual_seed(2)
+    x, bias = (torch.randn(*shape, generator=generator) for shape in ((70, 192), (80,)))
+    quantized = quantize(torch.randn(80, 192, generator=generator), "int4-g32")
+    method, scale = Int4Group32LinearMethod(Int4Group32Config()), engine_scale(quantized)
+    given = x.bfloat16(), quantized.codes, scale
+    out = method.multiply_cuda(*given, bias.bfloat16()).float()
+    expected, spoilt = (
+        method.multiply_cpu(*given[:2], scale * factor, None).float() + bias.bfloat16()
+        for factor in (1, torch.tensor([[2.0], *[[1.0]] * 79]).bfloat16())
+    )
+    few = method.multiply_cuda(x[:3].bfloat16(), *given[1:], bias.bfloat16())
+    torch.testing.assert_close(few.float(), out[:3])
+    errors = [((out - each).norm() / expected.norm()).item() for each in (expected, spoilt)]
+    print("relative error int4-layer", *errors)
 
 
 def _codes(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:

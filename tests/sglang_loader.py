@@ -76,7 +76,8 @@ def build(model_dir: Path, weight_format: str) -> Any:
     quantization = {
         "bf16": None,
         "int8": formats.Int8Config,
-        "int4": formats.Int8Config,
+        "int4": formats.Int4Config,
+        "int4-g32": formats.Int4Group32Config,
         "fp8": formats.Fp8Config,
         "fp8-tensor": formats.Fp8Config,
         "fp8-block": formats.Fp8BlockConfig,

@@ -259,20 +259,36 @@ def test_the_vocabulary_is_padded_to_equal_rows_per_rank(tmp_path: Path) -> None
 def test_blocks_that_a_server_cannot_hold_are_refused(tmp_path: Path) -> None:
     sizes = {"head_dim": 64, "num_key_value_heads": 4, "intermediate_size": 512}
     fits = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 128, **sizes}
-    read(tmp_path, **fits).check_blocks(2)
+    read(tmp_path, **fits).check_blocks("fp8-block", 2)
     for size, changes, words in (
         (4, {}, "one of 4 server ranks has 192 query channels"),
         (2, {"hidden_size": 192}, "has 192 hidden channels"),
         (2, {"architectures": ["LlamaForCausalLM"]}, "SGLang's Llama"),
     ):
         with pytest.raises(ArchitectureError, match=words):
-            read(tmp_path, **{**fits, **changes}).check_blocks(size)
+            read(tmp_path, **{**fits, **changes}).check_blocks("fp8-block", size)
     wide = {"hidden_size": 512, "head_dim": 128, "moe_intermediate_size": 384}
     with_experts = read(tmp_path, **{**MOE, **wide})
-    with_experts.check_blocks(1)
-    with_experts.check_blocks(2, 2)  # each rank has half of the experts, whole
+    with_experts.check_blocks("fp8-block", 1)
+    with_experts.check_blocks("fp8-block", 2, 2)  # each rank has half of the experts, whole
     with pytest.raises(ArchitectureError, match="has 192 intermediate channels"):
-        with_experts.check_blocks(2)
+        with_experts.check_blocks("fp8-block", 2)
+
+
+def test_groups_that_a_server_cannot_hold_are_refused_with_what_would_do(tmp_path: Path) -> None:
+    """Key-value channels are outputs only: 32 of them on each of two ranks are no matter."""
+    sizes = {"head_dim": 32, "num_key_value_heads": 2, "intermediate_size": 512}
+    fits = {"hidden_size": 384, "num_attention_heads": 12, **sizes}
+    read(tmp_path, **fits).check_blocks("int4")
+    read(tmp_path, **fits).check_blocks("int4-g32", 2)
+    read(tmp_path, **fits).check_blocks("int8", 12)
+    for weight_format, size, words in (
+        ("int4", 2, "128 wide, but one of 2 server ranks has 192 query .*; use group_size=32, or"),
+        ("int4", 12, "32 query channels; use format int8"),  # 512 / 12 is 42
+        ("int4-g32", 12, "32 wide, .* of 12 server ranks has 42 intermediate .*; use format int8"),
+    ):
+        with pytest.raises(ArchitectureError, match=words):
+            read(tmp_path, **fits).check_blocks(weight_format, size)
 
 
 def test_a_server_divides_experts_over_groups_of_its_ranks(tmp_path: Path) -> None:

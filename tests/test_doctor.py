@@ -51,8 +51,8 @@ MODULE, DISK = "importlib.util.find_spec", "shutil.disk_usage"
             FORMATS,
             {GPUS: [gpu(10, 0)]},
             "ok",
-            "bf16, fp8, fp8-tensor; int8 needs compute capability 9.0 or less; int4 needs compute "
-            "capability 9.0 or less; fp8-block needs compute capability 9.0 or less",
+            "bf16, int4, fp8, fp8-tensor; int8 needs compute capability 9.0 or less; fp8-block "
+            "needs compute capability 9.0 or less",
         ),
         (FORMATS, {GPUS: []}, "ok", "fp8-block (SGLang on the CPU)"),
         (ENGINE, {GPUS: H100, MODULE: object()}, "ok", "installed"),

@@ -69,6 +69,12 @@ def test_a_quantized_policy_has_half_the_bytes_in_its_linear_layers() -> None:
         assert memory.published_bytes(QWEN2, weight_format) == expected
     blocks = 64 * (40 * 40 * 2 + 2 * 8 * 40 + 3 * 216 * 40)
     assert memory.published_bytes(QWEN2, "fp8-block") == linear + 4 * blocks + 2 * rest
+    # Half a byte per weight, and two bytes for each group of them.
+    assert memory.published_bytes(QWEN2, "int4") == linear * (1 / 2 + 2 / 128) + 2 * rest
+    assert memory.published_bytes(QWEN2, "int4-g32") == linear * (1 / 2 + 2 / 32) + 2 * rest
+    # All scales are divided, those of row-parallel layers too.
+    on_four = memory.server_weight_bytes(QWEN2, "int4", 4)["linear"]
+    assert on_four == linear * (1 / 2 + 2 / 128) / 4
     whole = memory.published_bytes(QWEN2, "int8") / memory.published_bytes(QWEN2, "bf16")
     assert whole == pytest.approx(0.5241, abs=1e-4)
 

@@ -19,6 +19,7 @@ def test_sglangs_fused_kernels_take_codes_and_scales_as_the_layer_holds_them() -
         "import moe_layer; moe_layer.main()"
     )
     lines = re.findall(r"relative error (\S+) (\S+) (\S+)", done.stdout)
-    assert {name for name, *_ in lines} == {"int8", "fp8", "fp8-block"}, done.stderr
+    names = {name for name, *_ in lines}
+    assert names == {"int8", "int4-g32", "fp8", "fp8-block", "int4-layer"}, done.stderr
     for name, error, error_of_a_wrong_scale in lines:
         assert float(error) < BFLOAT16_STEP < float(error_of_a_wrong_scale), (name, lines)

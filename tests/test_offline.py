@@ -18,7 +18,7 @@ from qurl_megatron.quantization import offline, quantize
 from tiny import build_tiny_model, random_model
 
 torch.set_num_threads(1)
-FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8", "fp8-tensor", "fp8-block")
+FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "fp8", "fp8-tensor", "fp8-block")
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from published import PARAMETERS
 from qurl_megatron.cli import app
 from qurl_megatron.commands.scaling import planned_row
-from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.config.schema import Config, ConfigError, FormatName
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.model.known import KNOWN_MODELS
@@ -50,7 +50,7 @@ def plan_of(gpus: int = 64, *words: str) -> Plan:
     ],
 )
 def test_a_run_of_the_study_fits_and_is_within_a_seventh_of_the_fastest_layout(
-    gpus: int, name: str, weight_format: WeightFormat
+    gpus: int, name: str, weight_format: FormatName
 ) -> None:
     config, node = study(name, gpus, weight_format), node_of("H200" if gpus == 8 else "H100", 8)
     planned = plan.plan(KNOWN_MODELS[name], config, gpus, node=node)
@@ -292,7 +292,7 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
             2,
             "would replay ",
         ),
-        (["Qwen2.5-32B", "--gpu", "B200"], 2, "--gpu B200 has 10.0, which serves bf16, fp8"),
+        (["Qwen2.5-32B", "--gpu", "B200"], 2, "--gpu B200 has 10.0, which serves bf16, int4, fp8"),
         (["Qwen2.5-32B", "--gpu", "V100"], 2, "--gpu V100: GPUs are A100, H100, H200, B200"),
         (["Qwen2.5-32B", "--gpus", "24,x"], 2, "--gpus 24,x: must be numbers from 2 to 16384"),
         (

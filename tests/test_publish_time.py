@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 
 from published import PARAMETERS
-from qurl_megatron.config.schema import Config, WeightFormat
+from qurl_megatron.config.schema import Config, FormatName
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory
@@ -21,7 +21,7 @@ VOCABULARY = 152064 * 5120
 NVLINK, INFINIBAND = 450e9, 50e9  # bytes per second
 
 
-def planned(weight_format: WeightFormat, *words: str) -> Config:
+def planned(weight_format: FormatName, *words: str) -> Config:
     """Return the study of 32B on 64 GPUs: a learner of 8 x 5, and six servers of four."""
     return with_overrides(study("", 64, weight_format), list(words))
 
@@ -39,7 +39,7 @@ def test_each_stage_sends_its_own_layers_and_what_lies_outside_of_them() -> None
 
 def test_the_senders_send_all_tensors_once() -> None:
     words = ["quantization.keep=[model.layers.3, '*.o_proj']"]
-    for weight_format in get_args(WeightFormat):
+    for weight_format in get_args(FormatName):
         config = planned(weight_format, *words)
         total = memory.published_bytes(QWEN2, weight_format, tuple(config.quantization.keep))
         assert sum(map(sum, stage_bytes(QWEN2, config))) == total

@@ -14,8 +14,14 @@ from qurl_megatron.quantization.quantize import (
     block_absmax,
     block_shape,
     code_flips,
+    code_values,
     dequantize,
+    engine_scale,
+    pack,
+    packing,
     quantize,
+    spread_scale,
+    unpack,
 )
 
 torch.set_num_threads(1)
@@ -40,18 +46,52 @@ def same_bytes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return int(code_flips(a.codes, b.codes)) == 0 and torch.equal(a.scale, b.scale)
 
 
-@pytest.mark.parametrize(("weight_format", "largest"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize(("weight_format", "largest"), [("int8", 127), ("int4-g32", 7)])
 @given(weight=weights)
 @settings(deadline=None)
 def test_integer_codes_are_within_half_a_step_of_the_weight(
     weight_format: str, largest: int, weight: torch.Tensor
 ) -> None:
+    weight = torch.cat([weight, weight], 1)  # INT4 needs an even number of columns
     quantized = quantize(weight, weight_format)
-    assert quantized.codes.abs().max() <= largest
-    error = (quantized.codes.double() * quantized.scale.double() - weight.double()).abs()
+    assert code_values(quantized).abs().max() <= largest
+    error = (dequantize(quantized).double() - weight.double()).abs()
     # weight / scale is rounded to float32 before it is rounded to an integer.
     division_rounding = largest * 2.0**-24
-    assert (error <= quantized.scale.double() * (0.5 + division_rounding)).all()
+    scale = spread_scale(quantized).double()
+    assert (error <= scale * (0.5 + division_rounding)).all()
+
+
+def test_int4_groups_columns_and_packs_two_codes_into_a_byte() -> None:
+    """Of two groups of 32: the first has absmax 7, the second 3.5, in the first row."""
+    weight = torch.zeros(2, 64)
+    weight[0, :4] = torch.tensor([7.0, -7.0, 2.5, -3.5])
+    weight[0, 32:36] = torch.tensor([3.5, 0.25, 0.75, -1.75])
+    weight[1, 40] = 7 * 0.3  # 0.3 is no BF16 number: the scale is 0.30078125
+    quantized = quantize(weight, "int4-g32")
+    assert quantized.scale.tolist() == [[1, 0.5], [1, 0.30078125]]
+    assert engine_scale(quantized).dtype == torch.bfloat16
+    codes = torch.zeros(2, 64, dtype=torch.int8)
+    codes[0, :4] = torch.tensor([7, -7, 2, -4])  # halves to even
+    codes[0, 32:36] = torch.tensor([7, 0, 2, -4])
+    codes[1, 40] = 7  # 6.98
+    assert torch.equal(code_values(quantized), codes)
+    # Each code plus 8, the first of two in the lower half: 7 -> 15, -7 -> 1, 2 -> 10, -4 -> 4.
+    assert quantized.codes.dtype == torch.uint8 and quantized.codes.shape == (2, 32)
+    assert quantized.codes[0, :2].tolist() == [15 + 16 * 1, 10 + 16 * 4]
+    assert quantized.codes[1].tolist() == [*[0x88] * 20, 15 + 16 * 8, *[0x88] * 11]
+    assert dequantize(quantized)[0, 32:36].tolist() == [3.5, 0, 1, -2]
+    # One group of 128 that the tensor ends within.
+    assert quantize(weight, "int4").scale.tolist() == [[1], [0.30078125]]
+
+
+def test_packed_codes_are_those_of_compressed_tensors() -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    codes = torch.randint(-7, 8, (5, 64), generator=torch.Generator().manual_seed(0)).to(torch.int8)
+    packed = pack(codes.float()).to(torch.uint8)
+    assert torch.equal(packed.view(torch.int32), pack_to_int32(codes, 4))
+    assert torch.equal(unpack(packed), codes)
 
 
 @given(weights)
@@ -157,6 +197,7 @@ def test_the_largest_float32_gets_the_largest_code(weight_format: str) -> None:
     [
         ("int8", "row 290 of the weight"),
         ("fp8", "row 290 of the weight"),
+        ("int4", "row 290 of the weight"),
         ("fp8-tensor", "the weight"),
         ("fp8-block", "a block from row 256 of the weight"),
     ],
@@ -188,7 +229,7 @@ def test_views_that_are_not_contiguous_are_quantized_like_their_copies() -> None
         assert same_bytes(quantized, quantize(view.contiguous(), "int8"))
 
 
-@pytest.mark.parametrize("weight_format", ["int8", "fp8", "fp8-tensor", "fp8-block"])
+@pytest.mark.parametrize("weight_format", ["int8", "int4-g32", "fp8", "fp8-tensor", "fp8-block"])
 def test_codes_are_written_into_columns_of_a_wider_tensor(
     weight_format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,9 +237,10 @@ def test_codes_are_written_into_columns_of_a_wider_tensor(
     weight = torch.randn(7, 24, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = quantize(weight, weight_format, with_checksum=True)
     wide = torch.zeros(7, 40, dtype=torch.uint8).view(expected.codes.dtype)
-    part = quantize(weight, weight_format, out=wide[:, 8:32], with_checksum=True)
-    assert torch.equal(wide[:, 8:32].view(torch.uint8), expected.codes.view(torch.uint8))
-    assert not wide.view(torch.uint8)[:, :8].any() and not wide.view(torch.uint8)[:, 32:].any()
+    end = 8 + 24 // packing(weight_format)
+    part = quantize(weight, weight_format, out=wide[:, 8:end], with_checksum=True)
+    assert torch.equal(wide[:, 8:end].view(torch.uint8), expected.codes.view(torch.uint8))
+    assert not wide.view(torch.uint8)[:, :8].any() and not wide.view(torch.uint8)[:, end:].any()
     assert part.checksum == expected.checksum
 
 
@@ -213,7 +255,7 @@ def test_code_flips_counts_changed_codes(weight_format: str) -> None:
 
 def test_an_unknown_format_and_an_absmax_of_the_wrong_shape_are_errors() -> None:
     weight = torch.ones(3, 4)
-    with pytest.raises(ValueError, match="'int3'.*int8, int4, fp8"):
+    with pytest.raises(ValueError, match="'int3'.*int8, int4, int4-g32, fp8"):
         quantize(weight, "int3")
     with pytest.raises(ValueError, match=r"float32 \[3\].*\[3, 4\].*\[3, 1\]"):
         quantize(weight, "int8", absmax=torch.ones(3))
@@ -279,7 +321,9 @@ def test_multiplying_by_the_factor_differs_from_dividing_by_the_scale() -> None:
     assert 0 < flips < 1e-3 * weight.numel()
 
 
-@pytest.mark.parametrize("weight_format", ["int8", "fp8", "fp8-tensor", "fp8-block"])
+@pytest.mark.parametrize(
+    "weight_format", ["int8", "int4", "int4-g32", "fp8", "fp8-tensor", "fp8-block"]
+)
 @pytest.mark.parametrize("offset", [(0, 0), (128, 256), (40, 0), (0, 100), (130, 70)])
 def test_a_part_given_the_absmax_of_whole_blocks_has_the_codes_of_the_whole(
     weight_format: str, offset: tuple[int, int]
@@ -299,7 +343,8 @@ def test_a_part_given_the_absmax_of_whole_blocks_has_the_codes_of_the_whole(
     alone[rows, columns] = weight[rows, columns]
     own = block_absmax(weight[rows, columns], weight_format, offset)
     assert torch.equal(own, block_absmax(alone, weight_format)[touched])
-    assert code_flips(part.codes, whole.codes[rows, columns].contiguous()) == 0
+    held = slice(*(at // packing(weight_format) for at in (columns.start, columns.stop)))
+    assert code_flips(part.codes, whole.codes[rows, held].contiguous()) == 0
     assert torch.equal(part.scale, whole.scale[touched])
     assert torch.equal(dequantize(part), dequantize(whole)[rows, columns])
     assert torch.equal(weight, before)

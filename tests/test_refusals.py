@@ -122,6 +122,9 @@ FIELDS = rows(r"""
     quantization.format=int3                'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-bloc
     quantization.format=                    quantization.format=
     quantization.format=fp8-block           has 64 query channels; use format fp8
+    quantization.format=int4                has 64 query channels; use group_size=32, or format int8
+    quantization.group_size=32              quantization.group_size=32: format int8 has no groups
+    quantization.group_size=64              group_size=64: input should be 32 or 128
     quantization.keep=[*.q_proj]            a server holds them as one layer, so keep all or none
     quantization.publish=auto & quantization.transport=direct  =direct all tensors are written in
     quantization.transport=direct & rollout.servers_at=["http://localhost:1"]  are on other machines
@@ -277,7 +280,9 @@ COMMANDS = rows("""
     eval model no_such.jsonl max_prompt_length=99 max_response_length=99  no_such.jsonl
     eval model problems.jsonl k=-1                 k=-1
     eval model problems.jsonl format=int3          format=int3
-    eval model problems.jsonl format=fp8-block     blocks are 128 wide
+    eval model problems.jsonl format=fp8-block     blocks of fp8-block are 128 wide
+    eval model problems.jsonl group_size=32        group_size=32: format bf16 has no groups
+    eval model problems.jsonl format=int4          groups of int4 are 128 wide
     eval model problems.jsonl format=int8 keep=[no] max_prompt_length=99 max_response_length=9  no:
     eval model problems.jsonl output=runs          output=runs: exists
     eval model problems.jsonl output=-x            must not begin with -
@@ -305,7 +310,11 @@ COMMANDS = rows("""
     quantize model linked                          linked.partial is a link, and may lead elsewhere
     uaq model linked                               linked.partial is a link, and may lead elsewhere
     quantize model out --format int3               formats are bf16, int8
-    quantize model out --format fp8-block          blocks are 128 wide
+    quantize model out --format fp8-block          blocks of fp8-block are 128 wide
+    quantize model out --format int4               groups of int4 are 128 wide
+    quantize model out --format int4 --group-size 64  --group-size 64: must be 32 or 128
+    quantize model out --group-size 32             --group-size 32: format int8 has no groups
+    mismatch model problems.jsonl --format int4    groups of int4 are 128 wide
     quantize quantized out                         is quantized already
     quantize -m out                                No such option: -m
     quantize -- -m out                             model directory '-m' does not exist

@@ -173,6 +173,7 @@ def test_a_url_that_must_not_or_cannot_be_asked_is_refused(
         ({"version": "0.0.1"}, r"runs qurl-megatron 0\.0\.1, and this is .*; install the same"),
         ({"method": "qurl_fp8"}, "takes weights as qurl_fp8; .* needs qurl_int8"),
         ({"method": None}, "takes weights as bf16"),
+        ({"method": "qurl_int4_g32"}, "takes weights as qurl_int4_g32; .* format and group_size"),
         (
             {"context_length": 99},
             "serves at most 99 tokens .* the run needs 100; .* max_length=100",
@@ -285,14 +286,14 @@ def test_a_wrong_setting_of_serve_is_refused_before_anything_starts(
 def test_experts_in_blocks_are_divided_as_the_server_divides_them(
     model_dir: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, ...]] = []
-    monkeypatch.setattr(Architecture, "check_blocks", lambda _, *sizes: asked.append(sizes))
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(Architecture, "check_blocks", lambda _, *given: asked.append(given))
     monkeypatch.setattr(Architecture, "check_server_layout", lambda *_: None)
     words = ["format=fp8-block", "host=", "max_length=100", "server.tensor_parallel_size=4"]
     words += [f"key_file={key_file}", "server.expert_parallel_size=2"]
     with pytest.raises(ConfigError, match="host=: missing"):
         serve.run(with_overrides(serve.ServeConfig(model=str(model_dir)), words))
-    assert asked == [(4, 2)]
+    assert asked == [("fp8-block", 4, 2)]
 
 
 # ------------------------------------------------------------------------------------- their end

@@ -29,7 +29,7 @@ from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)
 
-FORMATS = ("bf16", "int8", "fp8", "fp8-block")
+FORMATS = ("bf16", "int8", "int4", "fp8", "fp8-block")
 # Ranks of a server, and groups of them over which whole experts are divided.
 LAYOUTS = ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4))
 # Widths of every rank are whole blocks of 128.
@@ -48,7 +48,7 @@ def weights(
 ) -> Iterator[tuple[Path, str, list[dict[str, Tensor]]]]:
     """Yield a tiny model's directory, a format, and two sets of weights to send in it."""
     directory, weight_format = tmp_path_factory.mktemp("moe"), request.param
-    dims: dict[str, Any] = WHOLE_BLOCKS if weight_format == "fp8-block" else {}
+    dims: dict[str, Any] = WHOLE_BLOCKS if weight_format in ("int4", "fp8-block") else {}
     models = [
         build_tiny_model(directory / str(seed), "qwen3_moe", seed=seed, **dims) for seed in (0, 1)
     ]
@@ -122,6 +122,8 @@ def test_a_quantized_directory_is_loaded_like_a_publish(
 
 def rounded(x: Tensor, weight_format: str) -> Tensor:
     """Return activations `[in]` as a token's codes and scales stand for them."""
+    if weight_format == "int4-g32":
+        return x.float()
     dtype = torch.int8 if weight_format == "int8" else torch.float8_e4m3fn
     blocks = x.float().split(128 if weight_format == "fp8-block" else len(x))
     parts = [quantize_tokens(block[None], dtype) for block in blocks]

@@ -11,9 +11,16 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from qurl_megatron.quantization.quantize import dequantize, quantize
+from qurl_megatron.quantization.quantize import dequantize, pack, quantize
 from qurl_megatron.sglang_plugin import attention, platform, weights
-from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
+from qurl_megatron.sglang_plugin.formats import (
+    Fp8BlockConfig,
+    Fp8Config,
+    Int4Config,
+    Int4Group32Config,
+    Int8Config,
+    QurlConfig,
+)
 from qurl_megatron.sglang_plugin.linear import Int8LinearMethod, quantize_tokens
 
 NUM_SLOTS, HEAD_SIZE, KEY_HEADS = 400, 16, 2
@@ -115,21 +122,23 @@ def build_layer(config: QurlConfig, input_size: int, output_sizes: list[int]) ->
         (Int8Config(), "weight_scale", (384, 1)),
         (Fp8Config(), "weight_scale", (384, 1)),
         (Fp8BlockConfig(), "weight_scale_inv", (3, 2)),
+        (Int4Config(), "weight_scale", (384, 2)),
+        (Int4Group32Config(), "weight_scale", (384, 8)),
     ],
 )
 def test_a_layer_starts_with_zero_weights_and_never_replaces_a_parameter(
     config: QurlConfig, scale_name: str, scale_shape: tuple[int, int]
 ) -> None:
-    layer = build_layer(config, 200, [256, 128])
+    layer = build_layer(config, 256, [256, 128])
     before = dict(layer.named_parameters())
     bias = torch.arange(384.0)
-    out = layer.method.apply(layer, torch.ones(2, 3, 200, dtype=torch.bfloat16), bias)
+    out = layer.method.apply(layer, torch.ones(2, 3, 256, dtype=torch.bfloat16), bias)
     assert torch.equal(out, bias.bfloat16().expand(2, 3, 384))
     assert {name: id(p) for name, p in layer.named_parameters()} == {
         name: id(p) for name, p in before.items()
     }
     assert {name: p.shape for name, p in before.items()} == {
-        "weight": (384, 200),
+        "weight": (384, 256 // layer.method.packing),
         scale_name: scale_shape,
     }
 
@@ -148,9 +157,27 @@ def test_a_layer_with_partial_blocks_multiplies_by_its_dequantized_weight() -> N
     torch.testing.assert_close(out, rounded @ dequantize(quantized).t(), rtol=4e-3, atol=1e-3)
 
 
+def test_int4_multiplies_activations_as_they_are_by_values_rounded_to_bfloat16() -> None:
+    """The second group of row 0 has the scale 1.0078125, and 7 times it is 7.0546875.
+
+    The bfloat16 numbers next to that are 7.03125 and 7.0625.
+    """
+    layer = build_layer(Int4Group32Config(), 64, [2])
+    codes = torch.zeros(2, 64)
+    codes[0, 3], codes[0, 40], codes[1, 5] = -7, 7, 1
+    layer.weight.data.copy_(pack(codes))
+    layer.weight_scale.data.copy_(torch.tensor([[0.5, 1.0078125], [3.0, 1.0]]))
+    x = torch.zeros(3, 64)
+    x[0, 3], x[1, 40], x[2, 5] = 1.0, 1.0, 0.3
+    out = layer.method.apply(layer, x.bfloat16())
+    assert out.tolist() == [[-3.5, 0.0], [7.0625, 0.0], [0.0, 0.90234375]]  # 3 * bfloat16(0.3)
+
+
 def test_a_block_that_would_belong_to_two_fused_layers_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"\[256, 64\].*multiples of 128"):
         build_layer(Fp8BlockConfig(), 128, [256, 64])
+    with pytest.raises(ValueError, match="qurl_int4: 192 input channels.* no whole groups of 128"):
+        build_layer(Int4Config(), 192, [64])
 
 
 def test_a_server_waits_for_weights_for_a_limited_time_and_a_learner_keeps_its_own_limit() -> None:

@@ -1,7 +1,8 @@
 """Make Triton's interpreter compute what a GPU computes.
 
-Its multiply-add rounds twice, its casts to FP8 and BF16 do not round to even, and its sums of
-integers are wider than their type. `install` replaces these.
+Its multiply-add rounds twice, its casts to FP8 and BF16 do not round to even, its sums of integers
+are wider than their type, and its products of matrices take the bits of BF16 for integers.
+`install` replaces these.
 """
 
 import os
@@ -41,6 +42,7 @@ def install() -> None:
 
     own_cast = InterpreterBuilder.create_fp_to_fp
     own_truncation = InterpreterBuilder.create_fp_trunc
+    own_dot = InterpreterBuilder.create_dot
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         return TensorHandle(fused_multiply_add(x.data, y.data, z.data), z.dtype.scalar)
@@ -58,6 +60,15 @@ def install() -> None:
         values = torch.from_numpy(source.data.copy()).bfloat16()
         return TensorHandle(values.view(torch.uint16).numpy(), target.scalar)
 
+    def create_dot(self: Any, x: Any, y: Any, z: Any, *settings: Any) -> Any:
+        x, y = (
+            TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            if factor.dtype.scalar == tl.bfloat16
+            else factor
+            for factor in (x, y)
+        )
+        return own_dot(self, x, y, z, *settings)
+
     def sum_in_type(self: Any, values: Any) -> Any:
         data = values.handle.data
         total = np.sum(data, axis=self.axis, keepdims=self.keep_dims, dtype=data.dtype)
@@ -66,4 +77,5 @@ def install() -> None:
     InterpreterBuilder.create_fma = create_fma
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_fp_trunc = create_fp_trunc
+    InterpreterBuilder.create_dot = create_dot
     ReduceOps.sum = sum_in_type

@@ -18,14 +18,14 @@ from benchmarks import machine
 from benchmarks.gpu import policy, record, timing
 from benchmarks.shards import random_learner
 from qurl_megatron import device
-from qurl_megatron.config.schema import QuantizationConfig, ServerConfig, WeightFormat
+from qurl_megatron.config.schema import FormatName, QuantizationConfig, ServerConfig
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 
-FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "fp8")
+FORMATS: tuple[FormatName, ...] = ("bf16", "int8", "fp8")
 # "broadcast" is left out for the larger shapes: one publish of 32B takes half a minute.
 Transport = Literal["broadcast", "direct"]
 TRANSPORTS: dict[str, tuple[Transport, ...]] = {
@@ -88,7 +88,7 @@ def initialize_single_rank() -> None:
 
 def measure(
     shape: str,
-    weight_format: WeightFormat,
+    weight_format: FormatName,
     transports: dict[str, Transport],
     repetitions: int,
     results: record.Record,
@@ -113,7 +113,7 @@ def measure(
 def measure_publish(
     publisher: Publisher,
     learner: Learner,
-    weight_format: WeightFormat,
+    weight_format: FormatName,
     repetitions: int,
 ) -> dict[str, Any]:
     """Return times in seconds, sizes in bytes and the floor of `repetitions` publishes."""
@@ -143,7 +143,7 @@ def measure_publish(
     }
 
 
-def convert_once(learner: Learner, weight_format: WeightFormat) -> float:
+def convert_once(learner: Learner, weight_format: FormatName) -> float:
     """Return the seconds to build the buckets, including checksums, without sending them."""
     converter = Converter(learner, weight_format, BUCKET_BYTES)
     start = time.perf_counter()

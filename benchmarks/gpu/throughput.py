@@ -22,7 +22,7 @@ import httpx
 from benchmarks.gpu import policy, publish, record
 from benchmarks.shards import random_learner
 from qurl_megatron import device
-from qurl_megatron.config.schema import QuantizationConfig, ServerConfig, WeightFormat
+from qurl_megatron.config.schema import FormatName, QuantizationConfig, ServerConfig
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.publish import Publisher
@@ -62,7 +62,7 @@ def main() -> None:
 
 def measure(
     shape: str,
-    weight_format: WeightFormat,
+    weight_format: FormatName,
     batches: Sequence[int],
     lengths: tuple[int, int],
     results: record.Record,

@@ -30,7 +30,7 @@ Parameters = dict[str, Tensor]
 class Engine:
     """How a quantized copy of a policy computes. Its weights and activations have codes."""
 
-    weight_format: str  # a format with one scale per channel
+    weight_format: str  # int8, fp8, or int4: INT8's codes from -7 to 7, with a scale per channel
     error: float = 1.0  # factor on the rounding error of the weights
     dither: torch.Generator | None = None  # of stochastic rounding; None: weights round to nearest
 
@@ -41,11 +41,13 @@ class Engine:
         That is rounding to nearest after adding uniform noise of one code step.
         """
         rows = weight.flatten(0, 1)
-        absmax = quantize.block_absmax(rows, self.weight_format)
+        absmax = quantize.block_absmax(rows, self._eight_bits)
+        if self.weight_format == "int4":
+            absmax *= 127 / 7
         if self.dither is not None:
-            scale = quantize.block_scale(absmax, self.weight_format, rows.dtype)
+            scale = quantize.block_scale(absmax, self._eight_bits, rows.dtype)
             rows = rows + (torch.rand(rows.shape, generator=self.dither) - 0.5) * scale
-        return quantize.quantize(rows, self.weight_format, absmax)
+        return quantize.quantize(rows, self._eight_bits, absmax)
 
     def weights(self, weight: Tensor) -> Tensor:
         """Return the values `[seeds, out, in]` that the engine multiplies by."""
@@ -55,8 +57,11 @@ class Engine:
     def activations(self, inputs: Tensor) -> Tensor:
         """Return `inputs` `[seeds, rows, in]`, rounded with one scale per row, as SGLang does."""
         rows = inputs.flatten(0, 1)
-        weight_format = "fp8" if self.weight_format == "fp8" else "int8"
-        return quantize.dequantize(quantize.quantize(rows, weight_format)).view_as(inputs)
+        return quantize.dequantize(quantize.quantize(rows, self._eight_bits)).view_as(inputs)
+
+    @property
+    def _eight_bits(self) -> str:
+        return "fp8" if self.weight_format == "fp8" else "int8"
 
 
 def new_parameters(seeds: int, generator: torch.Generator) -> Parameters:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 SourceDirectory = Annotated[
     Path, typer.Argument(metavar="SRC", help="Hugging Face directory: config.json, safetensors.")
 ]
+GroupSizeOption = Annotated[
+    int, typer.Option(help="Input channels that share a scale in format int4: 32 or 128.")
+]
 NewDirectory = Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")]
 
 
@@ -52,6 +55,7 @@ def quantize(
     weight_format: Annotated[
         str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor, fp8-block or bf16.")
     ] = "int8",
+    group_size: GroupSizeOption = 128,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -69,7 +73,7 @@ def quantize(
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.quantization.offline import quantize_directory
 
-    chosen = check_format(weight_format)
+    chosen = check_format(weight_format, group_size)
     kept_layers(keep or [], Architecture.from_directory(source))
     _check_new(destination)
     yield 0
@@ -90,6 +94,7 @@ def mismatch(
     weight_format: Annotated[
         str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor or fp8-block.")
     ] = "int8",
+    group_size: GroupSizeOption = 128,
     prompts: Annotated[
         int, typer.Option(min=4, max=100_000, help="Number of problems, each answered once.")
     ] = 64,
@@ -112,7 +117,7 @@ def mismatch(
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.files import check_output, write_whole
 
-    chosen = check_format(weight_format)
+    chosen = check_format(weight_format, group_size)
     if output is not None:
         if os.path.lexists(output):
             raise ConfigError(f"--output {output}: exists; choose another file")
@@ -263,16 +268,22 @@ def _check_new(destination: Path) -> None:
     check_output(destination)
 
 
-def check_format(name: str) -> WeightFormat:
-    """Return the weight format of a name; raise ConfigError if there is none."""
+def check_format(name: str, group_size: int) -> WeightFormat:
+    """Return a format and its group size in one name; raise ConfigError if they are none."""
     from typing import get_args
 
-    from qurl_megatron.config.schema import ConfigError, WeightFormat
+    from qurl_megatron.config.schema import ConfigError, FormatName, with_group_size
+    from qurl_megatron.config.validate import check_group_size
+    from qurl_megatron.config.values import GROUP_SIZES
 
-    formats = get_args(WeightFormat)
+    formats = get_args(FormatName)
     if name not in formats:
         raise ConfigError(f"--format {name}: formats are {', '.join(formats)}")
-    return formats[formats.index(name)]
+    if group_size not in GROUP_SIZES:
+        raise ConfigError(f"--group-size {group_size}: must be 32 or 128")
+    chosen: FormatName = formats[formats.index(name)]
+    check_group_size(chosen, group_size, "--group-size ")
+    return with_group_size(chosen, group_size)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from qurl_megatron.config.values import (
     Finite,
     Fraction,
     FractionOrZero,
+    GroupSize,
     LearningRate,
     NonNegative,
     OptionName,
@@ -45,7 +46,9 @@ from qurl_megatron.config.values import (
 )
 
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr", "sequence_tis"]
-WeightFormat = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
+FormatName = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
+WeightFormat = Literal["bf16", "int8", "int4", "int4-g32", "fp8", "fp8-tensor", "fp8-block"]
+"""A format and its group size in one name: int4 has groups of 128, int4-g32 of 32."""
 PauseMode = Literal["retract", "in_place"]
 Releases = Literal["auto", "cache", "all"]
 Transport = Literal["broadcast", "direct", "auto"]
@@ -72,6 +75,11 @@ STOPPED_EARLY = 75
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the text says what is wrong and what would be right."""
+
+
+def with_group_size(name: FormatName, group_size: int) -> WeightFormat:
+    """Return a format and its group size in one name."""
+    return "int4-g32" if name == "int4" and group_size == 32 else name
 
 
 @dataclasses.dataclass
@@ -293,10 +301,15 @@ class UaqConfig:
 class QuantizationConfig:
     """The quantized copy of the policy that the rollout servers run."""
 
-    format: WeightFormat = "int8"
-    """Weight format of the rollout. int8, int4 and fp8 have a scale per output channel, fp8-tensor
-    one per tensor, fp8-block one per 128x128 block. bf16 is not quantized, and `qurl train` then
-    turns off a recipe's UAQ."""
+    format: FormatName = "int8"
+    """Weight format of the rollout. int8 and fp8 have a scale per output channel, int4 one per
+    output channel and `group_size` inputs, fp8-tensor one per tensor, fp8-block one per 128x128
+    block. With int4 activations stay in BF16. bf16 is not quantized, and `qurl train` then turns
+    off a recipe's UAQ."""
+
+    group_size: GroupSize = 128
+    """Number of neighbouring input channels that share a scale, in format int4. It must divide the
+    input channels of every layer on a server's rank."""
 
     uaq: UaqConfig = dataclasses.field(default_factory=UaqConfig)
     """Update-aware quantization."""
@@ -322,6 +335,11 @@ class QuantizationConfig:
     """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
     [model.layers.0, "*.down_proj"]. q, k and v of a block are kept together, and so are gate and
     up. `qurl mismatch` recommends some. Empty: none."""
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The format and its group size."""
+        return with_group_size(self.format, self.group_size)
 
 
 @dataclasses.dataclass

@@ -11,6 +11,7 @@ from qurl_megatron.config.schema import (
     AgentConfig,
     Config,
     ConfigError,
+    FormatName,
     LearnerConfig,
     ServerConfig,
     UaqConfig,
@@ -26,10 +27,10 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # bfloat16, and sgl_kernel is compiled for 8.0 and above. The lower bounds of FP8 are those of its
 # matrix products. On GPUs after Hopper sgl_kernel has no INT8 product, and DeepGEMM takes no
 # float32 scales of blocks.
-CAPABILITIES: dict[WeightFormat, tuple[tuple[int, int], tuple[int, int] | None]] = {
+CAPABILITIES: dict[FormatName, tuple[tuple[int, int], tuple[int, int] | None]] = {
     "bf16": ((8, 0), None),
     "int8": ((8, 0), (9, 0)),
-    "int4": ((8, 0), (9, 0)),
+    "int4": ((8, 0), None),
     "fp8": ((8, 9), None),
     "fp8-tensor": ((8, 9), None),
     "fp8-block": ((9, 0), (9, 0)),
@@ -106,7 +107,7 @@ def check_context_parallel(learner: LearnerConfig, has_transformer_engine: bool)
 
 def why_not_served(weight_format: WeightFormat, capability: tuple[int, int]) -> str:
     """Return why a GPU does not serve a format, on one line; an empty string if it does."""
-    oldest, newest = CAPABILITIES[weight_format]
+    oldest, newest = CAPABILITIES["int4" if weight_format == "int4-g32" else weight_format]
     if capability < oldest:
         return f"needs compute capability {oldest[0]}.{oldest[1]}"
     if newest and capability > newest:
@@ -134,6 +135,19 @@ def check_weight_format(
                 f"weight format {weight_format}: {why}, and {whose} has "
                 f"{major}.{minor}, which serves {', '.join(served) or 'none'}"
             )
+
+
+def check_group_size(name: FormatName, group_size: int, field: str) -> None:
+    """Check that a group size is given only for the format that has groups.
+
+    Args:
+        field: how the error message names it, up to its value.
+
+    Raises:
+        ConfigError: it is given for another.
+    """
+    if group_size != 128 and name != "int4":
+        raise ConfigError(f"{field}{group_size}: format {name} has no groups; leave it out")
 
 
 def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
@@ -216,8 +230,8 @@ def validate_server(
     check_options(name, server)
     try:
         architecture.check_server_layout(server.tensor_parallel_size, server.expert_parallel_size)
-        if weight_format == "fp8-block":
-            architecture.check_blocks(server.tensor_parallel_size, server.expert_parallel_size)
+        sizes = server.tensor_parallel_size, server.expert_parallel_size
+        architecture.check_blocks(weight_format, *sizes)
     except ArchitectureError as error:
         raise ConfigError(f"{name}: {error}") from None
     needed = max_length + CONTEXT_RESERVE
@@ -355,6 +369,7 @@ def _validate_fields(config: Config) -> None:
             "choose acr, tis or decoupled"
         )
 
+    check_group_size(quantization.format, quantization.group_size, "quantization.group_size=")
     if quantization.transport == "direct" and quantization.publish != "full":
         raise ConfigError(
             f"quantization.publish={quantization.publish}: with quantization.transport=direct all "
@@ -437,7 +452,7 @@ def _validate_model(config: Config) -> Architecture:
         raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
     rollout = config.rollout
     for name, server, weight_format in (
-        ("rollout.server", rollout.server, config.quantization.format),
+        ("rollout.server", rollout.server, config.quantization.weight_format),
         ("evaluation.server", config.evaluation.server, "bf16"),
     ):
         validate_server(name, server, architecture, weight_format, rollout.max_length)

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
@@ -97,6 +97,13 @@ OptionName = Annotated[
         r"[^\W\d]\w*",
         "an option's name has letters, digits and _ only, and begins with a letter or _",
     ),
+]
+
+GROUP_SIZES = (32, 128)
+# A literal number takes no text, which is what a command line gives.
+GroupSize = Annotated[
+    Literal[32, 128],
+    pydantic.BeforeValidator(lambda given: {"32": 32, "128": 128}.get(str(given), given)),
 ]
 
 OptionValue = str | int | float | bool

@@ -42,15 +42,23 @@ from qurl_megatron.config.schema import (
     AgentConfig,
     Config,
     ConfigError,
+    FormatName,
     RewardName,
     ServerConfig,
     WeightFormat,
+    with_group_size,
 )
-from qurl_megatron.config.validate import validate_agent, validate_lengths, validate_server
+from qurl_megatron.config.validate import (
+    check_group_size,
+    validate_agent,
+    validate_lengths,
+    validate_server,
+)
 from qurl_megatron.config.values import (
     Count,
     CountOrZero,
     Directory,
+    GroupSize,
     Seconds,
     Seed,
     SequencesOrZero,
@@ -90,8 +98,10 @@ class EvalConfig(AgentConfig):
     """Sampling temperature of the sampled answers; Avg@1 is greedy."""
     top_p: TopP = 1.0
     """Probability mass that nucleus sampling keeps, in the sampled answers."""
-    format: WeightFormat = "bf16"
+    format: FormatName = "bf16"
     """Format of the served weights."""
+    group_size: GroupSize = 128
+    """Input channels that share a scale in format int4: a run's `quantization.group_size`."""
     max_prompt_length: Count = 1024
     """Maximum prompt length in tokens; a longer prompt is refused."""
     max_response_length: Count = 1024
@@ -115,6 +125,11 @@ class EvalConfig(AgentConfig):
     """System message put before each question that has none. Empty: none."""
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in any `format`: a run's `quantization.keep`."""
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The format and its group size."""
+        return with_group_size(self.format, self.group_size)
 
     @property
     def max_length(self) -> int:
@@ -238,7 +253,8 @@ def check(config: EvalConfig) -> None:
         )
     model = Path(config.model)
     architecture = Architecture.from_directory(model / "model" if _is_checkpoint(model) else model)
-    validate_server("server", config.server, architecture, config.format, config.max_length)
+    check_group_size(config.format, config.group_size, "group_size=")
+    validate_server("server", config.server, architecture, config.weight_format, config.max_length)
     validate_agent(config, architecture, config.max_prompt_length)
     validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
 
@@ -275,7 +291,7 @@ def run(config: EvalConfig) -> None:
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"
             quantize_directory(
-                model_dir, quantized, config.format, lambda done, total: None, config.keep
+                model_dir, quantized, config.weight_format, lambda done, total: None, config.keep
             )
             model_dir = quantized
         output.mkdir(parents=True)
@@ -322,7 +338,7 @@ def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[F
     plan = ServerPlan(
         model_dir,
         config.server,
-        config.format,
+        config.weight_format,
         context_length=config.max_length,
         log_file=output / "server.log",
         seed=config.seed,

@@ -173,8 +173,7 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
         raise ConfigError("--format bf16: is not quantized; choose int8, int4 or an fp8 format")
     check_model(options.model)
     architecture = Architecture.from_directory(options.model)
-    if options.weight_format == "fp8-block":
-        architecture.check_blocks()
+    architecture.check_blocks(options.weight_format)
     longest_prompt = architecture.max_position_embeddings - options.max_response_length
     if longest_prompt < 1:
         raise ConfigError(

@@ -50,8 +50,8 @@ class SwitchedLinear(torch.nn.Module):
 class ActivationMeter:
     """Measures the inputs of one layer over any number of calls."""
 
-    def __init__(self, code_dtype: torch.dtype) -> None:
-        """Start with no input; `code_dtype` is that of an activation's codes."""
+    def __init__(self, code_dtype: torch.dtype | None) -> None:
+        """Start with no input; `code_dtype` is that of an activation's codes, None: it has none."""
         self._code_dtype = code_dtype
         self._largest = torch.zeros(())
         self._sums = torch.zeros(3, dtype=torch.float64)  # of squares: values, two errors
@@ -65,6 +65,8 @@ class ActivationMeter:
         self._sums += torch.tensor([float(x.double().square().sum()), *errors]).double()
 
     def _error(self, rows: Tensor) -> float:
+        if self._code_dtype is None:
+            return 0.0
         codes, scale = linear.quantize_tokens(rows, self._code_dtype)
         return float((codes * scale - rows).double().square().sum())
 
@@ -159,7 +161,8 @@ class QuantizedModel:
                 layer = SwitchedLinear(layer.weight, layer.bias, weight_format)
                 setattr(self._model.get_submodule(parent), last, layer)
             self._layers[name] = layer
-        code_dtype = self._layers[self.names[0]].method.code_dtype
+        method = self._layers[self.names[0]].method
+        code_dtype = method.code_dtype if method.quantizes_activations else None
         self.meters = [ActivationMeter(code_dtype) for _ in self.groups]
         for group, meter in zip(self.groups, self.meters, strict=True):
             first_layer = self._model.get_submodule(module_of(group[0]))

@@ -315,17 +315,24 @@ class Architecture:
                 f"channels are not divisible by that; with a larger expert_parallel_size fewer do"
             )
 
-    def check_blocks(self, tensor_parallel_size: int = 1, expert_parallel_size: int = 1) -> None:
-        """Check that a server can hold this model in fp8-block, with one scale per 128 x 128 block.
+    def check_blocks(
+        self, weight_format: str, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
+    ) -> None:
+        """Check that a server can hold this model in a format of blocks or groups, if it is one.
 
         SGLang fuses q, k, v and gate, up, and shards layers over its ranks. It can do both only at
-        block boundaries, so every width on a rank must be a multiple of 128. Its GPU kernels also
-        need whole blocks along the inputs, of which the hidden size is one.
+        block boundaries, so every width on a rank must be a multiple of the block's. Its GPU
+        kernels also need whole blocks along the inputs, of which the hidden size is one. INT4's
+        groups lie along the inputs only, of which the key-value channels are none.
 
         Raises:
             ArchitectureError: it cannot.
         """
-        if self.family == "llama":
+        block = _BLOCK_WIDTHS.get(weight_format)
+        if block is None:
+            return
+        is_int4 = weight_format != "fp8-block"
+        if self.family == "llama" and not is_int4:
             raise ArchitectureError(
                 "SGLang's Llama looks for block scales under another name and loads none; "
                 "use format fp8, which has one scale per channel"
@@ -333,17 +340,23 @@ class Architecture:
         intermediate, sharing = self.intermediate_size, tensor_parallel_size
         if self.num_experts:
             intermediate, sharing = self.moe_intermediate_size, sharing // expert_parallel_size
-        for width_name, width in (
-            ("query", self.num_attention_heads // tensor_parallel_size * self.head_dim),
-            ("key-value", self.key_value_heads_on_rank(tensor_parallel_size) * self.head_dim),
-            ("intermediate", intermediate // sharing),
-            ("hidden", self.hidden_size),
-        ):
-            if width % 128:
+        widths = {
+            "query": self.num_attention_heads // tensor_parallel_size * self.head_dim,
+            "key-value": self.key_value_heads_on_rank(tensor_parallel_size) * self.head_dim,
+            "intermediate": intermediate // sharing,
+            "hidden": self.hidden_size,
+        }
+        if is_int4:
+            del widths["key-value"]
+        for width_name, width in widths.items():
+            if width % block:
+                other = "format int8" if is_int4 else "format fp8"
+                if block == 128 and is_int4 and not any(each % 32 for each in widths.values()):
+                    other = "group_size=32, or format int8"
                 raise ArchitectureError(
-                    f"fp8-block's blocks are 128 wide, but one of {tensor_parallel_size} server "
-                    f"ranks has {width} {width_name} channels; use format fp8, which has one scale "
-                    "per channel"
+                    f"{'groups of int4' if is_int4 else 'blocks of fp8-block'} are {block} wide, "
+                    f"but one of {tensor_parallel_size} server ranks has {width} {width_name} "
+                    f"channels; use {other}, which has one scale per channel"
                 )
 
     @staticmethod
@@ -355,6 +368,9 @@ class Architecture:
                 f"{number} {unit} are not divisible by {name}={size}; "
                 f"sizes that divide them: {_divisors(number)}"
             )
+
+
+_BLOCK_WIDTHS = {"fp8-block": 128, "int4": 128, "int4-g32": 32}  # of one scale, by format
 
 
 def _divisors(number: int) -> str:

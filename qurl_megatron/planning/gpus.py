@@ -26,10 +26,6 @@ class Gpu:
     infiniband_bytes_per_s: float
     host_bytes_per_s: float  # PCIe
 
-    def flops(self, weight_format: str) -> float:
-        """Return the FLOP/s of products with weights of this format."""
-        return self.bf16_flops if weight_format == "bf16" else self.eight_bit_flops
-
 
 H100 = Gpu("H100", (9, 0), int(79.1 * GIB), 3.35e12, 989e12, 1979e12, 450e9, 50e9, 64e9)
 GPUS = {

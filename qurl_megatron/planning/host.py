@@ -79,7 +79,7 @@ def server_bytes(config: Config) -> int:
     """Return the bytes of weights of all servers that the run starts."""
     architecture = Architecture.from_directory(config.model)
     rollout, weights = config.rollout, config.quantization
-    each = server_weight_bytes(architecture, weights.format, 1, tuple(weights.keep))
+    each = server_weight_bytes(architecture, weights.weight_format, 1, tuple(weights.keep))
     own = rollout.servers * sum(each.values())
     if config.evaluation.enabled:
         own += sum(server_weight_bytes(architecture, "bf16", 1).values())

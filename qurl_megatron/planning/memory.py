@@ -205,11 +205,12 @@ def _buffer_numel(
     return buffers
 
 
-def _num_scales(shape: tuple[int, ...], weight_format: str) -> int:
-    """Return the number of scales that a server holds for a quantized weight."""
+def _scale_bytes(shape: tuple[int, ...], weight_format: str) -> int:
+    """Return the bytes of the scales that a server holds for a quantized weight."""
+    scale_bytes = quantize.scale_dtype(weight_format).itemsize
     if weight_format == "fp8-tensor":
-        return shape[0]  # one per row, see `quantize.engine_scale`
-    return math.prod(
+        return scale_bytes * shape[0]  # one per row, see `quantize.engine_scale`
+    return scale_bytes * math.prod(
         1 if block is None else -(-size // block)
         for size, block in zip(shape, quantize.block_shape(weight_format), strict=True)
     )
@@ -228,7 +229,7 @@ def _kept_in(
 def published_bytes(
     architecture: Architecture, weight_format: WeightFormat, keep: tuple[str, ...] = ()
 ) -> int:
-    """Return the bytes of a published policy: codes, float32 scales, and the rest in BF16.
+    """Return the bytes of a published policy: codes, scales, and the rest in BF16.
 
     `keep` is the run's `quantization.keep`.
     """
@@ -260,9 +261,10 @@ def published_tensors(
             in_bf16 = in_format = -(-2 * math.prod(shape) // ranks)
             if rule.quantized and weight_format != "bf16":
                 # A row-parallel layer has all of its per-channel scales on every rank.
-                scales_are_divided = weight_format == "fp8-block" or dim == 0
-                scales = _num_scales(shape, weight_format) // (ranks if scales_are_divided else 1)
-                in_format = math.prod(shape) // ranks + 4 * scales
+                is_divided = dim == 0 or quantize.block_shape(weight_format)[1] is not None
+                scales = _scale_bytes(shape, weight_format) // (ranks if is_divided else 1)
+                codes = math.prod(shape) // quantize.packing(weight_format)
+                in_format = codes // ranks + scales
             kept = _kept_in(part, architecture, keep)
             for layer in range(architecture.num_layers) if rule.layered else (None,):
                 tensors.append((rule, layer, count * (in_bf16 if layer in kept else in_format)))
@@ -411,7 +413,7 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     """Return the bytes of what the first rank of a stage sent last, which a delta needs."""
     if config.quantization.publish == "full":
         return 0
-    learner, weight_format = config.learner, config.quantization.format
+    learner, weight_format = config.learner, config.quantization.weight_format
     keep = tuple(config.quantization.keep)
     total = 0
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
@@ -423,11 +425,12 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
         in_bf16 = min(count, len(_kept_in(rule.tensors[0], architecture, keep)))
         ranks, _ = _division(rule, architecture, learner)
         for part in rule.tensors:
-            scales = _num_scales(weight_map.full_shape(part, architecture), weight_format)
+            scales = _scale_bytes(weight_map.full_shape(part, architecture), weight_format)
             # Ranks share the scales of channels that they share; the first has all others.
             is_shared = quantize.block_shape(weight_format)[0] == 1 and part.partition_dim == 0
-            total += count * 4 * scales // (ranks if is_shared else 1)
-        total += numel * (count + in_bf16)
+            total += count * scales // (ranks if is_shared else 1)
+        codes = numel // quantize.packing(weight_format)
+        total += codes * count + (2 * numel - codes) * in_bf16
     return total
 
 
@@ -539,7 +542,7 @@ def total_bytes(parts: dict[str, int]) -> int:
 
 def bucket_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     """Return the bytes that the sender of a pipeline stage has in buckets, at most."""
-    learner, weight_format = config.learner, config.quantization.format
+    learner, weight_format = config.learner, config.quantization.weight_format
     keep = tuple(config.quantization.keep)
     total = largest = 0  # of the stage's tensors
     for rule, _, count in _rank_parameters(architecture, learner, stage):
@@ -548,8 +551,10 @@ def bucket_bytes(architecture: Architecture, config: Config, stage: int) -> int:
             is_quantized = rule.quantized and weight_format != "bf16"
             in_bf16 = not is_quantized or bool(_kept_in(part, architecture, keep))
             shape = weight_map.full_shape(part, architecture)
-            scales = 0 if in_bf16 else _num_scales(shape, weight_format)
-            size = math.prod(shape) * (2 if in_bf16 else 1) + 4 * scales
+            size = 2 * math.prod(shape)
+            if not in_bf16:
+                codes = math.prod(shape) // quantize.packing(weight_format)
+                size = codes + _scale_bytes(shape, weight_format)
             total, largest = total + count * size, max(largest, size)
     limit = config.quantization.bucket_bytes
     largest = min(total, max(limit, largest))

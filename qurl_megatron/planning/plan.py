@@ -386,8 +386,7 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
         check_layout(architecture, learner)
         groups = rollout.server.expert_parallel_size
         architecture.check_server_layout(server_size, groups)
-        if config.quantization.format == "fp8-block":
-            architecture.check_blocks(server_size, groups)
+        architecture.check_blocks(config.quantization.weight_format, server_size, groups)
     except ArchitectureError as error:
         raise ConfigError(str(error)) from None
     sizes = {"learner": learner.tensor_parallel_size, "rollout.server": server_size}
@@ -454,7 +453,7 @@ def _server_memory(
         DoesNotFit: the weights and one sequence of maximum length do not fit.
     """
     server, longest = config.rollout.server, config.rollout.max_length
-    size, weight_format = server.tensor_parallel_size, config.quantization.format
+    size, weight_format = server.tensor_parallel_size, config.quantization.weight_format
     weights = server_weight_bytes(
         architecture, weight_format, size, tuple(config.quantization.keep)
     )

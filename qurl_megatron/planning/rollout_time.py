@@ -67,7 +67,7 @@ def server_load(
     `publish_s` is the time of a publish, in seconds.
     """
     rollout = config.rollout
-    size, weight_format = rollout.server.tensor_parallel_size, config.quantization.format
+    size, weight_format = rollout.server.tensor_parallel_size, config.quantization.weight_format
     lengths, value_bytes = workload.responses(config), kv_value_bytes(rollout.server)
     sampled = 1 - workload.mean_observed / workload.mean_response
     sequences_per_step = rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers

@@ -138,6 +138,7 @@ _FP8 = {1: 184 / 34341, 4: 609 / 34341, 16: 1755 / 34341}
 DELTA_PARTS: dict[WeightFormat, dict[int, float]] = {
     "int8": _INT8,
     "int4": _INT8,  # the steps of its grid are larger, so this is too much
+    "int4-g32": _INT8,
     "fp8": _FP8,
     "fp8-tensor": _FP8,
     "fp8-block": {1: 182 / 34330, 4: 608 / 34330, 16: 1746 / 34330},
@@ -147,12 +148,15 @@ MEASURED_LEARNING_RATE = 1e-6
 
 
 def _precision(weight_format: WeightFormat) -> str:
-    return "bf16" if weight_format == "bf16" else "8-bit"
+    # With int4 activations stay in BF16.
+    return "bf16" if weight_format in ("bf16", "int4", "int4-g32") else "8-bit"
 
 
 def _product_flops(weight_format: WeightFormat, node: Node) -> float:
     """Return the FLOP/s that a GPU of a server reaches in products with weights of this format."""
-    return node.gpu.flops(weight_format) * PRODUCT_EFFICIENCY[_precision(weight_format)]
+    precision = _precision(weight_format)
+    flops = node.gpu.bf16_flops if precision == "bf16" else node.gpu.eight_bit_flops
+    return flops * PRODUCT_EFFICIENCY[precision]
 
 
 def _all_reduce_s(num_bytes: float, ranks: int, node: Node) -> float:
@@ -367,7 +371,7 @@ def stage_bytes(architecture: Architecture, config: Config) -> list[tuple[float,
     stage_of = [stage for stage, layers in enumerate(sizes) for _ in range(layers)]
     dense, experts = [0.0] * len(sizes), [0.0] * len(sizes)
     for rule, layer, num_bytes in published_tensors(
-        architecture, quantization.format, keep=tuple(quantization.keep)
+        architecture, quantization.weight_format, keep=tuple(quantization.keep)
     ):
         is_embedding = rule.megatron_names[0].startswith("embedding")
         stage = stage_of[layer] if layer is not None else 0 if is_embedding else -1
@@ -414,7 +418,7 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
     if quantization.publish != "full":
         optimizer = config.optimizer
         part = delta_part(
-            quantization.format, optimizer.minibatches_per_step, optimizer.learning_rate
+            quantization.weight_format, optimizer.minibatches_per_step, optimizer.learning_rate
         )
 
     def seconds(dense: float, experts: float) -> float:

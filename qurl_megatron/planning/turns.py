@@ -39,7 +39,7 @@ def num_sets(config: Config) -> int:
 def rollout_weights(architecture: Architecture, config: Config) -> int:
     """Return the bytes of weights on each GPU of a rollout server."""
     weights, size = config.quantization, config.rollout.server.tensor_parallel_size
-    parts = server_weight_bytes(architecture, weights.format, size, tuple(weights.keep))
+    parts = server_weight_bytes(architecture, weights.weight_format, size, tuple(weights.keep))
     return sum(parts.values())
 
 

@@ -102,8 +102,8 @@ def quantize_directory(
 
     # "torch_dtype" is the older spelling of "dtype".
     changes: dict[str, Any] = {"dtype": "bfloat16", "torch_dtype": None}
+    Architecture.from_directory(source).check_blocks(weight_format)
     if weight_format == "fp8-block":
-        Architecture.from_directory(source).check_blocks()
         changes["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",

@@ -4,13 +4,16 @@
 
     format      codes                        block of one scale   scale
     int8        torch.int8, symmetric        an output channel    absmax / 127
-    int4        torch.int8, from -7 to 7     an output channel    absmax / 7
+    int4        from -7 to 7, packed         1 x 128              absmax / 7, rounded to BF16
+    int4-g32    from -7 to 7, packed         1 x 32               absmax / 7, rounded to BF16
     fp8         torch.float8_e4m3fn (E4M3)   an output channel    absmax / 448
     fp8-tensor  torch.float8_e4m3fn          the whole tensor     1 / (448 / absmax)
     fp8-block   torch.float8_e4m3fn          128 x 128            1 / power of two <= 448 / absmax
 
-`absmax` is the largest magnitude in a block. `int4` stores a byte per code and uses the layers of
-`int8`, so it is no faster; it shows what a coarser grid does to training.
+`absmax` is the largest magnitude in a block. The two formats of INT4 are `quantization.format=int4`
+with `quantization.group_size` 128 and 32: an output channel's weights are grouped by input columns.
+A byte holds the codes of two neighbouring columns, each plus 8, the first in its lower half. Read
+as 32-bit words this is the layout of compressed-tensors, and scales have its dtype.
 
 Blocks are those of the full tensor, counted from its first row and column; the last may be smaller.
 
@@ -19,9 +22,9 @@ Invariants:
   quantized with the absmax of whole blocks, holds its part of the full tensor's codes, byte for
   byte.
 - The weight is the value the learner computes with (BF16, if it trains in BF16), upcast to float32.
-- `int8` and `fp8` divide the weight by the float32 scale and round half to even. The engine
-  multiplies by the same scale, so this picks the nearest value that the engine can represent.
-- A channel whose scale would be below 2^-90 gets scale 1 and codes 0. This concerns rows of zeros
+- Integers and `fp8` divide the weight by the scale, as a float32, and round half to even. The
+  engine multiplies by the same scale, so this picks the nearest value that it can represent.
+- A channel or group whose scale would be below 2^-90 gets scale 1 and codes 0. This concerns zeros,
   and rows with an absmax below 1.1e-25 (int8). No intermediate number of a division by a larger
   scale is subnormal; a GPU's kernel relies on that.
 - `fp8-tensor` and `fp8-block` follow the formulas of Transformer Engine's Float8CurrentScaling and
@@ -32,7 +35,7 @@ Invariants:
 - No second, full-precision copy of a tensor is held. Rows are converted in chunks of 1 MiB of
   float32, 64 MiB on a GPU, or one row if that is larger.
 
-On a GPU, the formats with a scale per channel and `fp8-block` are kernels of `kernels.py`,
+On a GPU, 8-bit formats with a scale per channel and `fp8-block` are kernels of `kernels.py`,
 if rows are contiguous multiples of 16 in bfloat16 or float32. They can take the checksum of the
 codes on the way. All else is the code below.
 
@@ -52,7 +55,7 @@ from torch import Tensor
 
 from qurl_megatron.quantization import checksum
 
-SMALLEST_SCALE = 2.0**-90  # of a channel
+SMALLEST_SCALE = 2.0**-90  # of a channel or a group
 CHUNK_ELEMENTS = 2**18  # converted to float32 at once: 1 MiB, within a core's cache
 GPU_CHUNK_ELEMENTS = 2**24  # 64 MiB; smaller chunks would spend the time on kernel launches
 _POWER_OF_TWO_BITS = -(1 << 23)  # 0xFF800000: sign and exponent of a float32
@@ -65,11 +68,14 @@ class _Format:
     block: tuple[int | None, int | None]  # rows and columns of one scale; None: all of them
     multiplies: bool = False  # weights are multiplied by largest / absmax, not divided by a scale
     power_of_two: bool = False  # the factor is rounded down to a power of two
+    packing: int = 1  # codes that share a byte
+    scale_dtype: torch.dtype = torch.float32  # in which scales are sent, and to which they round
 
 
 _FORMATS = {
     "int8": _Format(torch.int8, 127.0, (1, None)),
-    "int4": _Format(torch.int8, 7.0, (1, None)),
+    "int4": _Format(torch.uint8, 7.0, (1, 128), packing=2, scale_dtype=torch.bfloat16),
+    "int4-g32": _Format(torch.uint8, 7.0, (1, 32), packing=2, scale_dtype=torch.bfloat16),
     "fp8": _Format(torch.float8_e4m3fn, 448.0, (1, None)),
     "fp8-tensor": _Format(torch.float8_e4m3fn, 448.0, (None, None), multiplies=True),
     "fp8-block": _Format(
@@ -81,7 +87,8 @@ _FORMATS = {
 # for each channel, so it needs no layer of its own.
 ENGINE_METHODS = {
     "int8": "qurl_int8",
-    "int4": "qurl_int8",
+    "int4": "qurl_int4",
+    "int4-g32": "qurl_int4_g32",
     "fp8": "qurl_fp8",
     "fp8-tensor": "qurl_fp8",
     "fp8-block": "qurl_fp8_block",
@@ -105,7 +112,7 @@ def name_in_errors(name: str) -> Iterator[None]:
 class QuantizedTensor:
     """A quantized tensor `[out, in]`, or the part of one that begins at `offset`."""
 
-    codes: Tensor  # [out, in] int8 or float8_e4m3fn
+    codes: Tensor  # [out, in] int8 or float8_e4m3fn; INT4: [out, in / 2] uint8
     scale: Tensor  # [block rows, block columns] float32, of the blocks it touches; never 0
     weight_format: str
     offset: tuple[int, int] = (0, 0)  # row and column of the full tensor
@@ -118,6 +125,26 @@ def code_dtype(weight_format: str) -> torch.dtype:
     return _format(weight_format).dtype
 
 
+def packing(weight_format: str) -> int:
+    """Return how many codes of a format share a byte, along the columns."""
+    return _format(weight_format).packing
+
+
+def scale_dtype(weight_format: str) -> torch.dtype:
+    """Return the dtype in which a format's scales are sent and held."""
+    return _format(weight_format).scale_dtype
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Return INT4 codes `[rows, columns]`, of any dtype, as `[rows, columns / 2]` of the dtype."""
+    return (codes[:, ::2] + 8) + (codes[:, 1::2] + 8) * 16
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Return the INT4 codes `[rows, columns]` int8 that are packed in `[rows, columns / 2]`."""
+    return torch.stack([packed & 15, packed >> 4], 2).flatten(1).to(torch.int8) - 8
+
+
 def scale_name(weight_name: str, weight_format: str) -> str:
     """Return the name under which a weight's scales are sent and stored."""
     suffix = "scale_inv" if weight_format == "fp8-block" else "scale"  # SGLang's names
@@ -127,12 +154,12 @@ def scale_name(weight_name: str, weight_format: str) -> str:
 def engine_scale(quantized: QuantizedTensor) -> Tensor:
     """Return a full tensor's scales in the shape in which the engine's layer holds them.
 
-    That is `[block rows, block columns]` for `fp8-block` and one per channel, `[out, 1]`, for all
-    other formats; `fp8-tensor` repeats its scale.
+    That is `[block rows, block columns]`, in `scale_dtype`; `fp8-tensor` repeats its scale for each
+    channel, `[out, 1]`.
     """
     if quantized.weight_format == "fp8-tensor":
         return quantized.scale.expand(quantized.codes.shape[0], 1)
-    return quantized.scale
+    return quantized.scale.to(scale_dtype(quantized.weight_format))
 
 
 def block_shape(weight_format: str) -> tuple[int | None, int | None]:
@@ -160,16 +187,14 @@ def block_absmax(
         NonFiniteWeight: a block holds NaN or infinity; the message gives its first row.
     """
     rows_of_block, columns_of_block = block_shape(weight_format)
-    absmax = (
-        torch.stack(
-            [
-                _column_blocks_absmax(rows, columns_of_block, offset[1])
-                for rows in _row_blocks(weight, rows_of_block, offset[0])
-            ]
-        )
-        if rows_of_block != 1
-        else _row_absmax(weight)
-    )
+    if rows_of_block is None:
+        absmax = _row_absmax(weight, None).amax(0, keepdim=True)
+    elif rows_of_block == 1:
+        absmax = _row_absmax(weight, columns_of_block, offset[1])
+    else:
+        blocks = _row_blocks(weight, rows_of_block, offset[0])
+        largest = torch.stack([rows.abs().amax(0) for rows in blocks])
+        absmax = _column_blocks_absmax(largest, columns_of_block, offset[1])
     if refuses:
         refuse_non_finite(absmax, weight_format, offset)
     return absmax
@@ -191,7 +216,7 @@ def quantize(
         absmax: `[block rows, block columns]` float32, of the whole blocks that `weight` touches;
             None: computed from `weight`, which must then hold whole blocks.
         offset: row and column of the full tensor at which `weight` begins.
-        out: tensor `[out, in]` for the codes; None: a new one.
+        out: tensor for the codes, of the shape of `QuantizedTensor.codes`; None: a new one.
         with_checksum: also return the codes' `checksum.checksum`, as a tensor on their device.
         refuses: look for NaN and infinity, for which a GPU is waited for. Otherwise the caller asks
             `refuse_non_finite` about the result's `absmax`; codes of such a weight mean nothing.
@@ -207,8 +232,9 @@ def quantize(
             refuse_non_finite(absmax, weight_format, offset)
     codes = out
     if codes is None:
-        codes = torch.empty_like(weight, dtype=format_.dtype, memory_format=torch.contiguous_format)
-    if weight.is_cuda and format_.block != (None, None):
+        shape = weight.shape[0], weight.shape[1] // format_.packing
+        codes = torch.empty(shape, dtype=format_.dtype, device=weight.device)
+    if weight.is_cuda and format_.block != (None, None) and format_.packing == 1:
         from qurl_megatron.quantization import kernels
 
         if kernels.fits(weight, codes, offset):
@@ -230,9 +256,11 @@ def quantize(
     if absmax is None:
         absmax = block_absmax(weight, weight_format, offset, refuses=refuses)
     scale, factor = _scales(absmax, format_, weight.dtype)
+    size = weight.shape[0], weight.shape[1]
     buffer = None  # one for all chunks: the pages of a new one would be cleared for each
     for rows in _row_chunks(weight):
-        spread = _spread(factor if format_.multiplies else scale, format_, offset, weight, rows)
+        values = factor if format_.multiplies else scale
+        spread = _spread(values, format_, offset, size, rows)
         exact = _rows(weight, rows)
         if buffer is None:
             buffer = torch.empty(exact.shape, dtype=torch.float32, device=weight.device)
@@ -243,12 +271,13 @@ def quantize(
             scaled.div_(spread)
         # absmax / scale can round to slightly more than the largest code.
         scaled.clamp_(-format_.largest, format_.largest)
-        if format_.dtype == torch.int8:
+        if not format_.dtype.is_floating_point:
             scaled.round_()
-        _rows(codes, rows).copy_(scaled)
+        _rows(codes, rows).copy_(scaled if format_.packing == 1 else pack(scaled))
     total = None
     if with_checksum:
-        total = checksum.checksum_tensor([checksum.Part(codes, *offset)])[0]
+        place = offset[0], offset[1] // format_.packing
+        total = checksum.checksum_tensor([checksum.Part(codes, *place)])[0]
     return QuantizedTensor(codes, scale, weight_format, offset, total, absmax)
 
 
@@ -295,14 +324,25 @@ def block_scale(absmax: Tensor, weight_format: str, weight_dtype: torch.dtype) -
 
 
 def dequantize(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
-    """Return `codes * scale` of these rows, `[rows, in]` float32, the values of the engine."""
-    return quantized.codes[rows].float() * spread_scale(quantized, rows)
+    """Return `codes * scale` of these rows, `[rows, in]` float32, the values of the engine.
+
+    An engine of INT4 rounds them to BF16.
+    """
+    return code_values(quantized, rows).float() * spread_scale(quantized, rows)
+
+
+def code_values(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
+    """Return the codes of these rows, one an element: `[rows, in]` int8 or float8_e4m3fn."""
+    codes = quantized.codes[rows]
+    return codes if packing(quantized.weight_format) == 1 else unpack(codes)
 
 
 def spread_scale(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
     """Return the scale of each code of these rows, in a shape that broadcasts to `[rows, in]`."""
     format_ = _format(quantized.weight_format)
-    return _spread(quantized.scale, format_, quantized.offset, quantized.codes, rows)
+    num_rows, num_bytes = quantized.codes.shape
+    size = num_rows, num_bytes * format_.packing
+    return _spread(quantized.scale, format_, quantized.offset, size, rows)
 
 
 def code_flips(old_codes: Tensor, new_codes: Tensor) -> Tensor:
@@ -324,7 +364,7 @@ def _format(weight_format: str) -> _Format:
 def _scales(absmax: Tensor, format_: _Format, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the scales, and their inverses, the factors of a format that multiplies."""
     if not format_.multiplies:
-        scale = absmax / format_.largest
+        scale = (absmax / format_.largest).to(format_.scale_dtype).float()
         return scale.masked_fill(scale < SMALLEST_SCALE, 1.0), scale
     # `number / tensor` would compute a reciprocal and a product, rounding twice.
     factor = torch.full_like(absmax, format_.largest).div_(absmax)
@@ -336,33 +376,31 @@ def _scales(absmax: Tensor, format_: _Format, weight_dtype: torch.dtype) -> tupl
 
 
 def _spread(
-    values: Tensor, format_: _Format, offset: tuple[int, int], weight: Tensor, rows: slice
+    values: Tensor, format_: _Format, offset: tuple[int, int], shape: tuple[int, int], rows: slice
 ) -> Tensor:
     """Repeat the value of each block for its elements in these rows, unless it broadcasts."""
-    for dim, (block, start, run) in enumerate(
-        zip(format_.block, offset, (rows, slice(None)), strict=True)
+    for dim, (block, start, size, run) in enumerate(
+        zip(format_.block, offset, shape, (rows, slice(None)), strict=True)
     ):
         if block == 1:
             values = _rows(values, run)
         elif block is not None:
-            index = torch.arange(weight.shape[dim], device=values.device)[run] + start
+            index = torch.arange(size, device=values.device)[run] + start
             values = values.index_select(dim, index // block - start // block)
     return values
 
 
-def _row_absmax(weight: Tensor) -> Tensor:
+def _row_absmax(weight: Tensor, columns_of_block: int | None, first_column: int = 0) -> Tensor:
     # This copies each chunk, but the copy stays in cache: six times as fast as aminmax.
     chunks = [
-        _rows(weight, rows).abs().amax(1, keepdim=True).float() for rows in _row_chunks(weight)
+        _column_blocks_absmax(_rows(weight, rows).abs(), columns_of_block, first_column)
+        for rows in _row_chunks(weight)
     ]
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 
-def _row_blocks(weight: Tensor, rows_of_block: int | None, first_row: int) -> Iterator[Tensor]:
+def _row_blocks(weight: Tensor, rows_of_block: int, first_row: int) -> Iterator[Tensor]:
     """Yield the rows of each block that the weight touches."""
-    if rows_of_block is None:
-        yield weight
-        return
     end = rows_of_block - first_row % rows_of_block
     start = 0
     while start < weight.shape[0]:
@@ -371,15 +409,16 @@ def _row_blocks(weight: Tensor, rows_of_block: int | None, first_row: int) -> It
 
 
 def _column_blocks_absmax(
-    weight: Tensor, columns_of_block: int | None, first_column: int
+    magnitudes: Tensor, columns_of_block: int | None, first_column: int
 ) -> Tensor:
-    """Return the absmax of a weight that is one block of rows: [block columns] float32."""
+    """Return the largest of each row's magnitudes in each block of columns, as float32."""
     if columns_of_block is None:
-        return _row_absmax(weight).amax(0)
-    columns = weight.abs().amax(0).float()
+        return magnitudes.amax(1, keepdim=True).float()
     before = first_column % columns_of_block
-    after = -(before + len(columns)) % columns_of_block
-    return torch.nn.functional.pad(columns, (before, after)).view(-1, columns_of_block).amax(1)
+    after = -(before + magnitudes.shape[1]) % columns_of_block
+    if before or after:
+        magnitudes = torch.nn.functional.pad(magnitudes, (before, after))
+    return magnitudes.unflatten(1, (-1, columns_of_block)).amax(2).float()
 
 
 def _row_chunks(weight: Tensor) -> Iterator[slice]:

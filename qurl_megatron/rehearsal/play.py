@@ -93,7 +93,7 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
     loss = PolicyLoss(config.objective, by_lag=config.rollout.max_staleness > 0)
     converter = Converter(
         learner,
-        config.quantization.format,
+        config.quantization.weight_format,
         config.quantization.bucket_bytes,
         keeps_codes=config.quantization.publish != "full",
         keep=config.quantization.keep,

@@ -52,7 +52,7 @@ def remote_server(url: str, key: str, run: str = "") -> Server:
 def description_of(architecture: Architecture, config: Config) -> Description:
     """Return what a server of this version of the package says of itself, if it fits a run."""
     quantization, rollout = config.quantization, config.rollout
-    method = ENGINE_METHODS.get(quantization.format)
+    method = ENGINE_METHODS.get(quantization.weight_format)
     model = json.loads(json.dumps(dataclasses.asdict(architecture)))  # as it comes over HTTP
     kept = kept_layers(quantization.keep, architecture) if method else []
     records = rollout.routing != "ignore"

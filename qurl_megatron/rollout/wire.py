@@ -101,7 +101,8 @@ class Description:
         if self.method != needed.method:
             raise ConfigError(
                 f"{server} takes weights as {self.method or 'bf16'}; the run's "
-                f"quantization.format needs {needed.method or 'bf16'}; start it with that format"
+                f"quantization needs {needed.method or 'bf16'}; start it with the run's format and "
+                "group_size"
             )
         if self.context_length < needed.context_length:
             raise ConfigError(

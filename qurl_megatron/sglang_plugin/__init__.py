@@ -2,7 +2,8 @@
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
 SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds six things:
-the reloadable quantized linear layers and experts `qurl_int8`, `qurl_fp8` and `qurl_fp8_block`;
+the reloadable quantized linear layers and experts `qurl_int8`, `qurl_int4`, `qurl_int4_g32`,
+`qurl_fp8` and `qurl_fp8_block`;
 checksums of the weights a server holds; receiving weights with a time limit, also from the
 learner's memory; a weight version for every sampled token; memory that a sleeping server gives
 back; weights over HTTP, and a door before all routes (`door.py`). Importing this package does

@@ -10,15 +10,16 @@ other in the first:
     w2_weight    [experts, hidden, intermediate]       codes
 
 Each has scales: `_scale` [experts, out, 1] float32, one per output channel, or `_scale_inv`
-[experts, ceil(out / 128), ceil(in / 128)] float32, one per block of 128 x 128 codes. SGLang's own
-loader writes the tensors of each expert into its place. As in `linear.py`, no parameter is ever
-replaced, and activations are quantized per token, before gate and up and again before down:
+[experts, ceil(out / 128), ceil(in / 128)] float32, one per block of 128 x 128 codes. INT4 has two
+codes a byte, and `_scale` [experts, out, in / group size] bfloat16. SGLang's own loader writes the
+tensors of each expert into its place. As in `linear.py`, no parameter is ever replaced, and
+activations are quantized per token, before gate and up and again before down, unless for INT4:
 
     out = sum over a token's experts of its routing weight * down(silu(gate(x)) * up(x))
 
 On a GPU, SGLang's fused Triton kernels compute this, with the codes and scales as they are held.
-They take any widths with scales per channel. With blocks, hidden and intermediate channels of a
-rank must be multiples of 128. On a CPU, the experts that have tokens are computed one after
+They take any widths with scales per channel. With blocks or groups, hidden and intermediate
+channels of a rank must be whole ones. On a CPU, the experts that have tokens are computed one after
 another, by the linear layers' products, and summed in float32.
 
 The router is not quantized. An unquantized layer of experts is computed on a CPU by the same loop.
@@ -50,6 +51,8 @@ from qurl_megatron.sglang_plugin.linear import (
     BLOCK,
     Fp8BlockLinearMethod,
     Fp8LinearMethod,
+    Int4Group32LinearMethod,
+    Int4LinearMethod,
     Int8LinearMethod,
     QuantizedLinearMethod,
     multiply_unquantized,
@@ -65,7 +68,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     def __init__(self, linear: QuantizedLinearMethod) -> None:
         self.linear = linear
         self.quant_config = linear.quant_config
-        self.has_blocks = getattr(linear.quant_config, "weight_block_size", None) is not None
+        self.block = linear.block
         self.scale_suffix = linear.scale_name
 
     def create_weights(
@@ -84,23 +87,28 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         Raises:
             ValueError: a block would belong to gate and up, or to two ranks.
         """
-        if self.has_blocks and intermediate_size_per_partition % BLOCK:
+        height, width = self.block
+        if width and intermediate_size_per_partition % width:
             raise ValueError(
-                f"qurl_fp8_block: a rank has {intermediate_size_per_partition} channels of each "
-                f"expert, which is no multiple of {BLOCK}, so a block would belong to two tensors; "
-                "divide experts over ranks (expert parallel), or use format fp8"
+                f"{self.linear.quant_config.get_name()}: a rank has "
+                f"{intermediate_size_per_partition} channels of each expert, which is no multiple "
+                f"of {width}, so a block would belong to two tensors; divide experts over ranks "
+                "(expert parallel), or use a format with one scale per channel"
             )
         supported = FusedMoeWeightScaleSupported
-        kind = (supported.BLOCK if self.has_blocks else supported.CHANNEL).value
+        kind = (supported.BLOCK if width else supported.CHANNEL).value
         for prefix, rows, columns in (
             ("w13", 2 * intermediate_size_per_partition, hidden_size),
             ("w2", hidden_size, intermediate_size_per_partition),
         ):
-            codes = torch.zeros(num_experts, rows, columns, dtype=self.linear.code_dtype)
-            scales = (-(-rows // BLOCK), -(-columns // BLOCK)) if self.has_blocks else (rows, 1)
+            codes = self.linear.zero_codes(num_experts, rows, columns)
+            scales = -(-rows // height), -(-columns // width) if width else 1
             for suffix, values in (
                 ("weight", codes),
-                (self.scale_suffix, torch.ones(num_experts, *scales, dtype=torch.float32)),
+                (
+                    self.scale_suffix,
+                    torch.ones(num_experts, *scales, dtype=self.linear.scale_dtype),
+                ),
             ):
                 parameter = torch.nn.Parameter(values, requires_grad=False)
                 # SGLang's loader reads from a scale's `quant_method` how it is divided over ranks.
@@ -113,6 +121,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
         """Describe the parameters to SGLang's Triton kernels."""
+        height, width = self.block
         return TritonMoeQuantInfo(
             w13_weight=layer.w13_weight,
             w2_weight=layer.w2_weight,
@@ -120,8 +129,9 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             w2_scale=getattr(layer, f"w2_{self.scale_suffix}"),
             use_int8_w8a8=self.linear.code_dtype == torch.int8,
             use_fp8_w8a8=self.linear.code_dtype == torch.float8_e4m3fn,
-            per_channel_quant=not self.has_blocks,
-            block_shape=[BLOCK, BLOCK] if self.has_blocks else None,
+            use_int4_w4a16=self.linear.code_dtype == torch.uint8,
+            per_channel_quant=width is None,
+            block_shape=[0 if height == 1 else height, width] if width else None,
         )
 
     def apply(self, layer: Any, dispatch_output: StandardDispatchOutput) -> Any:
@@ -226,11 +236,27 @@ class QurlConfig(QuantizationConfig):
 
 
 class Int8Config(QurlConfig):
-    """INT8 codes, those of int4 too, with a scale per output channel."""
+    """INT8 codes with a scale per output channel."""
 
     name = "qurl_int8"
     linear_method = Int8LinearMethod
     min_capability = 75
+
+
+class Int4Config(QurlConfig):
+    """INT4 codes with a scale per output channel and group of 128 input channels."""
+
+    name = "qurl_int4"
+    linear_method = Int4LinearMethod
+    min_capability = 80
+
+
+class Int4Group32Config(QurlConfig):
+    """INT4 codes with a scale per output channel and group of 32 input channels."""
+
+    name = "qurl_int4_g32"
+    linear_method = Int4Group32LinearMethod
+    min_capability = 80
 
 
 class Fp8Config(QurlConfig):
@@ -251,5 +277,6 @@ class Fp8BlockConfig(QurlConfig):
 
 
 CONFIGS: dict[str, type[QurlConfig]] = {
-    config.get_name(): config for config in (Int8Config, Fp8Config, Fp8BlockConfig)
+    config.get_name(): config
+    for config in (Int8Config, Int4Config, Int4Group32Config, Fp8Config, Fp8BlockConfig)
 }

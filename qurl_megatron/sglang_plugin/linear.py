@@ -1,4 +1,4 @@
-"""Linear layers on INT8 or FP8 weight codes, whose weights can be loaded any number of times.
+"""Linear layers on INT8, INT4 or FP8 weight codes, which can be loaded any number of times.
 
 A layer holds exactly what the learner sends:
 
@@ -6,18 +6,27 @@ A layer holds exactly what the learner sends:
     weight_scale      [out, 1] float32                     one scale per output channel, or
     weight_scale_inv  [ceil(out/128), ceil(in/128)] float32  one per block of 128 x 128 codes
 
+    weight            [out, in / 2] uint8                  INT4: two codes a byte, and
+    weight_scale      [out, in / group size] bfloat16      one scale per channel and group of inputs
+
 With one scale per channel, activations x are quantized per token on the fly (QuRL Eq. 2):
 
     out = (x_codes @ weight.T) * x_scale * weight_scale.T + bias
 
-With blocks, activations are quantized per token and 128 channels.
+With blocks, activations are quantized per token and 128 channels. INT4 multiplies activations as
+they are by the weight's values, which are rounded to bfloat16 as SGLang's W4A16 kernels round them:
+
+    out = x @ bfloat16(codes * scale).T + bias
 
 SGLang's own W8A8 layers transpose and rebind their weights after the first load, and then refuse or
 lose a second one. These layers multiply by a transposed view and never replace a parameter.
 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
-by 8). On a CPU they are float32 products of the codes, which are as exact as `torch._int_mm` or a
-bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times as fast.
+by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, into
+which every publish would have to be brought. So its Triton kernel for W4A16 experts computes these
+layers, each as the only expert. On a CPU they are float32 products of the codes, which are as exact
+as `torch._int_mm` or a bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times
+as fast.
 """
 
 from collections.abc import Callable
@@ -27,10 +36,13 @@ import torch
 from sglang.srt.layers.parameter import (
     BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
     ModelWeightParameter,
 )
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from torch import Tensor
+
+from qurl_megatron.quantization.quantize import unpack
 
 # A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them exactly.
 EXACT_TERMS = 1024
@@ -57,7 +69,12 @@ class QuantizedLinearMethod(LinearMethodBase):
     """Base class: the parameters and the CPU arithmetic that the formats share."""
 
     code_dtype: torch.dtype
+    packing = 1  # codes that share a byte
+    zero = 0  # the byte of codes 0
+    scale_dtype = torch.float32
     scale_name = "weight_scale"  # of the parameter
+    block: tuple[int, int | None] = (1, None)  # rows and columns of one scale; None: all columns
+    quantizes_activations = True
 
     def __init__(self, quant_config: QuantizationConfig) -> None:
         self.quant_config = quant_config  # SGLang's loaders read its block size, if it has one
@@ -79,9 +96,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         # for the newer one, and block scales load with no other.
         weight_loader = getattr(layer, "weight_loader_v2", weight_loader)
         weight = ModelWeightParameter(
-            data=torch.zeros(
-                sum(output_partition_sizes), input_size_per_partition, dtype=self.code_dtype
-            ),
+            data=self.zero_codes(sum(output_partition_sizes), input_size_per_partition),
             input_dim=1,
             output_dim=0,
             weight_loader=weight_loader,
@@ -89,6 +104,12 @@ class QuantizedLinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
         scale = self.create_scales(input_size_per_partition, output_partition_sizes, weight_loader)
         layer.register_parameter(self.scale_name, scale)
+
+    def zero_codes(self, *shape: int) -> Tensor:
+        """Return the codes, which are 0, of weights of this shape."""
+        *rows, columns = shape
+        size = (*rows, columns // self.packing)
+        return torch.full(size, self.zero, dtype=torch.uint8).view(self.code_dtype)
 
     def create_scales(
         self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
@@ -172,6 +193,7 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
 
     code_dtype = torch.float8_e4m3fn
     scale_name = "weight_scale_inv"
+    block = (BLOCK, BLOCK)
 
     def create_scales(
         self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
@@ -216,6 +238,99 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
             input_scale=None,
             bias=bias,
         )
+
+
+class Int4LinearMethod(QuantizedLinearMethod):
+    """INT4 weights, two codes a byte, in groups of 128 input channels; activations in BF16."""
+
+    code_dtype = torch.uint8
+    packing = 2
+    zero = 0x88
+    scale_dtype = torch.bfloat16
+    block = (1, 128)
+    quantizes_activations = False
+
+    def create_scales(
+        self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
+    ) -> torch.nn.Parameter:
+        """Return the scales of groups, which are 1.
+
+        Raises:
+            ValueError: a group would belong to two ranks, or be smaller than the others.
+        """
+        group_size = self.block[1]
+        if input_size % group_size:
+            raise ValueError(
+                f"{self.quant_config.get_name()}: {input_size} input channels of this rank are no "
+                f"whole groups of {group_size}"
+            )
+        shape = sum(output_sizes), input_size // group_size
+        return GroupQuantScaleParameter(
+            data=torch.ones(shape, dtype=self.scale_dtype),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=weight_loader,
+        )
+
+    def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        return multiply_unquantized(x, weight_values(weight, scale), bias)
+
+    def multiply_cuda(
+        self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        import triton.language as tl
+        from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
+
+        tokens = len(x)
+        rows = 16 if tokens <= 32 else 64  # of a block of tokens
+        order = torch.arange(-(-tokens // rows) * rows, dtype=torch.int32, device=x.device)
+        experts = torch.zeros_like(order[::rows])
+        out = x.new_empty(tokens, 1, len(weight))
+        invoke_fused_moe_kernel(
+            x.contiguous(),
+            weight[None],
+            None,
+            out,
+            None,
+            scale[None],
+            None,
+            topk_weights=order[:tokens, None],  # not used
+            topk_ids=order[:tokens, None],  # only their number is used
+            sorted_token_ids=order,
+            expert_ids=experts,
+            num_tokens_post_padded=torch.full_like(experts[:1], len(order)),
+            mul_routed_weight=False,
+            top_k=1,
+            config={
+                "BLOCK_SIZE_M": rows,
+                "BLOCK_SIZE_N": 64,
+                "BLOCK_SIZE_K": 32,  # divides groups: whole blocks are read
+                "GROUP_SIZE_M": 8,
+            },
+            compute_type=tl.bfloat16,
+            use_fp8_w8a8=False,
+            use_int8_w8a8=False,
+            use_int8_w8a16=False,
+            use_int4_w4a16=True,
+            per_channel_quant=False,
+            block_shape=[0, self.block[1]],
+        )
+        return out[:, 0] if bias is None else out[:, 0].add_(bias)
+
+
+class Int4Group32LinearMethod(Int4LinearMethod):
+    """INT4 weights in groups of 32 input channels."""
+
+    block = (1, 32)
+
+
+def weight_values(packed: Tensor, scale: Tensor) -> Tensor:
+    """Return the values [out, in] bfloat16 of INT4 codes [out, in / 2].
+
+    `scale` [out, groups] bfloat16 is that of each group of equally many columns.
+    """
+    groups = unpack(packed).unflatten(1, (scale.shape[1], -1))
+    return (groups * scale[:, :, None]).flatten(1)
 
 
 def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

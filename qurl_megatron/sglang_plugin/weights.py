@@ -55,7 +55,6 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, as_integers, checksums, part_key
 from qurl_megatron.rollout.wire import FILE_PREFIX
-from qurl_megatron.sglang_plugin.linear import BLOCK
 from qurl_megatron.weight_sync.bucket import (
     IN_PLACE,
     Bucket,
@@ -334,7 +333,10 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
 
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
     """Yield the parts of one parameter of a module that is at `path` in the model."""
-    rows_per_entry = BLOCK if name == "weight_scale_inv" else 1  # rows of the weight
+    rows_per_entry, width = 1, 1  # rows and columns of the weight; None: all columns
+    if "weight_scale" in name:
+        method: Any = module.quant_method
+        rows_per_entry, width = method.block
     rank, size = get_group_rank_size(getattr(module, "tp_group", None))
     fused: list[tuple[str, int, int]] = []  # projections: name, rows of a rank's weight, rank
     if isinstance(module, QKVParallelLinear):
@@ -354,8 +356,8 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
             yield f"{parent}.{projection}.{name}", Part(tensor[row : row + rows], number * rows, 0)
             row += rows
     elif isinstance(module, FusedMoE):
-        yield from _cut_experts(module, path, name, tensor)
-    elif isinstance(module, RowParallelLinear) and name in ("weight", "weight_scale_inv"):
+        yield from _cut_experts(module, path, name, tensor, shares_columns=width is not None)
+    elif isinstance(module, RowParallelLinear) and name.startswith("weight") and width:
         yield f"{path}.{name}", Part(tensor, 0, rank * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
@@ -365,7 +367,9 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
         yield f"{path}.{name}", Part(tensor, 0, 0)
 
 
-def _cut_experts(layer: FusedMoE, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
+def _cut_experts(
+    layer: FusedMoE, path: str, name: str, tensor: Tensor, *, shares_columns: bool
+) -> Iterator[HeldPart]:
     """Yield the parts of a fused parameter `[experts, ...]` of a layer's experts on this rank."""
     fused, _, sent_name = name.partition("_")
     first = layer.moe_ep_rank * layer.num_local_experts
@@ -376,6 +380,5 @@ def _cut_experts(layer: FusedMoE, path: str, name: str, tensor: Tensor) -> Itera
                 yield f"{path}.{expert}.{projection}.{sent_name}", Part(part, row, 0)
         else:
             # Ranks share the columns, but each has all scales of whole rows.
-            shared = sent_name != "weight_scale"
-            column = layer.moe_tp_rank * values.shape[1] if shared else 0
+            column = layer.moe_tp_rank * values.shape[1] if shares_columns else 0
             yield f"{path}.{expert}.down_proj.{sent_name}", Part(values, 0, column)

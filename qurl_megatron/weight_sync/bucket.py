@@ -188,17 +188,24 @@ class SentWeight:
     @classmethod
     def quantized(cls, part: TensorPart, weight_format: str) -> SentWeight:
         """Describe a weight that is sent as codes and scales of `weight_format`."""
+        packing = quantize.packing(weight_format)
         dtype = quantize.code_dtype(weight_format)
-        codes = SentTensor(part.name, dtype, part.full_shape, part.dim, part.rank_slices)
+        rows, *columns = part.full_shape
+        held = (rows, *(size // packing for size in columns))
+        slices = part.rank_slices
+        if slices is not None and part.dim == 1:
+            slices = [slice(run.start // packing, run.stop // packing) for run in slices]
+        codes = SentTensor(part.name, dtype, held, part.dim, slices)
         name = quantize.scale_name(part.name, weight_format)
+        scale_dtype = quantize.scale_dtype(weight_format)
         shape = scale_shape(part, weight_format)
         if weight_format == "fp8-tensor":
             shape = (part.full_shape[0], 1)  # the shape of `quantize.engine_scale`
         block = None if part.dim is None else quantize.block_shape(weight_format)[part.dim]
         if block is None or part.rank_slices is None or blocks_are_shared(part, weight_format):
-            return cls(part, [codes, SentTensor(name, torch.float32, shape)])
-        slices = [slice(rows.start // block, -(-rows.stop // block)) for rows in part.rank_slices]
-        return cls(part, [codes, SentTensor(name, torch.float32, shape, part.dim, slices)])
+            return cls(part, [codes, SentTensor(name, scale_dtype, shape)])
+        slices = [slice(run.start // block, -(-run.stop // block)) for run in part.rank_slices]
+        return cls(part, [codes, SentTensor(name, scale_dtype, shape, part.dim, slices)])
 
     @property
     def is_quantized(self) -> bool:

@@ -195,7 +195,7 @@ class DriftMeter:
         num_rows = weight.shape[0]
         step = -(-num_rows // self._measured_rows)
         rows = slice(step // 2, None, step)
-        kept, codes = weight[rows].clone(), quantized.codes[rows].clone()
+        kept, codes = weight[rows].clone(), quantize.code_values(quantized, rows).clone()
         scale = quantize.spread_scale(quantized, rows).expand(len(kept), -1)
         previous = self._previous.get(key)
         if previous is not None and previous[0].shape != kept.shape:

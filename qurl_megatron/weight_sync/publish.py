@@ -132,7 +132,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._converter = Converter(
             learner,
-            quantization.format,
+            quantization.weight_format,
             quantization.bucket_bytes,
             keeps_codes=quantization.publish != "full",
             keep=quantization.keep,

@@ -136,8 +136,13 @@ class Reference:
     def _linear(self, x: Tensor, name: str, columns: slice = slice(None)) -> Tensor:
         """Map `[time, in]` to `[time, out]` in float64, with codes if the weight has scales."""
         weight, bias = self._weights[f"{name}.weight"], self._weights.get(f"{name}.bias")
-        weight, x = weight[:, columns], x.float()
         scale = self._weights.get(f"{name}.weight_scale")
+        if weight.dtype == torch.uint8:  # INT4, two codes a byte
+            assert scale is not None
+            codes = torch.stack([weight % 16, weight // 16], dim=2).flatten(1).float() - 8
+            weight = codes.unflatten(1, (scale.shape[1], -1)) * scale[:, :, None].float()
+            weight, scale = weight.flatten(1).bfloat16(), None
+        weight, x = weight[:, columns], x.float()
         block_scale = self._weights.get(f"{name}.weight_scale_inv")
         if scale is not None:
             codes, x_scale = self._codes(x, weight.dtype)

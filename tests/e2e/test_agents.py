@@ -23,11 +23,11 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, pack
 from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.config.schema import (
     AgentConfig,
+    FormatName,
     LearnerConfig,
     OptimizerConfig,
     QuantizationConfig,
     ServerConfig,
-    WeightFormat,
 )
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
@@ -74,7 +74,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     )
     chat_tokenizer(DROPS_THOUGHTS, model)
     config = AgentConfig(agent=f"{talker.__file__}:talk", agent_workers=1)
-    formats: dict[str, tuple[WeightFormat, int]] = {"int8": ("int8", 2), "bf16": ("bf16", 1)}
+    formats: dict[str, tuple[FormatName, int]] = {"int8": ("int8", 2), "bf16": ("bf16", 1)}
     with ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("GLOO_SOCKET_IFNAME", "lo")
         agents = stack.enter_context(Agents(config, CONTEXT_LENGTH, str(model), directory))

@@ -42,7 +42,7 @@ WHOLE_BLOCKS = {
 SERVERS: dict[WeightFormat, tuple[int, int, dict[str, int]]] = {
     "int8": (1, 1, {}),
     "bf16": (2, 2, {}),
-    "fp8": (2, 1, {}),
+    "int4-g32": (2, 1, {"moe_intermediate_size": 128}),
     "fp8-block": (2, 2, WHOLE_BLOCKS),
 }
 

@@ -5,18 +5,29 @@ from typing import Any
 import pytest
 import torch
 
-from qurl_megatron.quantization.quantize import quantize
-from qurl_megatron.sglang_plugin.formats import Fp8BlockConfig, Fp8Config, Int8Config, QurlConfig
+from qurl_megatron.quantization.quantize import engine_scale, quantize
+from qurl_megatron.sglang_plugin.formats import (
+    Fp8BlockConfig,
+    Fp8Config,
+    Int4Group32Config,
+    Int8Config,
+    QurlConfig,
+)
 
-TOLERANCES = {"int8": 3e-3, "fp8": 5e-3, "fp8-block": 5e-3}
-FORMATS = {"int8": Int8Config, "fp8": Fp8Config, "fp8-block": Fp8BlockConfig}
+TOLERANCES = {"int8": 3e-3, "int4-g32": 3e-3, "fp8": 5e-3, "fp8-block": 5e-3}
+FORMATS = {
+    "int8": Int8Config,
+    "int4-g32": Int4Group32Config,
+    "fp8": Fp8Config,
+    "fp8-block": Fp8BlockConfig,
+}
 
 
 def build_layer(weight: torch.Tensor, weight_format: str, device: str) -> Any:
     quantized = quantize(weight, weight_format)
     layer = torch.nn.Module()
     name = "weight_scale_inv" if weight_format == "fp8-block" else "weight_scale"
-    for parameter, values in (("weight", quantized.codes), (name, quantized.scale)):
+    for parameter, values in (("weight", quantized.codes), (name, engine_scale(quantized))):
         layer.register_parameter(
             parameter, torch.nn.Parameter(values.to(device), requires_grad=False)
         )
