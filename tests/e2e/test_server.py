@@ -197,14 +197,17 @@ def test_completions_carry_the_tokens_that_each_was_drawn_from(deployment: Deplo
     top_p = 0.1
     groups = deployment.client.generate(
         PROMPTS,
-        completions_per_prompt=1,
+        completions_per_prompt=2,
         temperature=0.7,
         max_response_length=24,
         top_p=top_p,
         records_masks=True,
     )
     sizes, differences = set(), []
-    for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
+    answers = [
+        (prompt, each) for prompt, group in zip(PROMPTS, groups, strict=True) for each in group
+    ]
+    for prompt, completion in answers:
         assert completion.sampling_masks is not None
         of_tokens, token_ids = completion.sampling_masks
         masks, length = token_ids.split(of_tokens.tolist()), len(prompt.token_ids)
