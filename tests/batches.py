@@ -1,7 +1,7 @@
 """Padded rows `[batch, time]` as the ragged batches of a learner, and its scores as padded rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,12 @@ def ragged(
     is_real = torch.arange(time) < lengths[:, None]
     flat = {name: tensor[is_real] for name, tensor in fields.items()}
     return TrainBatch(lengths, tokens[is_real].int(), mask[is_real], **flat)
+
+
+def with_masks(batch: TrainBatch, kept: Tensor) -> TrainBatch:
+    """Return the batch with sampling masks: the ids where `kept` [tokens, vocabulary] is True."""
+    kept = kept & batch.loss_mask[:, None]
+    return replace(batch, mask_sizes=kept.sum(1).int(), mask_ids=kept.nonzero()[:, 1].int())
 
 
 def padded(sequences: Sequence[Tensor]) -> Tensor:

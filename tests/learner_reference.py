@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from batches import Rows, random_rows, score, share_of
+from batches import Rows, random_rows, score, share_of, with_masks
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.model import weight_map
@@ -63,6 +63,18 @@ def make_batch() -> TrainBatch:
     rows = make_rows()
     weights = rows.loss_mask / rows.loss_mask.sum()
     return rows.ragged(advantages=rows.advantages, loss_weights=weights)
+
+
+def make_kept() -> Tensor:
+    """Return [rows, time, vocabulary] bool: the tokens that each one was drawn from.
+
+    In every other row they are close to it, so that other ranks have none of them.
+    """
+    tokens, size = make_rows().tokens, DIMS["vocab_size"]
+    kept = torch.rand(*tokens.shape, size, generator=torch.Generator().manual_seed(7)) < 0.1
+    kept |= torch.nn.functional.one_hot(tokens, size).bool()
+    kept[::2] &= (torch.arange(size) - tokens[::2, :, None]).abs() < 20
+    return kept
 
 
 def policy_gradient(
@@ -117,9 +129,12 @@ def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measure
     tokens = make_rows().tokens
     scores = {t: score(learner, tokens, temperature=t) for t in TEMPERATURES}
     first_weights = parts_of(learner, learner.shards())
-    share = share_of(learner, make_batch())
+    batch, rows = make_batch(), make_rows()
+    kept = make_kept()[torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]]
+    share, with_kept = (share_of(learner, each) for each in (batch, with_masks(batch, kept)))
     learner.score(share, ["proximal_logprobs"], temperature=0.7)
-    updates = [learner.update(share, policy_gradient, temperature=0.7) for _ in range(STEPS)]
+    shares = [share] * (STEPS - 1) + [with_kept]
+    updates = [learner.update(each, policy_gradient, temperature=0.7) for each in shares]
     measurement = Measurement(scores, first_weights, updates, parts_of(learner, learner.shards()))
     learner.close()
     return measurement
@@ -136,8 +151,13 @@ class Reference:
     last_weights: dict[str, Tensor]
 
 
-def logprobs_and_entropy_of(model: Any, tokens: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    distribution = (model(tokens).logits[:, :-1] / temperature).log_softmax(-1)
+def logprobs_and_entropy_of(
+    model: Any, tokens: Tensor, temperature: float, kept: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    logits = model(tokens).logits[:, :-1] / temperature
+    if kept is not None:
+        logits = logits.masked_fill(~kept[:, 1:], -torch.inf)
+    distribution = logits.log_softmax(-1)
     logprobs = distribution.gather(2, tokens[:, 1:, None]).squeeze(2)
     entropy = -(distribution.exp() * distribution).sum(-1)
     return tuple(torch.nn.functional.pad(scores, (1, 0)) for scores in (logprobs, entropy))
@@ -167,7 +187,8 @@ def make_reference(directory: Path) -> Reference:
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER.learning_rate * min(1.0, step / OPTIMIZER.warmup_steps)
         optimizer.zero_grad()
-        logprobs, entropy = logprobs_and_entropy_of(model, rows.tokens, 0.7)
+        kept = make_kept() if step == STEPS else None
+        logprobs, entropy = logprobs_and_entropy_of(model, rows.tokens, 0.7, kept)
         loss, _ = policy_gradient(logprobs, entropy, rows, weights)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))

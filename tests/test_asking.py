@@ -253,6 +253,40 @@ def test_the_experts_of_an_answer_must_be_of_each_token() -> None:
                 asyncio.run(client._post(ONE_PROMPT, server))
 
 
+def test_the_sampling_masks_of_an_answer_must_have_its_tokens() -> None:
+    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    client = RolloutClient(Fleet("rollout", {}), tokenizer, [])
+    asked = {**ONE_PROMPT, "sampling_params": {**ONE_PROMPT["sampling_params"], "top_k": 9}}
+    masks = {
+        "output_token_sampling_mask": [[1, 7], [1]],
+        "output_token_sampling_logprobs": [-0.5, 0.0],
+    }
+    right = {**RIGHT, "meta_info": {**META, **masks}}
+    with server_that(saying(json.dumps(right))) as server:
+        (answer,) = asyncio.run(client._post(asked, server))
+    completion = client._completion(answer, 2)
+    assert completion.behaviour_logprobs == [-0.5, 0.0]
+    assert completion.sampling_masks is not None
+    assert [each.tolist() for each in completion.sampling_masks] == [[2, 1], [1, 7, 1]]
+    wrong: list[dict[str, Any]] = [
+        {"output_token_sampling_mask": None},
+        {"output_token_sampling_mask": [[1, 7]]},
+        {"output_token_sampling_mask": [[1, 7], []]},
+        {"output_token_sampling_mask": [[1, 7], [7]]},
+        {"output_token_sampling_mask": [[1, 7], [10**30, 1]]},
+        {"output_token_sampling_logprobs": [-0.5]},
+        {"output_token_sampling_logprobs": [-0.5, None]},
+    ]
+    for each in wrong:
+        sampled = {**RIGHT, "meta_info": {**META, **masks, **each}}
+        with server_that(saying(json.dumps(sampled))) as server:
+            with pytest.raises(ServerFailed, match="with something else"):
+                asyncio.run(client._post(asked, server))
+    with server_that(saying(json.dumps(right))) as server:  # nobody asked for masks
+        with pytest.raises(ServerFailed, match="with something else"):
+            asyncio.run(client._post(ONE_PROMPT, server))
+
+
 def test_a_server_that_answers_health_and_no_prompt_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

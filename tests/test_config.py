@@ -132,8 +132,10 @@ def test_a_file_of_an_older_version_loads_with_todays_fields(tmp_path: Path) -> 
     assert (config.learner.recompute, config.rollout.servers) == ("full", 2)
     path.write_text("learner: {recompute_activations: false}\n")
     assert load(path) == Config()
-    path.write_text("rollout: {top_p: 0.9}\n")
-    with pytest.raises(ConfigError, match=rf"^{path}: rollout.top_p=0.9: training samples from"):
+    path.write_text("rollout: {top_k: 16}\n")
+    with pytest.raises(
+        ConfigError, match=rf"^{path}: rollout.top_k=16: not supported; set rollout"
+    ):
         load(path)
 
 

@@ -1,7 +1,9 @@
 """Log-probs over sharded tokens and vocabulary against torch in float64; the memory they take."""
 
 import functools
+import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ CHUNKS = {"one token": 1, "some tokens": 8, "all tokens": TOKENS}
 TEMPERATURE = 0.7
 MASK = torch.arange(TOKENS) % 5 != 3
 MASK[:30] = False  # a whole chunk of the first rank
+LARGEST_MASK = 40
 
 
 @dataclass
@@ -29,6 +32,21 @@ class Scores:
     largest_tensor: int
 
 
+def sampling_masks() -> Tensor:
+    """Return [tokens, largest mask] rows with each target; some masks lie on one rank alone."""
+    *_, targets, _ = problem(torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    distances = torch.stack(
+        [torch.randperm(VOCABULARY - 1, generator=generator) for _ in range(TOKENS)]
+    )
+    distances[::2] = torch.arange(VOCABULARY - 1)  # close to the target
+    masks = (targets[:, None] + 1 + distances[:, :LARGEST_MASK]) % VOCABULARY
+    sizes = torch.randint(1, LARGEST_MASK, (TOKENS, 1), generator=generator)
+    masks[torch.arange(LARGEST_MASK) >= sizes] = -1
+    masks[:, 0] = targets
+    return masks.int()
+
+
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return hidden states, weight, targets, and the gradient of the log-probs."""
     generator = torch.Generator().manual_seed(2)
@@ -38,20 +56,22 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden.to(dtype), weight.to(dtype), targets, torch.randn(TOKENS, generator=generator)
 
 
-def score_in_chunks() -> dict[tuple[str, torch.dtype], Scores]:
+def score_in_chunks() -> dict[tuple[Any, ...], Scores]:
     from qurl_megatron import device
 
     device.initialize_distributed()
-    scores = {
+    scores: dict[tuple[Any, ...], Scores] = {
         (chunk, dtype): score(tokens, dtype)
         for chunk, tokens in CHUNKS.items()
         for dtype in (torch.float32, torch.bfloat16)
     }
+    for chunk, tokens in CHUNKS.items():
+        scores[chunk, torch.float32, "masks"] = score(tokens, torch.float32, sampling_masks())
     torch.distributed.destroy_process_group()
     return scores
 
 
-def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
+def score(chunk_tokens: int, dtype: torch.dtype, masks: Tensor | None = None) -> Scores:
     import torch.distributed as dist
 
     from qurl_megatron.learner.logprobs import logprobs_and_entropy
@@ -70,6 +90,7 @@ def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
             own_rows,
             targets,
             MASK.nonzero().view(-1),
+            masks,
             temperature=TEMPERATURE,
             first_row=first_row,
             group=group,
@@ -81,29 +102,35 @@ def score(chunk_tokens: int, dtype: torch.dtype) -> Scores:
 
 
 @functools.cache
-def scores_by_rank(world_size: int) -> list[dict[tuple[str, torch.dtype], Scores]]:
+def scores_by_rank(world_size: int) -> list[dict[tuple[Any, ...], Scores]]:
     return run_ranks(score_in_chunks, world_size)
 
 
-def exact_scores(dtype: torch.dtype) -> Scores:
+def exact_scores(dtype: torch.dtype, masks: Tensor | None = None) -> Scores:
     """Score the same values in float64 with torch's log_softmax and autograd."""
     hidden, weight, targets, grad = problem(dtype)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    distribution = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1)
+    logits = hidden @ weight.t() / TEMPERATURE
+    if masks is not None:
+        kept = torch.zeros(TOKENS, VOCABULARY + 1, dtype=torch.bool)
+        kept.scatter_(1, torch.where(masks < 0, VOCABULARY, masks).long(), True)
+        logits = logits.masked_fill(~kept[:, :VOCABULARY], -torch.inf)
+    distribution = logits.log_softmax(-1)
     logprobs = distribution.gather(1, targets[:, None]).squeeze(1) * MASK
     logprobs.backward(grad.double())
-    entropy = -(distribution.exp() * distribution).sum(-1) * MASK
+    entropy = -(distribution.exp() * distribution).nan_to_num(0).sum(-1) * MASK
     assert hidden.grad is not None and weight.grad is not None
     return Scores(logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("masks", [(), ("masks",)])
 def test_scores_and_gradients_over_sharded_tokens_and_vocabulary_are_exact(
-    world_size: int, chunk: str
+    world_size: int, chunk: str, masks: tuple[str, ...]
 ) -> None:
-    ranks = [scores[chunk, torch.float32] for scores in scores_by_rank(world_size)]
-    expected = exact_scores(torch.float32)
+    ranks = [scores[chunk, torch.float32, *masks] for scores in scores_by_rank(world_size)]
+    expected = exact_scores(torch.float32, sampling_masks() if masks else None)
     for rank in ranks:
         for name in ("logprobs", "entropy"):
             torch.testing.assert_close(
@@ -112,7 +139,32 @@ def test_scores_and_gradients_over_sharded_tokens_and_vocabulary_are_exact(
             assert not getattr(rank, name)[~MASK].any()
     for name in ("grad_hidden", "grad_weight"):  # each rank has its part of both
         gathered = torch.cat([getattr(rank, name) for rank in ranks])
-        torch.testing.assert_close(gathered.double(), getattr(expected, name), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gathered.double(), getattr(expected, name), rtol=1e-5, atol=2e-5)
+
+
+def test_a_log_prob_over_a_mask_is_that_of_a_softmax_of_its_logits() -> None:
+    from qurl_megatron.learner.logprobs import logprobs_and_entropy
+
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    weight = torch.tensor([[1.0], [2.0], [4.0], [8.0]]).log().requires_grad_()
+    targets, masks = torch.tensor([2, 1]), torch.tensor([[0, 2, -1], [1, -1, -1]]).int()
+    logprobs, entropy = logprobs_and_entropy(
+        torch.ones(2, 1),
+        weight,
+        targets,
+        torch.arange(2),
+        masks,
+        temperature=1.0,
+        first_row=0,
+        group=group,  # type: ignore[arg-type]
+        chunk_tokens=2,
+    )
+    # Of 1 and 4 the second, at 4 / 5; then the only one. The rows have the weights 1, 2, 4 and 8.
+    torch.testing.assert_close(logprobs, torch.tensor([0.8, 1.0]).log())
+    of_five = -(0.2 * math.log(0.2) + 0.8 * math.log(0.8))
+    torch.testing.assert_close(entropy, torch.tensor([of_five, 0.0]))
+    logprobs.sum().backward()
+    torch.testing.assert_close(weight.grad, torch.tensor([[-0.2], [0.0], [0.2], [0.0]]))
 
 
 def test_chunked_scores_never_hold_all_logits() -> None:

@@ -115,8 +115,11 @@ def test_gradients_are_clipped_seed_by_seed() -> None:
     torch.testing.assert_close(weight.grad, torch.tensor([[0.6, 0.8, 0.0], [0.3, 0.4, 0.0]]))
 
 
-def test_an_engine_without_error_has_ratios_of_one_and_one_minibatch_clips_nothing() -> None:
-    outcome = run(Arm(objective="tis", gap="none", length=4), seeds=2, steps=10)
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_an_engine_without_error_has_ratios_of_one_and_one_minibatch_clips_nothing(
+    top_p: float,
+) -> None:
+    outcome = run(Arm(objective="tis", gap="none", length=4, top_p=top_p), seeds=2, steps=10)
     assert outcome.stats["ratio_proximal_behaviour_max"] == 1.0
     assert outcome.stats["clipped"] == 0.0
     assert len(outcome.after) == 2

@@ -17,6 +17,7 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
     rate               learning rate
     bandit             the second task, with one token per answer
     length             length of the answers
+    top_p              symbols drawn from a nucleus, the learner's log-probs over the same
     uaq                s, against a learning rate that is as much larger and against stochastic
                        rounding, for updates below and above a code's step, FP32 and BF16 masters
 """
@@ -59,6 +60,8 @@ MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
     (16, "int4", (0, 4)),
     (16, "int8", (4,)),
 )
+
+TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
 
 
 def chapters() -> dict[str, dict[Arm, Arm]]:
@@ -110,6 +113,12 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
             replace(FAR, objective=objective, length=length)
             for length in (16, 128)
             for objective in ("on_policy", "tis", "acr", "sequence_tis")
+        ],
+        "top_p": [
+            replace(FAR, gap=gap, staleness=staleness, objective=objective, top_p=top_p)
+            for gap, staleness in TOP_P_GAPS
+            for top_p in (1.0, 0.95, 0.9)
+            for objective in ("naive", "tis")
         ],
     }
     compared = {
@@ -217,10 +226,11 @@ def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
     }
     cells = list(dict.fromkeys(compared_with.values()))
     variants = list(dict.fromkeys(difference(arm, base) for arm, base in compared_with.items()))
-    for score in ("after", "after_quantized"):
+    scores = ["after", "after_quantized"] + ["after_nucleus"] * (chapter == "top_p")
+    for score in scores:
         table = {}
         for arm, base in compared_with.items():
-            own, other = outcomes[arm][score], outcomes[base][score]
+            own, other = (of.get(score, of["after"]) for of in (outcomes[arm], outcomes[base]))
             gains = [a - b for a, b in zip(own, other, strict=True)]
             table[difference(arm, base), base] = (
                 mean_and_interval(own) if arm == base else mean_and_interval(gains, sign="+")

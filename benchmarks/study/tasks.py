@@ -46,14 +46,13 @@ class Chain:
         start, numbers = self._prompts((seeds, prompts), generator)
         start = start.repeat_interleave(completions, dim=1)
         numbers = numbers.repeat_interleave(completions, dim=1)
-        cumulative = logprobs.exp().cumsum(-1)
+        cumulative = _cumulative(logprobs)
         seed = torch.arange(seeds)[:, None]
         states, symbols, current = [], [], start
         for time in range(self.length):
             state = current * SYMBOLS + numbers[..., time]
             uniform = torch.rand(state.shape, generator=generator)
-            current = (cumulative[seed, state] < uniform[..., None]).sum(-1)
-            current = current.clamp(max=SYMBOLS - 1)  # the sum of all may be below 1
+            current = (cumulative[seed, state] <= uniform[..., None]).sum(-1)
             states.append(state)
             symbols.append(current)
         rewards = (current == (start + numbers.sum(-1)) % SYMBOLS).float()
@@ -92,8 +91,8 @@ class Bandit:
         context = torch.randint(STATES, (seeds, prompts), generator=generator)
         context = context.repeat_interleave(completions, dim=1)
         uniform = torch.rand(context.shape, generator=generator)
-        cumulative = logprobs.exp().cumsum(-1)[torch.arange(seeds)[:, None], context]
-        symbols = (cumulative < uniform[..., None]).sum(-1).clamp(max=SYMBOLS - 1)
+        cumulative = _cumulative(logprobs)[torch.arange(seeds)[:, None], context]
+        symbols = (cumulative <= uniform[..., None]).sum(-1)
         rewarded = torch.rand(context.shape, generator=generator) < self.chances[context, symbols]
         return Rollouts(context[..., None], symbols[..., None], rewarded.float())
 
@@ -101,3 +100,9 @@ class Bandit:
         """Return the expected reward, relative to the best possible: `[seeds]` float32."""
         best = self.chances.amax(-1).mean()
         return (logprobs.exp() * self.chances).sum(-1).mean(-1) / best
+
+
+def _cumulative(logprobs: Tensor) -> Tensor:
+    """Return the sums of probabilities up to each symbol, and 1 from the last possible one on."""
+    cumulative = logprobs.exp().cumsum(-1)
+    return cumulative.masked_fill_(cumulative == cumulative[..., -1:], 1)  # rounded it may be less

@@ -64,6 +64,7 @@ class Arm:
     masters: Literal["float32", "bfloat16"] = "float32"  # what Adam updates
     weight_rate: float = 1.0  # factor on the learning rate of the weights that UAQ divides by s
     norm_rate: float = 1.0  # factor on the learning rate of the norms that UAQ multiplies by s
+    top_p: float = 1.0  # symbols are drawn from the likeliest ones, up to this probability
 
 
 @dataclass
@@ -73,6 +74,7 @@ class Outcome:
     before: list[float]  # score of the full-precision policy before training
     after: list[float]
     after_quantized: list[float]  # score of the engine's copy after training
+    after_nucleus: list[float]  # score of the full-precision policy, drawn with the arm's top_p
     stats: dict[str, float] = field(default_factory=dict)  # means over steps, seeds and tokens
     seconds: float = 0.0
 
@@ -92,32 +94,38 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     optimizer = make_optimizer(parameters, settings, arm)
     objective = ObjectiveConfig(ratio_cap=arm.ratio_cap)
     generator = torch.Generator().manual_seed(2)  # the same numbers in every arm
-    behind: deque[Tensor] = deque(maxlen=arm.staleness + 1)  # the engines' last tables
+    # The engines' last tables, and the symbols that each may draw.
+    behind: deque[tuple[Tensor, Tensor]] = deque(maxlen=arm.staleness + 1)
     learner_engine = engine if arm.straight_through else None
 
-    def score(of: Engine | None) -> Tensor:
+    def score(of: Engine | None, top_p: float = 1.0) -> Tensor:
         with torch.no_grad():
-            return task.score(logprob_table(parameters, of))
+            table = logprob_table(parameters, of)
+            return task.score(over(table, nucleus(table, top_p)))
 
     before = score(None)
     totals: dict[str, float] = {}
     codes, flips = codes_of(parameters, nearest), []
     for _ in range(steps):
         with torch.no_grad():
-            behind.append(logprob_table(parameters, engine))
-            proximal_table = logprob_table(parameters, learner_engine)
-        rollouts = task.sample(behind[0], PROMPTS, COMPLETIONS, generator)
+            table = logprob_table(parameters, engine)
+            kept = nucleus(table, arm.top_p)
+            behind.append((over(table, kept), kept))
+            behaviour_table, kept = behind[0]
+            proximal_table = over(logprob_table(parameters, learner_engine), kept)
+        rollouts = task.sample(behaviour_table, PROMPTS, COMPLETIONS, generator)
         advantages = advantages_of(rollouts.rewards)
         rows = PROMPTS * COMPLETIONS // arm.minibatches
         for first in range(0, PROMPTS * COMPLETIONS, rows):
             minibatch = slice(first, first + rows)
             states, symbols = rollouts.states[:, minibatch], rollouts.symbols[:, minibatch]
-            behaviour = taken(behind[0], states, symbols)
+            behaviour = taken(behaviour_table, states, symbols)
             proximal = taken(proximal_table, states, symbols)
             mask = torch.ones_like(behaviour, dtype=torch.bool)
             lengths = torch.full((len(mask),), mask.shape[1])
             weights = token_weights(mask.flatten(), lengths, objective.aggregation)
             table = logprob_table(parameters, learner_engine, straight_through=arm.straight_through)
+            table = over(table, kept)
             of_sequence = (proximal - behaviour).sum(-1, keepdim=True).expand_as(mask)
             objective_loss = (
                 rival_loss
@@ -151,6 +159,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         before=before.tolist(),
         after=score(None).tolist(),
         after_quantized=score(engine).tolist(),
+        after_nucleus=score(None, arm.top_p).tolist(),
         stats={
             **rollout_statistics(totals),
             **{name: totals[name] / totals["tokens"] for name in ("clipped", "acr_widened")},
@@ -158,6 +167,19 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         },
         seconds=time.monotonic() - began,
     )
+
+
+def nucleus(table: Tensor, top_p: float) -> Tensor:
+    """Return where the likeliest symbols are, up to `top_p` in all: bool, of the table's shape."""
+    probabilities, order = table.exp().sort(dim=-1, descending=True)
+    kept = probabilities.cumsum(-1) - probabilities <= top_p
+    kept |= top_p == 1  # rounded, the sum may be more
+    return torch.zeros_like(kept).scatter_(-1, order, kept)
+
+
+def over(table: Tensor, kept: Tensor) -> Tensor:
+    """Return the log-probs over the kept symbols; a table of which all are kept as it is."""
+    return table if kept.all() else table.masked_fill(~kept, -torch.inf).log_softmax(-1)
 
 
 @functools.cache

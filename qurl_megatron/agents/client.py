@@ -1,8 +1,8 @@
 """Episodes in the place of completions: a client whose answers agents have led to.
 
 The record of an episode is kept here, by rank 0: every token with whether it was sampled, and of a
-sampled one the log-prob, the weight version and the experts that its server reported for it. All of
-a turn is sampled by one server. If that is lost, another continues from the same tokens.
+sampled one the log-prob, the weight version and what else its server reported for it. All of a turn
+is sampled by one server. If that is lost, another continues from the same tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from qurl_megatron.agents import policy
 from qurl_megatron.agents.policy import Request
 from qurl_megatron.agents.pool import Agents
-from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, Turn
+from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, SamplingMasks, Turn
 from qurl_megatron.algorithm.score import ACCURACY, Score
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import SharedError
@@ -44,6 +44,7 @@ class _Sequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: torch.Tensor | None = None
+    masks: list[SamplingMasks] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -58,6 +59,8 @@ class _Sequence:
         self.sampled += [True] * len(turn.token_ids)
         self.logprobs += turn.behaviour_logprobs
         self.versions += turn.token_versions
+        if turn.sampling_masks:
+            self.masks.append(turn.sampling_masks)
         if turn.routed_experts is not None:
             # Of tokens that were read before, the experts of the pass that sampled after them stay.
             known = 0 if self.experts is None else len(self.experts)
@@ -74,6 +77,9 @@ class _Sequence:
             truncated=False,
             token_versions=self.versions,
             routed_experts=self.experts,
+            sampling_masks=SamplingMasks(*map(torch.cat, zip(*self.masks, strict=True)))
+            if self.masks
+            else None,
             episode=Episode(self.prompt_ids, self.sampled[:length], **of_episode),
         )
 

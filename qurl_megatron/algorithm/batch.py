@@ -2,14 +2,15 @@
 
 A training batch is ragged: its sequences lie one behind another, and position `t` of every
 `[tokens]` tensor belongs to token `t`. `behaviour_logprobs[t]` is the log-probability of
-`tokens[t]` given the tokens before it in its sequence. All log-probs are natural, float32, over
-the full vocabulary at the sampling temperature, and 0 where `loss_mask` is False.
+`tokens[t]` given the tokens before it in its sequence. All log-probs are natural, float32, at the
+sampling temperature, and 0 where `loss_mask` is False. They are over the full vocabulary or, with
+sampling masks, over the tokens that `tokens[t]` was drawn from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,6 +36,13 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)  # fields for the verifier
 
 
+class SamplingMasks(NamedTuple):
+    """The tokens that each of some tokens was drawn from: those that top_p has kept."""
+
+    sizes: Tensor  # [tokens] int32, how many tokens each was drawn from
+    token_ids: Tensor  # [sum of sizes] int32, one token's behind another's
+
+
 @dataclass(frozen=True)
 class Completion:
     """What follows a prompt: a sampled answer, or an episode of an agent.
@@ -52,8 +60,7 @@ class Completion:
     # [prompt and response tokens - 1, layers, experts per token] int16: the experts that the engine
     # chose in the pass that read token t, and predicted token t + 1; None: not recorded
     routed_experts: Tensor | None = None
-    # one per token, the ids that top_p and top_k left to choose from; None: not recorded
-    sampling_masks: list[list[int]] | None = None
+    sampling_masks: SamplingMasks | None = None  # of the sampled tokens; None: not recorded
     cached_tokens: int = 0  # of the tokens before it, those whose keys and values the server had
     episode: Episode | None = None  # None: an answer
 
@@ -132,7 +139,8 @@ class TrainBatch:
 
     Produced by `loop/sampling.py` on global rank 0, which deals it out to the data-parallel
     replicas. The tensors that are None at first are filled later in the step, or are of no use to
-    who has this batch. In a micro batch, all tensors but `lengths` are [1, tokens].
+    who has this batch. In a micro batch, all tensors but `lengths` are [1, tokens], and `mask_ids`
+    is [tokens, largest mask], where -1 fills up.
     """
 
     lengths: Tensor  # [sequences] int64, the tokens of each sequence
@@ -154,6 +162,9 @@ class TrainBatch:
     # [tokens, layers, experts per token] int16: the experts that the engine chose for each token,
     # -1 for the last token of a sequence, which it did not read; None: not recorded
     routed_experts: Tensor | None = None
+    # [tokens] int32: how many tokens each was drawn from, 0 outside loss_mask; None: from all
+    mask_sizes: Tensor | None = None
+    mask_ids: Tensor | None = None  # [sum of mask_sizes] int32: those tokens
 
     @classmethod
     def empty(cls) -> TrainBatch:
@@ -175,18 +186,19 @@ class TrainBatch:
     def select(self, numbers: Sequence[int]) -> TrainBatch:
         """Return a batch of these sequences, in this order."""
         chosen = torch.tensor(numbers, dtype=torch.int64)
-        lengths = self.lengths[chosen]
-        # A token moves by what its sequence moves.
-        moves = (self.lengths.cumsum(0) - self.lengths)[chosen] - (lengths.cumsum(0) - lengths)
-        index = torch.arange(int(lengths.sum())) + moves.repeat_interleave(lengths)
-        return replace(self.map(lambda tensor: tensor[index]), lengths=lengths)
+        index = _places(self.lengths, chosen)
+        selected = self.map(lambda tensor: tensor[index])
+        selected.lengths = self.lengths[chosen]
+        if self.mask_sizes is not None and self.mask_ids is not None:
+            selected.mask_ids = self.mask_ids[_places(self.mask_sizes, index)]
+        return selected
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
         """Return a batch of `change(tensor)` for every [tokens] tensor that is not None."""
         tensors = {each.name: getattr(self, each.name) for each in fields(self)}
-        lengths = tensors.pop("lengths")
+        lengths, ids = tensors.pop("lengths"), tensors.pop("mask_ids")
         changed = {name: None if t is None else change(t) for name, t in tensors.items()}
-        return TrainBatch(lengths, **changed)  # type: ignore[arg-type]
+        return TrainBatch(lengths, mask_ids=ids, **changed)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -236,8 +248,21 @@ def pack(
         batch.routed_experts = torch.cat(
             [torch.nn.functional.pad(experts, of_last, value=-1) for experts in known]
         )
+    masks = [each.sampling_masks for each, *_ in rows if each.sampling_masks]
+    if masks:
+        batch.mask_sizes = torch.zeros(ends[-1], dtype=torch.int32)
+        batch.mask_sizes[batch.loss_mask] = torch.cat([each.sizes for each in masks])
+        batch.mask_ids = torch.cat([each.token_ids for each in masks])
     if advantages is not None:
         of_sequences = torch.tensor([advantages[index][number] for *_, index, number in rows])
         of_tokens = of_sequences.repeat_interleave(lengths)
         batch.advantages = torch.where(batch.loss_mask, of_tokens, 0.0)
     return batch
+
+
+def _places(lengths: Tensor, chosen: Tensor) -> Tensor:
+    """Return where the items of chosen runs are, if runs of `lengths` lie one behind another."""
+    of_chosen = lengths[chosen]
+    # An item moves by what its run moves.
+    moves = (lengths.cumsum(0) - lengths)[chosen] - (of_chosen.cumsum(0) - of_chosen)
+    return torch.arange(int(of_chosen.sum())) + moves.repeat_interleave(of_chosen)

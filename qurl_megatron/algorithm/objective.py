@@ -334,7 +334,7 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
 
     They have the tensors of `batch` that the learner needs.
     """
-    names = ["behaviour_logprobs", "advantages", "routed_experts"]
+    names = ["behaviour_logprobs", "advantages", "routed_experts", "mask_sizes", "mask_ids"]
     if config.rollout.max_staleness:
         names.append("token_lags")
     for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):

@@ -431,8 +431,12 @@ class RolloutConfig(AgentConfig):
     """Number of responses to each prompt: GRPO's group size."""
 
     temperature: Temperature = 1.0
-    """Sampling temperature in training. Every token of the vocabulary can be sampled (top_p=1, no
-    top_k): SGLang does not renormalize the log-probs of truncated sampling."""
+    """Sampling temperature in training."""
+
+    top_p: TopP = 1.0
+    """In training, draw each token from the likeliest ones only, up to this probability in all.
+    Below 1 a token carries the ids of those that it was drawn from, at most 512, and all its
+    log-probs are over these. 1: from the whole vocabulary."""
 
     max_prompt_length: Count = 1024
     """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""

@@ -187,12 +187,8 @@ def _in_todays_fields(tree: Any) -> Any:
     learner, rollout = (sections.get(name) for name in ("learner", "rollout"))
     if isinstance(learner, dict) and learner.pop("recompute_activations", False):
         learner["recompute"] = "full"
-    for name, value in {"top_p": 1, "top_k": -1}.items():
-        if isinstance(rollout, dict) and rollout.get(name, value) != value:
-            raise ConfigError(
-                f"rollout.{name}={rollout[name]}: training samples from the full vocabulary, "
-                "because SGLang's log-probs are not those of a truncated one; remove the field"
-            )
+    if isinstance(rollout, dict) and (top_k := rollout.get("top_k", -1)) != -1:
+        raise ConfigError(f"rollout.top_k={top_k}: not supported; set rollout.top_p instead")
     return tree
 
 

@@ -12,6 +12,9 @@ logit. One gather of these gives every rank
     log p(target) = logit_target - M - log S        entropy = log S - E[logit - M]
 
 where M and S are the maximum and sum over the whole vocabulary.
+
+A token that was drawn from some tokens only has the same numbers over these: `_kept` takes their
+logits out of the rank's rows. No other logit has a part in its log-prob, or a gradient of it.
 """
 
 from collections.abc import Iterator
@@ -21,12 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+NOT_KEPT = -1e30  # a logit whose exp is 0; infinity would make NaN where a rank has no other
+
 
 def logprobs_and_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     scored: Tensor,
+    masks: Tensor | None = None,
     *,
     temperature: float,
     first_row: int,
@@ -41,6 +47,9 @@ def logprobs_and_entropy(
         targets: [tokens] int64, row numbers in the whole vocabulary, the same on every rank.
         scored: [scored tokens] int64 on the CPU, ascending: the tokens to compute, the same on
             every rank. That they are known there saves waiting for a GPU.
+        masks: [tokens, largest mask] int32, the rows of the whole vocabulary that each distribution
+            is over, and -1; the same on every rank. Those of a scored token include its target.
+            None: all rows.
         temperature: divides the logits.
         first_row: row number in the whole vocabulary of the first row of `weight`.
         group: the ranks that share the vocabulary.
@@ -52,7 +61,7 @@ def logprobs_and_entropy(
         flow through the log-probs only, to `hidden` and `weight`.
     """
     return _LogProbs.apply(
-        hidden, weight, targets, scored, temperature, first_row, group, chunk_tokens
+        hidden, weight, targets, scored, masks, temperature, first_row, group, chunk_tokens
     )
 
 
@@ -92,6 +101,17 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits.div_(temperature)
 
 
+def _kept(logits: Tensor, masks: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
+    """Return the logits [tokens, largest mask] of the masks, and their places in a rank's rows.
+
+    What a mask has on another rank, or does not have, is `NOT_KEPT`, and its place is 0.
+    """
+    places = masks.long() - first_row
+    is_elsewhere = (masks < 0) | (places < 0) | (places >= logits.shape[1])
+    places.masked_fill_(is_elsewhere, 0)
+    return logits.gather(1, places).masked_fill_(is_elsewhere, NOT_KEPT), places
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -100,6 +120,7 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         scored: Tensor,
+        masks: Tensor | None,
         temperature: float,
         first_row: int,
         group: dist.ProcessGroup,
@@ -116,6 +137,8 @@ class _LogProbs(torch.autograd.Function):
             states = _gather(hidden, chunk, group)[_within(chunk, positions, len(hidden))]
             logits = _logits(states, weight, temperature)
             target = logits.gather(1, local[positions, None]).squeeze(1).mul_(is_local[positions])
+            if masks is not None:
+                logits, _ = _kept(logits, masks[positions], first_row)
             maximum = logits.amax(1)
             logits.sub_(maximum[:, None])
             exp = logits.exp()
@@ -141,14 +164,15 @@ class _LogProbs(torch.autograd.Function):
         entropy = zeros.index_copy(0, index, log_sum - mean_logit)
         log_partition = zeros.index_copy(0, index, maximum + log_sum)
 
-        ctx.save_for_backward(hidden, weight, local, is_local, log_partition)
+        ctx.save_for_backward(hidden, weight, local, is_local, log_partition, masks)
         ctx.temperature, ctx.group, ctx.chunks = temperature, group, chunks
+        ctx.first_row = first_row
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, is_local, log_partition = ctx.saved_tensors
+        hidden, weight, local, is_local, log_partition, masks = ctx.saved_tensors
         ranks = ctx.group.size()
         scale = grad_logprobs / ctx.temperature
         grad_hidden = torch.zeros_like(hidden)
@@ -158,8 +182,12 @@ class _LogProbs(torch.autograd.Function):
             gathered = _gather(hidden, chunk, ctx.group)
             states = gathered[within]
             # d log p(target) / d logit = [is target] - p
-            grad = _logits(states, weight, ctx.temperature)
+            grad = logits = _logits(states, weight, ctx.temperature)
+            if masks is not None:
+                grad, places = _kept(logits, masks[positions], ctx.first_row)
             grad.sub_(log_partition[positions, None]).exp_().mul_(-scale[positions, None])
+            if masks is not None:
+                grad = logits.zero_().scatter_add_(1, places, grad)
             on_target = (scale[positions] * is_local[positions])[:, None]
             grad.scatter_add_(1, local[positions, None], on_target)
             grad = grad.to(hidden.dtype)
@@ -175,7 +203,7 @@ class _LogProbs(torch.autograd.Function):
                 own = torch.empty_like(hidden[chunk])
                 dist.reduce_scatter_tensor(own, grad_gathered, group=ctx.group)
                 grad_hidden[chunk] = own
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 6
+        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
 
 
 def _within(chunk: slice, positions: Tensor, tokens: int) -> Tensor:

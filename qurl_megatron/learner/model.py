@@ -205,7 +205,8 @@ class Policy(GPTModel):
 
         Args:
             hidden: [tokens / tensor-parallel ranks, 1, hidden], the last stage's output.
-            rows: [1, tokens]; each position describes the token after the one in `hidden`.
+            rows: [1, tokens]; each position describes the token after the one in `hidden`. With
+                sampling masks, scores are those of the distributions over the masks.
             scored: [scored tokens] int64 on the CPU, where the loss mask is True.
             temperature: divides the logits.
         """
@@ -224,6 +225,7 @@ class Policy(GPTModel):
             weight[: vocabulary.stop - vocabulary.start],
             rows.tokens.squeeze(0),
             scored,
+            rows.mask_ids,
             temperature=temperature,
             first_row=vocabulary.start,
             group=self.tp_group,

@@ -202,15 +202,19 @@ def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
     on_device = _to_device(cu_seqlens)
     # Layers without Transformer Engine read the bounds on the host, for which a GPU is not waited.
     on_host = None if has_transformer_engine() else cu_seqlens
-    rows = replace(batch, routed_experts=None).map(lambda tensor: _take(tensor, index))
+    rows = replace(batch, routed_experts=None, mask_sizes=None, mask_ids=None)
+    rows = rows.map(lambda tensor: _take(tensor, index))
     rows = replace(rows, tokens=rows.tokens.long())
     routed = batch.routed_experts
     if routed is not None:
         routed = _to_device(_take(routed, index, back=1, padding=-1)[0].long())
+    masks = _padded_masks(batch)
+    if masks is not None:
+        masks = _to_device(_take(masks, index, padding=-1)[0])
     return MicroBatch(
         batch=batch,
         inputs=_to_device(_take(batch.tokens, index, back=1).long()),
-        rows=rows.map(_to_device),
+        rows=replace(rows.map(_to_device), mask_ids=masks),
         scored=rows.loss_mask[0].nonzero().view(-1),
         index=_to_device(index),
         sequences=PackedSeqParams(
@@ -224,6 +228,16 @@ def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
         ),
         routed_experts=routed,
     )
+
+
+def _padded_masks(batch: TrainBatch) -> Tensor | None:
+    """Return the sampling masks of a batch, [tokens, largest mask] int32, where -1 fills up."""
+    if batch.mask_sizes is None or batch.mask_ids is None or not len(batch):
+        return None
+    is_id = torch.arange(int(batch.mask_sizes.max())) < batch.mask_sizes[:, None]
+    padded = torch.full(is_id.shape, -1, dtype=torch.int32)
+    padded[is_id] = batch.mask_ids
+    return padded
 
 
 def _to_device(tensor: Tensor) -> Tensor:

@@ -112,6 +112,8 @@ def measure_mismatch(
             completions_per_prompt=1,
             temperature=rollout.temperature,
             max_response_length=rollout.max_response_length,
+            top_p=rollout.top_p,
+            records_masks=rollout.top_p < 1,
         )
         groups = [
             RolloutGroup(prompt, group, [0.0])
@@ -120,7 +122,7 @@ def measure_mismatch(
         ]
         if not groups:
             raise AgentFailed("every episode before the first step has failed")
-        return pack(groups).only("behaviour_logprobs")
+        return pack(groups).only("behaviour_logprobs", "mask_sizes", "mask_ids")
 
     def mismatch(rows: TrainBatch) -> dict[str, Tensor]:
         assert rows.proximal_logprobs is not None and rows.behaviour_logprobs is not None

@@ -74,6 +74,8 @@ class Sampler:
                 completions_per_prompt=rollout.completions_per_prompt,
                 temperature=rollout.temperature,
                 max_response_length=rollout.max_response_length,
+                top_p=rollout.top_p,
+                records_masks=rollout.top_p < 1,
             )
             return client.group(prompt, settings)
 

@@ -39,6 +39,7 @@ from qurl_megatron.planning.memory import num_micro_batches
 from qurl_megatron.rehearsal import fake_gpu
 from qurl_megatron.rehearsal.rehearsal import Rehearsal
 from qurl_megatron.rehearsal.trace import Trace
+from qurl_megatron.rollout.client import LARGEST_MASK
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.direct import ServerParameters
@@ -159,6 +160,7 @@ def _batch(config: Config, architecture: Architecture, micro_batches: int) -> Tr
         # As balanced as an engine's routers are at best.
         routed = torch.arange(total * shape[2]).view(total, 1, shape[2]) % architecture.num_experts
         routed = routed.to(torch.int16).repeat(1, shape[1], 1)
+    sizes = LARGEST_MASK * mask.int() if rollout.top_p < 1 else None
     zeros = torch.zeros(total)
     return TrainBatch(
         lengths,
@@ -171,6 +173,8 @@ def _batch(config: Config, architecture: Architecture, micro_batches: int) -> Tr
         returns=zeros,
         token_lags=torch.zeros(total, dtype=torch.int32),
         routed_experts=routed,
+        mask_sizes=sizes,
+        mask_ids=None if sizes is None else torch.zeros(int(sizes.sum()), dtype=torch.int32),
     )
 
 

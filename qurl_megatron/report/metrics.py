@@ -147,7 +147,8 @@ class StepMetrics:
     minibatches, in nats. 0 without a reference policy."""
 
     entropy: float
-    """Entropy of the proximal policy's token distribution, mean over trained tokens, in nats."""
+    """Entropy of the proximal policy's token distribution, mean over trained tokens, in nats. With
+    `rollout.top_p` it is over the tokens that each one was drawn from."""
 
     loss: float
     """Policy loss, mean over minibatches."""

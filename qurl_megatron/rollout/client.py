@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import weakref
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +14,7 @@ import aiohttp
 import pydantic
 import torch
 
-from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.batch import Completion, Prompt, SamplingMasks
 from qurl_megatron.config.values import CountOrZero, Finite
 from qurl_megatron.process import raise_open_file_limit
 from qurl_megatron.rollout.asking import LARGEST_ANSWER_BYTES, NoAnswer, connect
@@ -23,7 +24,11 @@ from qurl_megatron.rollout.server import POLL_S, Server
 # The largest sizes in the JSON of an answer.
 TOKEN_BYTES = 2**10  # a token's id, log-prob and version
 EXPERT_BYTES = 6  # the number of an expert in base64
-MASK_BYTES = 2**6  # one token of a sampling mask
+MASK_ID_BYTES = 2**4  # a token of a sampling mask
+
+LARGEST_MASK = 512
+"""Most tokens that a token with a sampling mask is drawn from. SGLang records no mask without a
+limit."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,23 @@ _Logprobs = Annotated[
 ]
 
 
+def _masks(of_tokens: list[list[int]]) -> SamplingMasks:
+    sizes = torch.tensor([len(ids) for ids in of_tokens], dtype=torch.int32)
+    token_ids = list(itertools.chain.from_iterable(of_tokens))
+    return SamplingMasks(sizes, torch.tensor(token_ids, dtype=torch.int32))
+
+
+_Masks = Annotated[SamplingMasks, pydantic.ValidateAs(list[list[CountOrZero]], _masks)]
+
+
 @dataclass(frozen=True)
 class _Meta:
     finish_reason: _End
     token_versions: list[CountOrZero] = field(default_factory=list)
     output_token_logprobs: _Logprobs = field(default_factory=list)
     routed_experts: str | None = None
-    output_token_sampling_mask: list[Any] | None = None
+    output_token_sampling_mask: _Masks | None = None
+    output_token_sampling_logprobs: list[Finite] = field(default_factory=list)
     cached_tokens: CountOrZero = 0
 
 
@@ -114,21 +129,21 @@ class RolloutClient:
         temperature: float,
         max_response_length: int,
         top_p: float = 1.0,
-        top_k: int = -1,
+        records_masks: bool = False,
     ) -> dict[str, Any]:
         """Return the settings of `group`, in SGLang's words.
 
         Args:
             temperature: sampling temperature; 0 decodes greedily.
             max_response_length: maximum number of sampled tokens.
-            top_k: sample among this many tokens at the most; -1 for all. With it completions have
-                `sampling_masks`, which SGLang records only of a limited number of tokens.
+            records_masks: have completions with `sampling_masks`, and log-probs over these. A token
+                is then drawn from `LARGEST_MASK` tokens at the most, the likeliest.
         """
         return {
             "n": completions_per_prompt,
             "temperature": temperature,
             "top_p": top_p,
-            "top_k": top_k,
+            "top_k": LARGEST_MASK if records_masks else -1,
             "max_new_tokens": max_response_length,
             "stop_token_ids": self._stop_token_ids,
         }
@@ -238,7 +253,7 @@ class RolloutClient:
         sampling = body["sampling_params"]
         layers, experts = self._routing_shape or (0, 0)
         of_token = TOKEN_BYTES + layers * experts * EXPERT_BYTES
-        of_token += max(0, sampling["top_k"]) * MASK_BYTES
+        of_token += max(0, sampling["top_k"]) * MASK_ID_BYTES
         tokens = len(body["input_ids"]) + sampling["max_new_tokens"]
         num_bytes: int = sampling["n"] * tokens * of_token
         return LARGEST_ANSWER_BYTES + num_bytes
@@ -255,12 +270,19 @@ class RolloutClient:
         for answer in answers:
             meta, length = answer.meta_info, len(answer.output_ids)
             per_token: list[Sequence[Any]] = [meta.token_versions, meta.output_token_logprobs]
-            if sampling["top_k"] > 0:
-                per_token.append(meta.output_token_sampling_mask or [])
+            masks = meta.output_token_sampling_mask
+            if (masks is not None) != (sampling["top_k"] > 0):
+                raise ValueError("other masks than asked for")
+            if masks is not None:
+                per_token += [masks.sizes.tolist(), meta.output_token_sampling_logprobs]
             if not 0 < length <= sampling["max_new_tokens"]:
                 raise ValueError("another number of tokens")
             if any(len(values) != length for values in per_token):
                 raise ValueError("not something of each token")
+            if masks is not None:
+                drawn = torch.tensor(answer.output_ids).repeat_interleave(masks.sizes)
+                if int((drawn == masks.token_ids).sum()) != length:
+                    raise ValueError("a token that was not drawn from its mask")
             if self._routing_shape is not None:
                 layers, experts = self._routing_shape
                 read = len(body["input_ids"]) + length - 1
@@ -288,7 +310,9 @@ class RolloutClient:
             )
         return Completion(
             token_ids=token_ids,
-            behaviour_logprobs=meta.output_token_logprobs,
+            behaviour_logprobs=meta.output_token_logprobs
+            if meta.output_token_sampling_mask is None
+            else meta.output_token_sampling_logprobs,
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             # SGLang also says "length" when the last allowed token is a stop token.
             truncated=meta.finish_reason.type == "length"

@@ -1,8 +1,10 @@
 """Start, watch and stop SGLang servers. Requests are sent from this folder only.
 
-Callers rely on three properties of SGLang with this package's plugin. Tests check each of
+Callers rely on four properties of SGLang with this package's plugin. Tests check each of
 them on the real server:
 - `output_token_logprobs` cover the full vocabulary at the sampling temperature, whatever top_p is.
+- `output_token_sampling_logprobs` are those over `output_token_sampling_mask`, the ids that a token
+  was drawn from.
 - A prompt that starts after a weight update uses no prefix from before it.
 - `token_versions` in an answer has, for each token, the version of the weights that sampled it.
 

@@ -1,13 +1,13 @@
 """The SGLang plugin: every process of a server loads it, through two entry points.
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
-SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds six things:
+SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds seven things:
 the reloadable quantized linear layers and experts `qurl_int8`, `qurl_int4`, `qurl_int4_g32`,
 `qurl_fp8` and `qurl_fp8_block`;
 checksums of the weights a server holds; receiving weights with a time limit, also from the
-learner's memory; a weight version for every sampled token; memory that a sleeping server gives
-back; weights over HTTP, and a door before all routes (`door.py`). Importing this package does
-nothing.
+learner's memory; a weight version for every sampled token; sampling masks of several answers to a
+prompt; memory that a sleeping server gives back; weights over HTTP, and a door before all routes
+(`door.py`). Importing this package does nothing.
 """
 
 
@@ -58,7 +58,7 @@ def add_hooks() -> list[str]:
     """Register this package's hooks; return the names of what they replace or wrap."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from qurl_megatron.sglang_plugin import memory, platform, weight_routes, weights
+    from qurl_megatron.sglang_plugin import memory, platform, sampling, weight_routes, weights
 
     replacements = {
         "utils.weight_checker.WeightChecker._compute_checksum": weights.compute_checksum,
@@ -74,6 +74,7 @@ def add_hooks() -> list[str]:
         f"{manager}.release_memory_occupation": memory.release,
         "utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal.region": memory.region,
         "utils.weight_checker.WeightChecker.handle": weights.handle,
+        "managers.tokenizer_manager.TokenizerManager._send_one_request": sampling.send,
         "utils.auth.add_api_key_middleware": weight_routes.add_routes,
         "entrypoints.engine._server_args_for_logging": weight_routes.without_key,
         f"{scheduler}.continue_generation": platform.resume,

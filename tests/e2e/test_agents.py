@@ -191,10 +191,15 @@ def turns_of(answers: list[tuple[list[int], Completion]]) -> list[Any]:
     return sorted(found)
 
 
-def mismatch(deployment: Deployment, groups: list[RolloutGroup], later: bool = False) -> float:
+def mismatch(
+    deployment: Deployment,
+    groups: list[RolloutGroup],
+    later: bool = False,
+    masks: Sequence[str] = ("mask_sizes", "mask_ids"),
+) -> float:
     """Return the k3 of behaviour and proximal log-probs, of all turns or those after the first."""
     batch = pack(groups)
-    share = deployment.learner.share(batch.only("behaviour_logprobs"))
+    share = deployment.learner.share(batch.only("behaviour_logprobs", *masks))
     deployment.learner.score(share, ["proximal_logprobs"], temperature=1.0)
     proximal = torch.cat(share.collect("proximal_logprobs"))
     assert batch.behaviour_logprobs is not None
@@ -224,6 +229,7 @@ def play(
     seed: int,
     disturb: Any = None,
     without: Sequence[str] = (),
+    **sampling: Any,
 ) -> tuple[list[Completion], list[Prompt]]:
     """Play random conversations, `without` some of their parts; `disturb` runs beside them."""
     asked = prompts(Random(seed), directory)
@@ -235,7 +241,7 @@ def play(
     client.answers.clear()
     thread = threading.Thread(target=disturb or (lambda: None))
     thread.start()
-    groups = client.generate(asked, **SETTINGS)
+    groups = client.generate(asked, **SETTINGS, **sampling)
     thread.join()
     return [completion for (completion,) in groups], asked
 
@@ -271,6 +277,12 @@ def test_log_probs_of_episodes_are_as_exact_as_those_of_single_answers(
     of_answers = mismatch(deployment, groups_of(asked * 2, answers))
     assert mismatch(deployment, episodes) < 1.5 * of_answers
     assert mismatch(deployment, episodes, later=True) < 1.5 * of_answers
+    masked, asked = play(deployment, name, tmp_path, 2, top_p=0.9, records_masks=True)
+    assert_exact(client, masked, tmp_path)
+    of_masked = mismatch(deployment, groups_of(asked, masked))
+    assert of_masked < 1.5 * of_answers
+    # A learner's log-probs over the whole vocabulary are off by -log(0.9).
+    assert mismatch(deployment, groups_of(asked, masked), masks=()) > 3 * of_masked
 
 
 def test_publishes_between_and_within_turns_change_no_token(

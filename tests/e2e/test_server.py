@@ -194,29 +194,35 @@ def test_logprobs_use_the_temperature_and_the_full_vocabulary_for_any_top_p(
 def test_completions_carry_the_tokens_that_each_was_drawn_from(deployment: Deployment) -> None:
     deployment.sender.send(deployment.weights[0])
     reference = Reference(deployment.model_dirs[0], deployment.weights[0])
-    top_p, top_k = 0.1, 16
+    top_p = 0.1
     groups = deployment.client.generate(
         PROMPTS,
-        completions_per_prompt=1,
+        completions_per_prompt=2,
         temperature=0.7,
         max_response_length=24,
         top_p=top_p,
-        top_k=top_k,
+        records_masks=True,
     )
-    sizes = set()
-    for prompt, (completion,) in zip(PROMPTS, groups, strict=True):
-        masks, length = completion.sampling_masks, len(prompt.token_ids)
-        assert masks is not None
+    sizes, differences = set(), []
+    answers = [
+        (prompt, each) for prompt, group in zip(PROMPTS, groups, strict=True) for each in group
+    ]
+    for prompt, completion in answers:
+        assert completion.sampling_masks is not None
+        of_tokens, token_ids = completion.sampling_masks
+        masks, length = token_ids.split(of_tokens.tolist()), len(prompt.token_ids)
         logits = reference.logits(torch.tensor(prompt.token_ids + completion.token_ids))
         rows = (logits[length - 1 : -1] / 0.7).softmax(-1)
-        for token, mask, row in zip(completion.token_ids, masks, rows, strict=True):
+        drawn = zip(completion.token_ids, completion.behaviour_logprobs, masks, rows, strict=True)
+        for token, logprob, mask, row in drawn:
             sizes.add(len(mask))
-            assert token in mask
-            # The likeliest tokens up to top_p in all, or top_k of them.
+            # The likeliest tokens up to top_p in all.
             assert row[mask].min() > row.sort(descending=True).values[len(mask)] - 0.001
-            assert len(mask) == top_k or row[mask].sum() > top_p - 0.005
+            assert row[mask].sum() > top_p - 0.005
             assert row[mask].sum() - row[mask].min() < top_p + 0.005
+            differences.append(logprob - (row[token] / row[mask].sum()).log())
     assert len(sizes) > 1
+    assert torch.stack(differences).abs().mean() < 0.01  # over all tokens it is 2, -log(top_p)
 
 
 def test_a_server_can_keep_keys_and_values_in_fp8(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
 ) -> None:
     link = elsewhere.link
     words = [*QUICK, f"model={elsewhere.model}", "rollout.servers=0", "quantization.publish=delta"]
-    words += [f"rollout.servers_at=[{link.url}]", "checkpoint.every_steps=0"]
+    words += [f"rollout.servers_at=[{link.url}]", "checkpoint.every_steps=0", "rollout.top_p=0.9"]
     words += [f"steps={STEPS}", "optimizer.learning_rate=1e-6"]
     (tmp_path / "wrong").write_text("another-key-of-it")
     (tmp_path / "wrong").chmod(0o600)

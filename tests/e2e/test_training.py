@@ -40,6 +40,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
         "learner.tensor_parallel_size=1",
         "quantization.format=bf16",
         "rollout.servers=2",
+        "rollout.top_p=0.9",
         "rollout.server.mem_fraction_static=0.6",
         "checkpoint.every_steps=1000",
         "reward=mine.py:reward",
