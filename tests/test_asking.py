@@ -254,7 +254,7 @@ def test_the_experts_of_an_answer_must_be_of_each_token() -> None:
 
 
 def test_the_sampling_masks_of_an_answer_must_have_its_tokens() -> None:
-    tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+    tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
     client = RolloutClient(Fleet("rollout", {}), tokenizer, [])
     asked = {**ONE_PROMPT, "sampling_params": {**ONE_PROMPT["sampling_params"], "top_k": 9}}
     masks = {
@@ -358,7 +358,7 @@ def test_a_server_that_does_not_exist_or_says_no_http_has_no_answer() -> None:
 def test_a_prompt_is_asked_of_another_server_if_one_floods(tmp_path: Path) -> None:
     with server_that(flood) as bad, server_that(saying(json.dumps(RIGHT))) as good:
         fleet = Fleet("rollout", {0: bad, 1: good}, loaded=True)
-        tokenizer = SimpleNamespace(decode=lambda *_, **__: "")
+        tokenizer: Any = SimpleNamespace(decode=lambda *_, **__: "")
         client = RolloutClient(fleet, tokenizer, [])
         prompts = [Prompt(str(number), "", "", [1, 2]) for number in range(4)]
         groups = client.generate(

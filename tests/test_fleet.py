@@ -17,7 +17,13 @@ from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.asking import Answer, NoAnswer
-from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall, RequestRefused, ServerBusy
+from qurl_megatron.rollout.fleet import (
+    FEW_REQUESTS,
+    Fleet,
+    FleetTooSmall,
+    RequestRefused,
+    ServerBusy,
+)
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
 from waiting import wait_until
@@ -68,14 +74,20 @@ def test_an_episode_stays_on_its_server_unless_that_has_far_more_to_do_or_is_los
     async def ask(tokens: int, prefer: Server) -> Server:
         return await fleet.ask(tokens, answer, prefer)
 
-    assert asyncio.run(ask(10, second)) is second  # although the first has no more to do
-    owes.outstanding = 20
-    assert asyncio.run(ask(10, first)) is first
-    owes.outstanding = 21
-    assert asyncio.run(ask(10, first)) is second
-    owes.outstanding = 0
-    fleet.lose(owes, "hangs")
-    assert asyncio.run(ask(10, first)) is second
+    async def run() -> None:
+        assert await ask(10, second) is second  # although the first has no more to do
+        loop = asyncio.get_running_loop()
+        owes.outstanding = 21
+        owes.requests = {loop.create_future(): loop for _ in range(FEW_REQUESTS - 1)}
+        assert await ask(10, first) is first
+        owes.requests[loop.create_future()] = loop
+        assert await ask(10, first) is second
+        owes.outstanding = 20
+        assert await ask(10, first) is first
+        fleet.lose(owes, "hangs")
+        assert await ask(10, first) is second
+
+    asyncio.run(run())
 
 
 def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) -> None:

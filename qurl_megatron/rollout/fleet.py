@@ -51,6 +51,9 @@ SILENT_S = 2.0  # a server with prompts that has not answered any for this long 
 HEALTH_TIMEOUT_S = 20.0
 # On a GPU its scheduler may compile a kernel in its first prompt, which takes a minute or two.
 FIRST_ANSWER_TIMEOUT_S = 300.0
+# A server with fewer requests gains nothing from giving one away: to take a step it reads all of its
+# weights, for one as for many.
+FEW_REQUESTS = 32
 ASK_AGAIN_S = 5.0  # between two questions to a server elsewhere whether it is back
 
 
@@ -212,7 +215,7 @@ class Fleet:
         """Return the answer of the server with the fewest tokens outstanding.
 
         That is `prefer`, which has a beginning of the prompt in its cache, unless it serves no more
-        or has more than twice as many outstanding.
+        or has more than twice as many outstanding, of `FEW_REQUESTS` or more.
 
         If that server is lost, another is asked; if none serves, this waits.
 
@@ -260,7 +263,8 @@ class Fleet:
                     member = min(serving, key=lambda member: member.outstanding)
                     most = 2 * (member.outstanding + tokens)
                     for other in serving:
-                        if other.server is prefer and other.outstanding <= most:
+                        is_free = other.outstanding <= most or len(other.requests) < FEW_REQUESTS
+                        if other.server is prefer and is_free:
                             member = other
                     if not member.outstanding:
                         member.heard_at = member.answered_at = time.monotonic()
