@@ -51,8 +51,8 @@ SILENT_S = 2.0  # a server with prompts that has not answered any for this long 
 HEALTH_TIMEOUT_S = 20.0
 # On a GPU its scheduler may compile a kernel in its first prompt, which takes a minute or two.
 FIRST_ANSWER_TIMEOUT_S = 300.0
-# A server with fewer requests gains nothing from giving one away: to take a step it reads all of its
-# weights, for one as for many.
+# A server with fewer requests gains nothing from giving one away: a step reads all of its weights,
+# for one request as for many.
 FEW_REQUESTS = 32
 ASK_AGAIN_S = 5.0  # between two questions to a server elsewhere whether it is back
 
