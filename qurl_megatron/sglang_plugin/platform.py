@@ -79,7 +79,7 @@ def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:
 
 
 def rest(original: Callable[..., None], scheduler: Any) -> None:
-    """Wait for a request, around what `Scheduler` notes in each turn of its loop while it is paused.
+    """Wait for a request, around what `Scheduler` notes while it is paused.
 
     SGLang's loop does not wait then, and takes a core from the learner, whose turn it is. As while
     it is idle, it waits only with sleep-on-idle.

@@ -49,7 +49,9 @@ def resident_bytes(server: Server) -> int:
     return int(scheduler_of(server).memory_info().rss)
 
 
-def test_a_sleeping_server_gives_its_memory_back_by_tag_and_its_core(deployment: Deployment) -> None:
+def test_a_sleeping_server_gives_its_memory_back_by_tag_and_its_core(
+    deployment: Deployment,
+) -> None:
     server, control = deployment.server, deployment.sender.control
     weights = deployment.weights[0]
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
