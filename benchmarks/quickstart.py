@@ -3,7 +3,8 @@
 Each seed is one complete `qurl train quickstart`, or of the recipe that `--recipe` names, in each
 of the `--placements` of learner and servers. They run one after the other. A step's time is the sum
 of its phases, as the median over the steps. The README quotes the resulting table, and shows the
-plot that `--plot` draws: the reward of each step and the held-out accuracy, as `qurl report` does.
+plot that `--plot` draws of the first placement's runs: the reward of each step and the held-out
+accuracy, as `qurl report` does.
 """
 
 import dataclasses
@@ -47,7 +48,8 @@ def main() -> None:
         summary, steps = complete_run(run_dir, words)
         command_s = time.perf_counter() - start
         step_s = median(sum(step[f"time_{phase}_s"] for phase in PHASES) for step in steps)
-        runs.append(dataclasses.replace(read_run(run_dir), name=f"seed {seed}"))
+        if placement == arguments.placements[0]:
+            runs.append(dataclasses.replace(read_run(run_dir), name=f"seed {seed}"))
         before, after = summary["held_out_accuracy_before"], summary["held_out_accuracy_after"]
         gains[placement].append(100 * (after - before))
         print(

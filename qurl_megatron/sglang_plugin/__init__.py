@@ -78,6 +78,7 @@ def add_hooks() -> list[str]:
         "utils.auth.add_api_key_middleware": weight_routes.add_routes,
         "entrypoints.engine._server_args_for_logging": weight_routes.without_key,
         f"{scheduler}.continue_generation": platform.resume,
+        f"{scheduler}._record_scheduler_state_for_paused_engine": platform.rest,
         f"{scheduler}.run_batch": weights.run_batch,
         f"{scheduler}._add_request_to_queue": weights.enqueue,
         "runtime_context.RuntimeContext.override": weights.keep_newest,

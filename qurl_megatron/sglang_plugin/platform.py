@@ -78,6 +78,16 @@ def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:
     original(scheduler, request)
 
 
+def rest(original: Callable[..., None], scheduler: Any) -> None:
+    """Wait for a request, around what `Scheduler` notes while it is paused.
+
+    SGLang's loop does not wait then, and takes a core from the learner, whose turn it is. As while
+    it is idle, it waits only with sleep-on-idle.
+    """
+    original(scheduler)
+    scheduler.maybe_sleep_on_idle()
+
+
 def keep_model_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     """Return the config unchanged, in place of `adjust_config_with_unaligned_cpu_tp`.
 
