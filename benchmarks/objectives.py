@@ -7,10 +7,9 @@ BF16 rollouts and with the uncorrected objectives.
 
     setting        what differs from the quickstart's 50 steps with 8-bit rollouts
     quickstart     nothing
-    large_gap      4-bit codes in the same INT8 layers and twice the learning rate, so that the
-                   quantized policy is as far from the learner as in the paper's late training
+    large_gap      INT4 in groups of 32, and twice the learning rate
     asynchronous   the large gap, and servers that sample up to four steps ahead
-    long           4-bit codes, and answers of 64 tokens: four digits are continued by 64 more, each
+    long           INT4, and answers of 64 tokens: four digits are continued by 64 more, each
                    the sum modulo 10 of the one before and the fourth before. An answer is right if
                    all of them are. 32 x 8 answers a step, at two thirds of the learning rate
     experts        a mixture of experts, and 8-bit or 4-bit rollouts whose choice of experts the
@@ -65,8 +64,11 @@ def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
 
 
 def int4_arms(*objectives: str) -> dict[str, list[str]]:
-    """Return an arm with 4-bit codes for each objective."""
-    return {f"{objective} int4": arm(objective, "int4") for objective in objectives}
+    """Return an arm with 4-bit codes in groups of 32 for each objective.
+
+    Recorded rows with "int4" alone are older, with one scale for each output channel.
+    """
+    return {f"{objective} int4-g32": arm(objective, "int4") for objective in objectives}
 
 
 BF16 = {"bf16": arm("on_policy", "bf16")}
@@ -84,7 +86,7 @@ SETTINGS = {
     "large_gap": Setting(
         BF16
         | int4_arms("naive", "on_policy", "tis", "acr", "sequence_tis")
-        | {"acr+uaq int4": arm("acr", "int4", UAQ)},
+        | {"acr+uaq int4-g32": arm("acr", "int4", UAQ)},
         [TWICE_THE_RATE],
     ),
     # on_policy is refused where tokens are stale: it corrects for nothing.
@@ -101,8 +103,8 @@ SETTINGS = {
     "experts": Setting(
         {"compare bf16": [*arm("tis", "bf16"), "rollout.routing=compare"]}
         | {
-            f"{routing} {weight_format}": [*arm("tis", weight_format), f"rollout.routing={routing}"]
-            for weight_format in ("int8", "int4")
+            f"{routing} {name}": [*arm("tis", weight_format), f"rollout.routing={routing}"]
+            for name, weight_format in (("int8", "int8"), ("int4-g32", "int4"))
             for routing in ("compare", "replay")
         },
         recipe="quickstart_experts",
