@@ -115,9 +115,10 @@ SETTINGS = {
         recipe="quickstart_agent",
     ),
 }
-# With one learner rank, the learner waits while the server samples, and the reverse. So a run keeps
-# about one core busy, and two runs share two cores.
+# With one learner rank and one server, each waits while the other works. So a run keeps about one
+# core busy, and two runs share two cores.
 ONE_RANK = [
+    "rollout.servers=1",
     "learner.data_parallel_size=1",
     "learner.tensor_parallel_size=1",
     "learner.expert_parallel_size=1",

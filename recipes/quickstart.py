@@ -52,6 +52,8 @@ def recipe() -> Config:
         objective=ObjectiveConfig(objective="acr"),
         quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
         rollout=RolloutConfig(
+            # Without a GPU a server has one thread, so that two use both cores.
+            servers=1 if device.num_gpus() else 2,
             prompts_per_step=64,
             completions_per_prompt=8,
             max_prompt_length=6,

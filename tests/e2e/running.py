@@ -30,6 +30,7 @@ SMALL = [
     f"rollout.completions_per_prompt={COMPLETIONS}",
     "warmup.max_steps=0",
     "evaluation.problems=0",
+    "rollout.servers=1",
     "learner.data_parallel_size=1",  # shards of tensors are more to test than copies
     "learner.tensor_parallel_size=2",
 ]
