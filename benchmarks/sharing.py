@@ -2,13 +2,13 @@
 
     learner   leaves and comes back, as the model grows
     server    sleeps and wakes, by what it gives back, as the model grows
-    memory    of each process through the steps of a run, as a picture with `--output FILE.svg`
+    memory    of learner and servers through the steps of a run; `--output FILE.svg` draws it
 
-Models have one width, and more and more layers. For each size it prints, as medians over cycles
-with [least, most], the seconds, and the memory that the process holds before, while and after it
-is away or asleep: resident memory, or of a learner on a GPU what torch has allocated there. Slopes
-are those of straight lines through the logarithms of all cycles over the bytes that wait or are
-given back, with their standard errors: 1 is proportional.
+Models have one width, and more and more layers; the run of `memory` has the most. For each size the
+others print, as medians over cycles with [least, most], the seconds, and the memory that the
+process holds before, while and after it is away or asleep: resident memory, or of a learner on a
+GPU what torch has allocated there. Slopes are those of straight lines through the logarithms of all
+cycles over the bytes that wait or are given back, with their standard errors: 1 is proportional.
 
 The first cycle of a learner maps the host's memory, and is not counted. Without a GPU a server that
 wakes gets pages from the kernel only as it uses them, so its wake takes no time.
@@ -50,7 +50,7 @@ KINDS: tuple[Releases, ...] = ("cache", "all")
 CACHED_TOKENS = 32768
 # How the processes of a run are called, and shown.
 SHOWN = {"loop.train": "learner", "scheduler": "servers"}
-POLL_S = 0.05
+POLL_S = 0.1
 
 
 class Cycle(NamedTuple):
@@ -126,7 +126,7 @@ def server_cycles(model: Path, number: int) -> dict[str, Cycles]:
 def ask(server: Server) -> None:
     """Have the server answer, for which it reads all weights and fills its cache."""
     sampling = {"max_new_tokens": 8, "ignore_eos": True}
-    prompts = [[5 + (row + 7 * i) % 50 for i in range(256)] for row in range(64)]
+    prompts = [[5 + (row + 7 * i) % 50 for i in range(256)] for row in range(16)]
     body = {"input_ids": prompts, "sampling_params": sampling}
     url, headers = f"{server.url}/generate", server.headers
     httpx.post(url, json=body, headers=headers, timeout=300).raise_for_status()
@@ -165,16 +165,17 @@ def follow(model: Path, steps: int, directory: Path) -> dict[str, list[tuple[flo
     metrics, first = directory / "run" / "metrics.jsonl", 0.0
     while run.poll() is None:
         time.sleep(POLL_S)
-        if not metrics.exists() or not metrics.stat().st_size:
+        done = metrics.read_text().count("\n") if metrics.exists() else 0
+        if not 0 < done < steps:
             continue
         first = first or time.monotonic()
-        sizes = dict.fromkeys(measured, 0)
+        sizes = dict.fromkeys(measured, 0)  # what processes share counts once
         for process in psutil.Process(run.pid).children(recursive=True):
             try:
                 name = " ".join(process.cmdline())
                 shown = next((label for word, label in SHOWN.items() if word in name), None)
                 if shown:
-                    sizes[shown] += process.memory_info().rss
+                    sizes[shown] += process.memory_full_info().pss
             except psutil.NoSuchProcess:
                 continue
         for shown, size in sizes.items():
@@ -190,13 +191,8 @@ def draw(measured: dict[str, list[tuple[float, float]]], output: Path) -> None:
     axes = figure.add_subplot(xlabel="seconds after the first step", ylabel="MiB, resident")
     for shown, points in measured.items():
         axes.plot(*zip(*points, strict=True), label=shown, linewidth=1)
-    total = [
-        (at, sum(points[row][1] for points in measured.values()))
-        for row, (at, _) in enumerate(next(iter(measured.values())))
-    ]
-    axes.plot(*zip(*total, strict=True), label="both", linewidth=1, color="gray")
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False)
+    figure.legend(frameon=False, loc="outside right upper")
     figure.savefig(output, metadata={"Date": None})
 
 
@@ -210,8 +206,9 @@ def main() -> None:
     arguments = parser.parse_args()
     machine.print_machine("torch", "sglang", "megatron-core")
     found: dict[str, list[tuple[int, Cycles]]] = {}
+    all_layers = arguments.layers if arguments.what != "memory" else [max(arguments.layers)]
     with tempfile.TemporaryDirectory() as scratch:
-        for layers in arguments.layers:
+        for layers in all_layers:
             model = Path(scratch) / str(layers)
             quickstart.build_model(model, seed=0, num_hidden_layers=layers, **DIMENSIONS)
             if arguments.what == "memory":
@@ -220,7 +217,6 @@ def main() -> None:
                     print(f"{shown}: {spread([size for _, size in points], '.0f')} MiB")
                 if arguments.output:
                     draw(measured, arguments.output)
-                break
             if arguments.what == "learner":
                 cycles = machine.run_ranks(learner_cycles, 1, model, arguments.cycles)
                 found.setdefault("learner", []).append((layers, cycles))
