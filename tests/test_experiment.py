@@ -478,10 +478,10 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
     monkeypatch.setattr(host.device, "machine_memory_bytes", lambda: 10_000_000)
     with pytest.raises(ConfigError) as refused:
         prepare_new("quickstart", ["name=first"], num_gpus=0)
-    # 16 B for each of 1.27M parameters; two servers, in INT8 and in BF16. And the processes.
+    # 16 B for each of 1.27M parameters; three servers, in INT8 and in BF16. And the processes.
     assert (
-        "without a GPU the learner takes 0.43 GB of memory (2 ranks) and the servers 0.604 GB "
-        "(rollout.servers=1), at least; this machine has 0.01 GB"
+        "without a GPU the learner takes 0.43 GB of memory (2 ranks) and the servers 0.905 GB "
+        "(rollout.servers=2), at least; this machine has 0.01 GB"
     ) in str(refused.value)
     assert not Path("runs").exists()
     prepare_new("quickstart", ["name=first"], num_gpus=0, writes=False)  # only checks
@@ -492,7 +492,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
     ("word", "message"),
     [
         ("rollout.servers=200", r"the servers 60\.\d GB \(rollout.servers=200\), at least"),
-        ("learner.context_parallel_size=32", "64 learner ranks and 2 of servers compute on 2 co"),
+        ("learner.context_parallel_size=32", "64 learner ranks and 3 of servers compute on 2 co"),
         ("scoring_workers=1000000000", r"scoring_workers=1000000000: they take 5e\+04 TB of mem"),
     ],
 )
