@@ -200,7 +200,7 @@ def test_a_server_that_lies_about_its_time_is_given_up(load_s: Any) -> None:
 # ---------------------------------------------------------------------------------- completions
 
 
-ONE_PROMPT = {
+ONE_PROMPT: dict[str, Any] = {
     "input_ids": [1, 2],
     "sampling_params": {"n": 1, "max_new_tokens": 2, "top_k": -1},
 }

@@ -62,7 +62,7 @@ class Servers:
         right = prompt.id not in REJECTED
         return scores_of(float(right and n == 0) for n in range(len(completions)))
 
-    def sampling(self, **settings: Any) -> RolloutConfig:
+    def sampling(self, *, records_masks: bool, **settings: Any) -> RolloutConfig:
         """Return the settings of `group`, as those of a step."""
         return RolloutConfig(**settings)
 
