@@ -12,6 +12,7 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
     chapter            what differs between its arms
     map                objective x gap x staleness x minibatches per step
     rivals             objectives of others
+    newest             their newest, and this project's own candidates
     straight_through   a learner that computes with the engine's codes
     cap                C of tis and acr
     rate               learning rate
@@ -36,7 +37,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.study.figures import draw_map
-from benchmarks.study.rivals import RIVALS
+from benchmarks.study.rivals import NEWEST, OWN, RIVALS
 from benchmarks.study.train import GAP_NAMES, Arm, Gap, run
 from qurl_megatron.files import read_json_lines
 
@@ -60,7 +61,11 @@ MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
     (16, "int4", (0, 4)),
     (16, "int8", (4,)),
 )
-
+NEWEST_CELLS = [
+    replace(FAR, gap=gap, staleness=staleness)
+    for gap, ages in (("int4", (0, 4, 16)), ("int4x2", (0, 4)))
+    for staleness in ages
+]
 TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
 
 
@@ -87,6 +92,11 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
             if minibatches > 1 or objective != "acr"
         ],
         "rivals": rivals,
+        "newest": [
+            replace(cell, objective=objective)
+            for cell in NEWEST_CELLS
+            for objective in ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)
+        ],
         "straight_through": [
             replace(arm, straight_through=straight_through)
             for arm in rivals
