@@ -242,6 +242,14 @@ def test_own_candidates_truncate_other_products() -> None:
         torch.testing.assert_close(gradient, -torch.tensor([[weights]]), msg=objective)
 
 
+def test_tempered_products_have_a_bounded_spread() -> None:
+    still, log_rho = torch.full((2, 2, 1), -1.0), torch.tensor([[[2.0], [-2.0]], [[0.5], [-0.5]]])
+    # The first seed's logarithms are halved, and exp(1) is above C. The second's are as they are.
+    expected = [[[2.0], [math.exp(-1)]], [[math.exp(0.5)], [math.exp(-0.5)]]]
+    gradient = rival("tempered_tis", still, log_rho, 1.0)
+    torch.testing.assert_close(gradient, -torch.tensor(expected))
+
+
 def test_centred_advantages_have_a_weighted_mean_of_zero() -> None:
     # One answer of eight has the weight 2, the others 1. Its advantage is 1, the others' are 0.
     rho = torch.ones(1, 8, 1)

@@ -45,6 +45,8 @@ min(product of the sequence's rho, C):
     mixed_tis      weight = min(square root of rho * product of the sequence's rho, C)
     root_tis       weight = min((product of the sequence's rho)^(1 / sqrt(T)), C): its spread does
                    not grow with T
+    tempered_tis   weight = min((product of the sequence's rho)^a, C), where a is at most 1 and such
+                   that the logarithms in the minibatch have a standard deviation of at most 1
     centred_tis    `sequence_tis`, with advantages from which the mean of the prompt's answers, so
                    weighted, is subtracted
 
@@ -66,7 +68,7 @@ CTPO_LOW, CTPO_HIGH = 0.025, 0.05  # of log R, times the square root of the posi
 AIS_KL = 0.01  # the KL, in nats, at which half of the correction is made
 RIVALS = ("icepop", "mis", "sequence_mis", "cispo", "gspo", "tbpo")
 NEWEST = ("ais", "ctpo", "ctpo_sequence", "mipu_step_1", "mipu")
-OWN = ("prefix_tis", "suffix_tis", "mixed_tis", "root_tis", "centred_tis")
+OWN = ("prefix_tis", "suffix_tis", "mixed_tis", "root_tis", "tempered_tis", "centred_tis")
 
 
 def rival_loss(
@@ -136,6 +138,7 @@ def rival_loss(
             "suffix_tis": whole - log_rho.cumsum(-1) + log_rho,
             "mixed_tis": (log_rho + whole) / 2,
             "root_tis": whole / rho.shape[-1] ** 0.5,
+            "tempered_tis": whole / whole.std(-2, correction=0, keepdim=True).clamp(min=1),
         }[objective]
         weight = log_weight.clamp(max=20.0).exp().clamp(max=ratio_cap)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
