@@ -69,8 +69,8 @@ NEWEST_CELLS = [
 TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
 
 
-def chapters() -> dict[str, dict[Arm, Arm]]:
-    """Return the arms of each chapter, and the arm that each is compared with."""
+def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
+    """Return the arms of each chapter, and the arm that each is compared with: of `against`."""
     rivals = [
         replace(cell, objective=objective)
         for cell in (
@@ -132,7 +132,9 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
         ],
     }
     compared = {
-        chapter: {arm: replace(arm, objective="tis", straight_through=False) for arm in of_chapter}
+        chapter: {
+            arm: replace(arm, objective=against, straight_through=False) for arm in of_chapter
+        }
         for chapter, of_chapter in arms.items()
     }
     return compared | {"uaq": uaq_arms()}
@@ -174,6 +176,7 @@ def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument("command", choices=("run", "show"))
     parser.add_argument("--chapters", nargs="+", choices=chapters(), default=list(chapters()))
+    parser.add_argument("--against", default="tis", help="the objective that show compares with")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -186,7 +189,7 @@ def main() -> None:
         return
     outcomes = read(arguments.results, arguments.seeds, arguments.steps)
     for chapter in arguments.chapters:
-        show(chapter, outcomes)
+        show(chapter, outcomes, arguments.against)
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
         draw_map(of_map, MAP_PICTURE)
@@ -224,7 +227,7 @@ def read(path: Path, seeds: int, steps: int) -> dict[Arm, dict[str, Any]]:
     }
 
 
-def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
+def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], against: str) -> None:
     """Print Markdown tables: gains in points over another arm of the cell, seed by seed.
 
     The first has the scores of the trained policies, the second those of their quantized copies;
@@ -232,7 +235,9 @@ def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
     of tokens, of that arm and, for the last column, of acr.
     """
     compared_with = {
-        arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()
+        arm: base
+        for arm, base in chapters(against)[chapter].items()
+        if {arm, base} <= outcomes.keys()
     }
     cells = list(dict.fromkeys(compared_with.values()))
     variants = list(dict.fromkeys(difference(arm, base) for arm, base in compared_with.items()))
