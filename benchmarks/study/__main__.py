@@ -61,11 +61,22 @@ MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
     (16, "int4", (0, 4)),
     (16, "int8", (4,)),
 )
-NEWEST_CELLS = [
-    replace(FAR, gap=gap, staleness=staleness)
-    for gap, ages in (("int4", (0, 4, 16)), ("int4x2", (0, 4)))
-    for staleness in ages
-]
+LASTING = (
+    "on_policy", "tis", "sequence_tis", "ais", "ctpo_sequence", "mipu_step_1", "prefix_tis",
+    "mixed_tis", "root_tis", "tempered_tis",
+)  # fmt: skip
+LONG = ("tis", "sequence_tis", "mixed_tis", "root_tis", "tempered_tis")
+LONGEST = ("tis", "sequence_tis", "tempered_tis")
+# Every rule in the cells that tell most, and without those that fail there in the others.
+NEWEST_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
+    (32, "int4", (4,), ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)),
+    (32, "int4x2", (0,), ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)),
+    (32, "int4", (0, 16), LASTING),
+    (32, "int4x2", (4,), LASTING),
+    (128, "int4", (4, 16), LONG),
+    (128, "int4x2", (0,), LONG),
+    (512, "int4", (4,), LONGEST),
+)
 TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
 
 
@@ -93,9 +104,10 @@ def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
         ],
         "rivals": rivals,
         "newest": [
-            replace(cell, objective=objective)
-            for cell in NEWEST_CELLS
-            for objective in ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)
+            replace(FAR, length=length, gap=gap, staleness=staleness, objective=objective)
+            for length, gap, ages, objectives in NEWEST_CELLS
+            for staleness in ages
+            for objective in objectives
         ],
         "straight_through": [
             replace(arm, straight_through=straight_through)

@@ -47,8 +47,6 @@ min(product of the sequence's rho, C):
                    not grow with T
     tempered_tis   weight = min((product of the sequence's rho)^a, C), where a is at most 1 and such
                    that the logarithms in the minibatch have a standard deviation of at most 1
-    centred_tis    `sequence_tis`, with advantages from which the mean of the prompt's answers, so
-                   weighted, is subtracted
 
 All but `cispo`, `gspo`, `tbpo` and CTPO have J = weight * min(R * A, clip(R, 1 - eps_low,
 1 + eps_high) * A).
@@ -59,8 +57,6 @@ They are no choice of `objective.objective`: docs/findings/objectives.md#rivals 
 import torch
 from torch import Tensor
 
-from benchmarks.study.tasks import COMPLETIONS
-
 ICEPOP_RANGE = 0.5, 5.0
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
 TBPO_LARGEST_FALLING = 1 + 7e-4
@@ -68,7 +64,7 @@ CTPO_LOW, CTPO_HIGH = 0.025, 0.05  # of log R, times the square root of the posi
 AIS_KL = 0.01  # the KL, in nats, at which half of the correction is made
 RIVALS = ("icepop", "mis", "sequence_mis", "cispo", "gspo", "tbpo")
 NEWEST = ("ais", "ctpo", "ctpo_sequence", "mipu_step_1", "mipu")
-OWN = ("prefix_tis", "suffix_tis", "mixed_tis", "root_tis", "tempered_tis", "centred_tis")
+OWN = ("prefix_tis", "suffix_tis", "mixed_tis", "root_tis", "tempered_tis")
 
 
 def rival_loss(
@@ -124,12 +120,6 @@ def rival_loss(
         moved = current - (behaviour if objective == "ctpo" else proximal)
         ratio = (moved.cumsum(-1).detach() + current - current.detach()).clamp(max=20.0).exp()
         low, high = (-CTPO_LOW * position.sqrt()).exp(), (CTPO_HIGH * position.sqrt()).exp()
-    elif objective == "centred_tis":
-        weight = sequence_rho.clamp(max=ratio_cap)
-        of_prompt = (-1, COMPLETIONS)
-        answers = weight.unflatten(-2, of_prompt), advantages.unflatten(-2, of_prompt)
-        mean = (answers[0] * answers[1]).sum(-2, keepdim=True) / answers[0].sum(-2, keepdim=True)
-        advantages = (answers[1] - mean).flatten(-3, -2)
     else:
         log_weight = {
             "mipu_step_1": whole / rho.shape[-1],

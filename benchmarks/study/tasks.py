@@ -15,7 +15,6 @@ from torch import Tensor
 from benchmarks.study.policy import STATES, SYMBOLS
 
 HELD_OUT_PROMPTS = 64
-PROMPTS, COMPLETIONS = 16, 8  # per step and seed
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from benchmarks.study.policy import (
     new_parameters,
 )
 from benchmarks.study.rivals import NEWEST, OWN, RIVALS, rival_loss
-from benchmarks.study.tasks import COMPLETIONS, PROMPTS, Bandit, Chain
+from benchmarks.study.tasks import Bandit, Chain
 from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.objective import (
     add_up,
@@ -30,6 +30,8 @@ from qurl_megatron.algorithm.objective import (
 )
 from qurl_megatron.config.schema import ObjectiveConfig, OptimizerConfig, UaqConfig
 from qurl_megatron.quantization import quantize, uaq
+
+PROMPTS, COMPLETIONS = 16, 8  # per step and seed
 
 Gap = Literal["none", "fp8", "int8", "int4", "int4x2"]
 ENGINES: dict[Gap, Engine | None] = {
