@@ -66,7 +66,6 @@ LASTING = (
     "mixed_tis", "root_tis", "tempered_tis",
 )  # fmt: skip
 LONG = ("tis", "sequence_tis", "mixed_tis", "root_tis", "tempered_tis")
-LONGEST = ("tis", "sequence_tis", "root_tis", "tempered_tis")
 # Every rule in the cells that tell most, and without those that fail there in the others.
 NEWEST_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
     (32, "int4", (4,), ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)),
@@ -75,8 +74,7 @@ NEWEST_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
     (32, "int4x2", (4,), LASTING),
     (128, "int4", (4, 16), LONG),
     (128, "int4x2", (0,), LONG),
-    (512, "int4", (4,), LONGEST),
-    (32, "int8", (4,), LONGEST),
+    (32, "int8", (4,), ("tis", "sequence_tis", "root_tis", "tempered_tis")),
     (32, "int8", (0,), ("tis", "mipu")),
 )
 TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
