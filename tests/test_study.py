@@ -12,7 +12,7 @@ from benchmarks.study.__main__ import chapters, difference
 from benchmarks.study.policy import STATES, SYMBOLS, Engine, logprob_table, new_parameters
 from benchmarks.study.rivals import rival_loss
 from benchmarks.study.tasks import Bandit, Chain
-from benchmarks.study.train import Arm, clip_gradients, run, scaled, taken
+from benchmarks.study.train import Arm, clip_gradients, gap_estimate, run, scaled, taken
 from qurl_megatron.algorithm.objective import policy_objective
 
 SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
@@ -102,10 +102,10 @@ def test_the_best_policy_of_the_bandit_scores_one() -> None:
 def test_samples_are_scored_where_they_were_sampled(table: Tensor) -> None:
     rollouts = Chain(5).sample(table, 2, 3, torch.Generator().manual_seed(0))
     logprobs = taken(table, rollouts.states, rollouts.symbols)
-    assert logprobs.shape == (3 * 6, 5)
+    assert logprobs.shape == (3, 6, 5)
     seed, row, time = 2, 4, 3
     state, symbol = rollouts.states[seed, row, time], rollouts.symbols[seed, row, time]
-    assert logprobs[seed * 6 + row, time] == table[seed, state, symbol]
+    assert logprobs[seed, row, time] == table[seed, state, symbol]
 
 
 def test_gradients_are_clipped_seed_by_seed() -> None:
@@ -198,6 +198,88 @@ def test_tbpo_keeps_falling_sequences_within_a_band_and_weighs_with_a_capped_mea
     rising = rival("tbpo", current, 2 * torch.ones(3, 2), advantage=1.0)
     assert rising[:2].abs().sum() == 0
     torch.testing.assert_close(rising[2], torch.full((2,), -2 * math.exp(-4e-4)))  # exp(2) > C
+
+
+def test_ais_mixes_by_sample_size_divergence_and_variation() -> None:
+    # rho is 1/2 and 3/2: mean 1, mean square 5/4, standard deviation 1/2.
+    rho = torch.tensor([[[0.5, 1.5]]])
+    divergence = -(math.log(0.5) + math.log(1.5)) / 2
+    mix = 1 / 1.25 * divergence / (divergence + 0.01) / 1.5
+    gradient = rival("ais", torch.full((1, 1, 2), -1.0), rho.log(), advantage=1.0)
+    expected = torch.tensor([[[-(1 - 0.5 * mix), -(1 + 0.5 * mix)]]])
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_ctpo_clips_the_product_so_far_within_bounds_that_widen() -> None:
+    # The product is exp(0.04), exp(0.08), exp(0.06), and its upper bound exp(0.05 sqrt(t)) is
+    # exp(0.05), exp(0.0707), exp(0.0866): only the second is clipped.
+    moved = torch.tensor([[[0.04, 0.04, -0.02]]])
+    expected = torch.tensor([[[-math.exp(0.04), 0.0, -math.exp(0.06)]]])
+    no_gap = torch.zeros(1, 1, 3)
+    torch.testing.assert_close(rival("ctpo", -1 + moved, no_gap, 1.0), expected)
+    # What the engine has moved counts as moved; for the other it is a weight.
+    still = torch.full((1, 1, 3), -1.0)
+    torch.testing.assert_close(rival("ctpo", still, moved, 1.0), expected)
+    weighted = rival("ctpo_sequence", -1 + moved, torch.tensor([[[0.5, -0.1, 0.0]]]), 1.0)
+    torch.testing.assert_close(weighted, math.exp(0.4) * expected)
+    # Falling, the lower bounds are exp(-0.025 sqrt(t)).
+    falling = rival("ctpo", -1 - torch.tensor([[[0.03, 0.0, 0.01]]]), no_gap, -1.0)
+    expected = torch.tensor([[[0.0, math.exp(-0.03), math.exp(-0.04)]]])
+    torch.testing.assert_close(falling, expected)
+
+
+def test_own_candidates_truncate_other_products() -> None:
+    rho = torch.tensor([[[0.5, 1.5, 2.0, 0.8]]])  # the product is 1.2
+    expected = {
+        "prefix_tis": [0.5, 0.75, 1.5, 1.2],
+        "suffix_tis": [1.2, 2.0, 1.6, 0.8],  # the second is 2.4, above C
+        "mixed_tis": [0.6**0.5, 1.8**0.5, 2.4**0.5, 0.96**0.5],
+        "root_tis": [1.2**0.5] * 4,
+        "mipu_step_1": [1.2**0.25] * 4,
+    }
+    for objective, weights in expected.items():
+        gradient = rival(objective, torch.full((1, 1, 4), -1.0), rho.log(), advantage=1.0)
+        torch.testing.assert_close(gradient, -torch.tensor([[weights]]), msg=objective)
+
+
+def test_tempered_products_have_a_bounded_spread() -> None:
+    still, log_rho = torch.full((2, 2, 1), -1.0), torch.tensor([[[2.0], [-2.0]], [[0.5], [-0.5]]])
+    # The first seed's logarithms are halved, and exp(1) is above C. The second's are as they are.
+    expected = [[[2.0], [math.exp(-1)]], [[math.exp(0.5)], [math.exp(-0.5)]]]
+    gradient = rival("tempered_tis", still, log_rho, 1.0)
+    torch.testing.assert_close(gradient, -torch.tensor(expected))
+
+
+def test_mipu_estimates_how_much_a_copy_is_better_than_its_policy() -> None:
+    # In every state the copy is right with 1/2 and the policy with 1/4; chance is 1/12. An answer
+    # of the copy that is right has the ratio 1/2, a wrong one 3/2.
+    states = torch.arange(STATES)
+    right = (states // SYMBOLS + states % SYMBOLS) % SYMBOLS
+
+    def knows(share: float) -> Tensor:
+        table = torch.full((1, STATES, SYMBOLS), math.log((1 - share) / (SYMBOLS - 1)))
+        table[:, states, right] = math.log(share)
+        return table
+
+    better, worse, generator = knows(0.5), knows(0.25), torch.Generator().manual_seed(0)
+    # Half of the answers are right: their advantages are about 1 and -1.
+    assert gap_estimate(Chain(1), worse, better, generator).item() == pytest.approx(0.5, abs=0.06)
+    assert gap_estimate(Chain(1), better, worse, generator).item() < -0.2
+    assert gap_estimate(Chain(1), better, better, generator).item() == 0
+
+
+def test_mipu_takes_back_what_its_estimate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = Arm(objective="mipu", length=4)
+
+    def refuse_one(*_: object) -> Tensor:
+        return torch.tensor([1.0, -1.0])
+
+    monkeypatch.setattr("benchmarks.study.train.gap_estimate", refuse_one)
+    refused = run(arm, seeds=2, steps=2)
+    accepted = run(replace(arm, objective="mipu_step_1"), seeds=2, steps=2)
+    assert refused.after[0] == accepted.after[0]
+    assert refused.after[1] == refused.before[1]
+    assert refused.stats["rejected"] == 0.5
 
 
 def test_rivals_are_tis_where_no_token_is_above_a_bound() -> None:

@@ -12,6 +12,7 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
     chapter            what differs between its arms
     map                objective x gap x staleness x minibatches per step
     rivals             objectives of others
+    newest             their newest, and this project's own candidates
     straight_through   a learner that computes with the engine's codes
     cap                C of tis and acr
     rate               learning rate
@@ -36,7 +37,7 @@ import torch
 
 from benchmarks import machine
 from benchmarks.study.figures import draw_map
-from benchmarks.study.rivals import RIVALS
+from benchmarks.study.rivals import NEWEST, OWN, RIVALS
 from benchmarks.study.train import GAP_NAMES, Arm, Gap, run
 from qurl_megatron.files import read_json_lines
 
@@ -60,12 +61,27 @@ MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
     (16, "int4", (0, 4)),
     (16, "int8", (4,)),
 )
-
+LASTING = (
+    "on_policy", "tis", "sequence_tis", "ais", "ctpo_sequence", "mipu_step_1", "prefix_tis",
+    "mixed_tis", "root_tis", "tempered_tis",
+)  # fmt: skip
+LONG = ("tis", "sequence_tis", "mixed_tis", "root_tis", "tempered_tis")
+# Every rule in the cells that tell most, and without those that fail there in the others.
+NEWEST_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
+    (32, "int4", (4,), ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)),
+    (32, "int4x2", (0,), ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)),
+    (32, "int4", (0, 16), LASTING),
+    (32, "int4x2", (4,), LASTING),
+    (128, "int4", (4, 16), LONG),
+    (128, "int4x2", (0,), LONG),
+    (32, "int8", (4,), ("tis", "sequence_tis", "root_tis", "tempered_tis")),
+    (32, "int8", (0,), ("tis", "mipu")),
+)
 TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
 
 
-def chapters() -> dict[str, dict[Arm, Arm]]:
-    """Return the arms of each chapter, and the arm that each is compared with."""
+def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
+    """Return the arms of each chapter, and the arm that each is compared with: of `against`."""
     rivals = [
         replace(cell, objective=objective)
         for cell in (
@@ -87,6 +103,12 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
             if minibatches > 1 or objective != "acr"
         ],
         "rivals": rivals,
+        "newest": [
+            replace(FAR, length=length, gap=gap, staleness=staleness, objective=objective)
+            for length, gap, ages, objectives in NEWEST_CELLS
+            for staleness in ages
+            for objective in objectives
+        ],
         "straight_through": [
             replace(arm, straight_through=straight_through)
             for arm in rivals
@@ -122,7 +144,9 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
         ],
     }
     compared = {
-        chapter: {arm: replace(arm, objective="tis", straight_through=False) for arm in of_chapter}
+        chapter: {
+            arm: replace(arm, objective=against, straight_through=False) for arm in of_chapter
+        }
         for chapter, of_chapter in arms.items()
     }
     return compared | {"uaq": uaq_arms()}
@@ -164,6 +188,7 @@ def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument("command", choices=("run", "show"))
     parser.add_argument("--chapters", nargs="+", choices=chapters(), default=list(chapters()))
+    parser.add_argument("--against", default="tis", help="the objective that show compares with")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -176,7 +201,7 @@ def main() -> None:
         return
     outcomes = read(arguments.results, arguments.seeds, arguments.steps)
     for chapter in arguments.chapters:
-        show(chapter, outcomes)
+        show(chapter, outcomes, arguments.against)
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
         draw_map(of_map, MAP_PICTURE)
@@ -214,7 +239,7 @@ def read(path: Path, seeds: int, steps: int) -> dict[Arm, dict[str, Any]]:
     }
 
 
-def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
+def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], against: str) -> None:
     """Print Markdown tables: gains in points over another arm of the cell, seed by seed.
 
     The first has the scores of the trained policies, the second those of their quantized copies;
@@ -222,7 +247,9 @@ def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
     of tokens, of that arm and, for the last column, of acr.
     """
     compared_with = {
-        arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()
+        arm: base
+        for arm, base in chapters(against)[chapter].items()
+        if {arm, base} <= outcomes.keys()
     }
     cells = list(dict.fromkeys(compared_with.values()))
     variants = list(dict.fromkeys(difference(arm, base) for arm, base in compared_with.items()))

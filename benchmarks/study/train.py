@@ -18,7 +18,7 @@ from benchmarks.study.policy import (
     logprob_table,
     new_parameters,
 )
-from benchmarks.study.rivals import RIVALS, rival_loss
+from benchmarks.study.rivals import NEWEST, OWN, RIVALS, rival_loss
 from benchmarks.study.tasks import Bandit, Chain
 from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.objective import (
@@ -94,6 +94,8 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     optimizer = make_optimizer(parameters, settings, arm)
     objective = ObjectiveConfig(ratio_cap=arm.ratio_cap)
     generator = torch.Generator().manual_seed(2)  # the same numbers in every arm
+    validation = torch.Generator().manual_seed(4)
+    rejected = []
     # The engines' last tables, and the symbols that each may draw.
     behind: deque[tuple[Tensor, Tensor]] = deque(maxlen=arm.staleness + 1)
     learner_engine = engine if arm.straight_through else None
@@ -113,6 +115,8 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             behind.append((over(table, kept), kept))
             behaviour_table, kept = behind[0]
             proximal_table = over(logprob_table(parameters, learner_engine), kept)
+        if arm.objective == "mipu":
+            unchanged = [each.clone() for each in changing(parameters, optimizer)]
         rollouts = task.sample(behaviour_table, PROMPTS, COMPLETIONS, generator)
         advantages = advantages_of(rollouts.rewards)
         rows = PROMPTS * COMPLETIONS // arm.minibatches
@@ -122,21 +126,21 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             behaviour = taken(behaviour_table, states, symbols)
             proximal = taken(proximal_table, states, symbols)
             mask = torch.ones_like(behaviour, dtype=torch.bool)
-            lengths = torch.full((len(mask),), mask.shape[1])
+            lengths = torch.full((seeds * rows,), mask.shape[-1])
             weights = token_weights(mask.flatten(), lengths, objective.aggregation)
             table = logprob_table(parameters, learner_engine, straight_through=arm.straight_through)
             table = over(table, kept)
             of_sequence = (proximal - behaviour).sum(-1, keepdim=True).expand_as(mask)
             objective_loss = (
                 rival_loss
-                if arm.objective in RIVALS
+                if arm.objective in RIVALS + NEWEST + OWN
                 else functools.partial(policy_objective, sequence_log_rho=of_sequence)
             )
             loss, stats = objective_loss(
                 taken(table, states, symbols),
                 proximal,
                 behaviour,
-                advantages[:, minibatch].reshape(-1, 1).expand_as(mask),
+                advantages[:, minibatch, None].expand_as(mask),
                 # The weights sum to 1 over all seeds, and should over each.
                 seeds * weights.view_as(mask),
                 objective=arm.objective,
@@ -152,6 +156,13 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             sums = mismatch_sums(proximal, behaviour, mask, objective.ratio_cap)
             sums |= {name: stats[name] for name in ("clipped", "acr_widened")}
             totals = add_up([totals, {name: value.item() for name, value in sums.items()}])
+        if arm.objective == "mipu":
+            with torch.no_grad():
+                tables = logprob_table(parameters), logprob_table(parameters, engine)
+            is_worse = gap_estimate(task, *tables, validation) < 0
+            for now, before_step in zip(changing(parameters, optimizer), unchanged, strict=True):
+                now[is_worse] = before_step[is_worse]
+            rejected.append(is_worse.float().mean().item())
         if nearest is not None:
             last, codes = codes, codes_of(parameters, nearest)
             flips.append(quantize.code_flips(last, codes).item() / codes.numel())
@@ -164,6 +175,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             **rollout_statistics(totals),
             **{name: totals[name] / totals["tokens"] for name in ("clipped", "acr_widened")},
             "code_flips": fmean(flips) if flips else 0.0,
+            "rejected": fmean(rejected) if rejected else 0.0,
         },
         seconds=time.monotonic() - began,
     )
@@ -269,6 +281,30 @@ def clip_gradients(parameters: Parameters, largest: float) -> None:
         gradient *= factor.view(-1, *[1] * (gradient.dim() - 1))
 
 
+def changing(parameters: Parameters, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return what an update changes, with a leading dimension of seeds: weights, Adam's moments."""
+    moments = [
+        optimizer.state[parameter].get(moment, torch.zeros_like(parameter))
+        for parameter in parameters.values()
+        for moment in ("exp_avg", "exp_avg_sq")
+    ]
+    return [*(parameter.detach() for parameter in parameters.values()), *moments]
+
+
+def gap_estimate(
+    task: Chain | Bandit, table: Tensor, quantized: Tensor, generator: torch.Generator
+) -> Tensor:
+    """Return MIPU's estimate of how much better a quantized copy is than its policy: `[seeds]`.
+
+    It is the mean of (1 - ratio) * advantage over answers to new prompts, which the copy samples,
+    where the ratio of an answer is the policy's to the copy's, the geometric mean over its tokens.
+    """
+    rollouts = task.sample(quantized, PROMPTS, COMPLETIONS, generator)
+    policy, copy = (taken(each, rollouts.states, rollouts.symbols) for each in (table, quantized))
+    ratio = (policy - copy).mean(-1).exp()
+    return ((1 - ratio) * advantages_of(rollouts.rewards)).mean(-1)
+
+
 def advantages_of(rewards: Tensor) -> Tensor:
     """Return GRPO's advantages `[seeds, rows]` of `rewards` `[seeds, rows]`."""
     groups = rewards.view(-1, COMPLETIONS).tolist()
@@ -276,6 +312,6 @@ def advantages_of(rewards: Tensor) -> Tensor:
 
 
 def taken(table: Tensor, states: Tensor, symbols: Tensor) -> Tensor:
-    """Return the log-probs of what was sampled, one row per completion: `[seeds * rows, time]`."""
+    """Return the log-probs of what was sampled: `[seeds, rows, time]`."""
     places = (states * SYMBOLS + symbols).flatten(1)
-    return table.flatten(1).gather(1, places).view(-1, states.shape[-1])
+    return table.flatten(1).gather(1, places).view_as(states)
