@@ -112,7 +112,7 @@ def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
         "straight_through": [
             replace(arm, straight_through=straight_through)
             for arm in rivals
-            if arm.objective in ("on_policy", "tis") and arm.gap != "int8"
+            if arm.objective in ("on_policy", "tis", "sequence_tis")
             for straight_through in (False, True)
         ],
         "cap": [
