@@ -11,9 +11,20 @@ import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from qurl_megatron.quantization.quantize import dequantize, pack, quantize
+from qurl_megatron.model.architecture import _BLOCK_WIDTHS
+from qurl_megatron.quantization.quantize import (
+    ENGINE_METHODS,
+    block_shape,
+    code_dtype,
+    dequantize,
+    pack,
+    packing,
+    quantize,
+    scale_dtype,
+)
 from qurl_megatron.sglang_plugin import attention, platform, weights
 from qurl_megatron.sglang_plugin.formats import (
+    CONFIGS,
     Fp8BlockConfig,
     Fp8Config,
     Int4Config,
@@ -171,6 +182,18 @@ def test_int4_multiplies_activations_as_they_are_by_values_rounded_to_bfloat16()
     x[0, 3], x[1, 40], x[2, 5] = 1.0, 1.0, 0.3
     out = layer.method.apply(layer, x.bfloat16())
     assert out.tolist() == [[-3.5, 0.0], [7.0625, 0.0], [0.0, 0.90234375]]  # 3 * bfloat16(0.3)
+
+
+@pytest.mark.parametrize("name", ENGINE_METHODS)
+def test_layers_and_layouts_have_the_blocks_and_types_that_the_learner_quantizes_to(
+    name: str,
+) -> None:
+    layer = CONFIGS[ENGINE_METHODS[name]].linear_method
+    assert layer.code_dtype == code_dtype(name) and layer.packing == packing(name)
+    assert layer.scale_dtype == scale_dtype(name)
+    if name != "fp8-tensor":  # its one scale is sent for each channel
+        assert layer.block == block_shape(name)
+    assert _BLOCK_WIDTHS.get(name) == block_shape(name)[1]
 
 
 def test_a_block_that_would_belong_to_two_fused_layers_is_an_error() -> None:
