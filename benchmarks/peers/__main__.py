@@ -7,8 +7,8 @@ PEER is an environment of its own, which these make:
 
 Both start from the same warmed-up model, with the same problems, reward, sequences a batch,
 optimizer steps, learning rate and clipping, and take turns. Both have two threads: TRL's process
-has two, and each of the quickstart's has one. TRL samples in float32 with transformers, the
-quickstart from an INT8 server.
+has two, and each of the quickstart's has one: its two ranks and its two servers take turns. TRL
+samples in float32 with transformers, the quickstart from INT8 servers.
 
     --answers 6     the quickstart: words of five letters backward, 64 x 8 answers a batch
     --answers 64    four digits are continued by 64 more, as in `benchmarks.objectives`; 32 x 8

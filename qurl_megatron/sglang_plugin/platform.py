@@ -79,10 +79,10 @@ def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:
 
 
 def rest(original: Callable[..., None], scheduler: Any) -> None:
-    """Wait for a request, around what `Scheduler` notes while it is paused.
+    """Wait for a request, around what `Scheduler` notes in each round of its loop while paused.
 
-    SGLang's loop does not wait then, and takes a core from the learner, whose turn it is. As while
-    it is idle, it waits only with sleep-on-idle.
+    SGLang waits with sleep-on-idle while it is idle, but not while it is paused: its loop would
+    take a core from the learner, whose turn it is. Without sleep-on-idle this does not wait either.
     """
     original(scheduler)
     scheduler.maybe_sleep_on_idle()
