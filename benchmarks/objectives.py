@@ -12,19 +12,21 @@ BF16 rollouts and with the uncorrected objectives.
     long           INT4, and answers of 64 tokens: four digits are continued by 64 more, each
                    the sum modulo 10 of the one before and the fourth before. An answer is right if
                    all of them are. 32 x 8 answers a step, at two thirds of the learning rate
+    longest        the same with 256 digits, and 30 steps of 16 x 8 answers
     experts        a mixture of experts, and 8-bit or 4-bit rollouts whose choice of experts the
                    learner compares with its own, or replays
     agent          the 60 steps of quickstart_agent, whose episodes have three turns
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
-skips the runs that have figures and resumes the runs that were interrupted. Then it prints a table.
-`qurl report` overlays the runs themselves.
+skips the runs that have figures of the installed versions, and resumes the runs that were
+interrupted. Then it prints a table. `qurl report` overlays the runs themselves.
 """
 
 import itertools
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,15 +34,17 @@ from datetime import date
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from threading import Lock
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.runs import complete_run
+from benchmarks.runs import QURL, complete_run
+from qurl_megatron.config.text import load
 from qurl_megatron.files import read_json_lines, write_whole
 
 RESULTS = Path(__file__).parent / "results" / "objectives.jsonl"
 STEPS = 50
-DIGITS = 64
+PACKAGES = ("torch", "sglang", "megatron-core")
 
 NO_UAQ = "quantization.uaq.scale=1"
 UAQ = "quantization.uaq.scale=1.5"
@@ -52,8 +56,9 @@ class Setting:
 
     arms: dict[str, list[str]]  # name -> overrides of the arm; the others are compared to the first
     overrides: list[str] = field(default_factory=list)  # of every arm
-    adds_digits: bool = False  # False: the quickstart's task
+    digits: int = 0  # of an answer; 0: the quickstart's task
     recipe: str = "quickstart"
+    warms_up_after: str = ""  # a setting whose start this one's warm-up goes on with
 
 
 def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
@@ -98,7 +103,13 @@ SETTINGS = {
     "long": Setting(
         BF16 | int4_arms("naive", "tis", "acr", "sequence_tis"),
         ["optimizer.learning_rate=1e-4"],
-        adds_digits=True,
+        digits=64,
+    ),
+    "longest": Setting(
+        BF16 | int4_arms("tis", "sequence_tis"),
+        ["optimizer.learning_rate=1e-4", "steps=30", "rollout.prompts_per_step=16"],
+        digits=256,
+        warms_up_after="long",  # 256 digits are learned much sooner after 64
     ),
     "experts": Setting(
         {"compare bf16": [*arm("tis", "bf16"), "rollout.routing=compare"]}
@@ -125,6 +136,9 @@ ONE_RANK = [
 ]
 
 
+WRITES_PROBLEMS = Lock()  # runs at the same time have the same problems
+
+
 def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="quickstart")
@@ -144,10 +158,12 @@ def main() -> None:
 
     def run_arm(key: tuple[str, int]) -> None:
         name, seed = key
-        start = start_directory(output_dir, setting, seed) / "final_model"
+        start = make_start(output_dir, setting, seed)
         words = [*recipe(output_dir, setting), *overrides(setting, name, seed), f"model={start}"]
         run_dir = output_dir / f"{arguments.setting}-{name.replace(' ', '-')}-{seed}"
         rows[key] = summarize(*complete_run(run_dir, words))
+        if setting.recipe != "quickstart_agent":
+            rows[key]["copy_accuracy"] = copy_accuracy(run_dir)
         add_row(arguments.setting, name, seed, rows[key])
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
@@ -158,8 +174,9 @@ def main() -> None:
 
 
 def read_rows(setting: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the recorded runs of a setting, by arm and seed."""
-    lines = [line for line in read_json_lines(RESULTS) if line["setting"] == setting]
+    """Return the runs of a setting that the installed versions made, by arm and seed."""
+    wanted = {"setting": setting, **machine.package_versions(PACKAGES)}
+    lines = [line for line in read_json_lines(RESULTS) if wanted.items() <= line.items()]
     return {(line["arm"], line["seed"]): line for line in lines}
 
 
@@ -172,7 +189,7 @@ def add_row(setting: str, name: str, seed: int, row: dict[str, Any]) -> None:
         "date": date.today().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "python": platform.python_version(),
-        **machine.package_versions(("torch", "sglang", "megatron-core")),
+        **machine.package_versions(PACKAGES),
         **row,
     }
     with RESULTS.open("a") as file:
@@ -196,12 +213,13 @@ def show(rows: dict[tuple[str, int], dict[str, Any]], arms: list[str], seeds: li
     baseline = column(arms[0], "held_out_accuracy")
     print(
         f"| arm | held-out, %, by seed | mean ± s.e. | gain over {arms[0]}, points "
-        "| KL k3 | max ratio | above C | clipped | widened | other experts |"
+        "| quantized copy | KL k3 | max ratio | above C | clipped | widened | other experts |"
     )
-    print(f"|{'---|' * 10}")
+    print(f"|{'---|' * 11}")
     for name in arms:
         changed = "routing_changed_fraction"
-        knows_experts = all(changed in rows[name, seed] for seed in seeds)
+        copy = "copy_accuracy"
+        known = {each for each in (changed, copy) if all(each in rows[name, s] for s in seeds)}
         after = column(name, "held_out_accuracy")
         gains = [100 * (a - b) for a, b in zip(after, baseline, strict=True)]
         cells = (
@@ -209,38 +227,40 @@ def show(rows: dict[tuple[str, int], dict[str, Any]], arms: list[str], seeds: li
             ", ".join(f"{value:.1%}"[:-1] for value in after),
             mean_and_error([100 * value for value in after]),
             mean_and_error(gains) if name != arms[0] else "",
+            mean_and_error([100 * value for value in column(name, copy)]) if copy in known else "",
             f"{fmean(column(name, 'kl_behaviour_proximal_k3')):.1e}",
             f"{max(column(name, 'ratio_proximal_behaviour_max')):.1f}",
             f"{fmean(column(name, 'tis_truncated_fraction')):.2%}",
             f"{fmean(column(name, 'clip_fraction')):.2%}",
             f"{fmean(column(name, 'acr_widened_fraction')):.3%}",
-            f"{fmean(column(name, changed)):.2%}" if knows_experts else "",
+            f"{fmean(column(name, changed)):.2%}" if changed in known else "",
         )
         print(f"| {' | '.join(cells)} |")
 
 
-def start_directory(output_dir: Path, setting: Setting, seed: int) -> Path:
-    task = "digits" if setting.adds_digits else setting.recipe
-    return output_dir / f"start-{task}-{seed}"
-
-
 def recipe(output_dir: Path, setting: Setting) -> list[str]:
     """Return the recipe of the setting's task and its overrides; write problems of its own."""
-    if not setting.adds_digits:
+    if not setting.digits:
         return [setting.recipe]
-    path = output_dir / "digits.jsonl"
-    if not path.exists():
-        output_dir.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(json.dumps(problem) + "\n" for problem in rows_of_digits()))
+    path = output_dir / f"digits-{setting.digits}.jsonl"
+    with WRITES_PROBLEMS:
+        if not path.exists():
+            output_dir.mkdir(parents=True, exist_ok=True)
+            problems = rows_of_digits(setting.digits)
+            write_whole(path, "".join(json.dumps(problem) + "\n" for problem in problems))
     return [
         "quickstart",
         f"data={path}",
         "data_options={}",
         "reward=exact",
         "rollout.max_prompt_length=4",
-        f"rollout.max_response_length={DIGITS + 1}",
+        f"rollout.max_response_length={setting.digits + 1}",
         "rollout.prompts_per_step=32",
         "evaluation.problems=256",
+        # Some seeds need hundreds of supervised steps before they get any answer right.
+        "warmup.max_steps=3000",
+        "warmup.check_every_steps=50",
+        "warmup.batch_size=32",
     ]
 
 
@@ -250,7 +270,7 @@ def overrides(setting: Setting, name: str, seed: int) -> list[str]:
     return [*run, *ONE_RANK, *setting.overrides, *setting.arms[name]]
 
 
-def rows_of_digits(digits: int = DIGITS) -> Iterator[dict[str, str]]:
+def rows_of_digits(digits: int) -> Iterator[dict[str, str]]:
     """Yield four digits as a question and the next ones as its answer, for all four digits."""
     for start in itertools.product(range(10), repeat=4):
         row = list(start)
@@ -260,11 +280,38 @@ def rows_of_digits(digits: int = DIGITS) -> Iterator[dict[str, str]]:
         yield {"question": text[: len(start)], "answer": text[len(start) :]}
 
 
-def make_start(output_dir: Path, setting: Setting, seed: int) -> None:
-    """Write the model after its warm-up, with a run of one step at learning rate 0."""
-    directory = start_directory(output_dir, setting, seed)
-    words = [f"seed={seed}", "steps=1", "optimizer.learning_rate=0", *ONE_RANK]
-    complete_run(directory, [*recipe(output_dir, setting), *words])
+def copy_accuracy(run_dir: Path) -> float:
+    """Return the greedy accuracy of the final model's quantized copy on the held-out problems."""
+    config = load(run_dir / "config.yaml")
+    output = run_dir / "copy"
+    if not (output / "summary.json").exists():
+        data = max(run_dir.glob("evaluation/step_*/held_out.jsonl"))
+        words = [
+            *[str(run_dir / "final_model"), str(data), "reward=exact", f"output={output}"],
+            f"format={config.quantization.format}",
+            f"group_size={config.quantization.group_size}",
+            f"max_prompt_length={config.rollout.max_prompt_length}",
+            f"max_response_length={config.rollout.max_response_length}",
+            f"server.mem_fraction_static={config.evaluation.server.mem_fraction_static}",
+            f"server.max_total_tokens={config.evaluation.server.max_total_tokens}",
+        ]
+        ended = subprocess.run([*QURL, "eval", *words], capture_output=True, text=True)
+        if ended.returncode:
+            raise RuntimeError(f"qurl eval {' '.join(words)}: {ended.stderr[-500:]}")
+    (averages,) = json.loads((output / "summary.json").read_text())["results"].values()
+    return float(averages["Avg@1"]["mean"])
+
+
+def make_start(output_dir: Path, setting: Setting, seed: int) -> Path:
+    """Return the model after its warm-up; a run of one step at learning rate 0 writes it."""
+    words = [*recipe(output_dir, setting), f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
+    if setting.warms_up_after:
+        before = make_start(output_dir, SETTINGS[setting.warms_up_after], seed)
+        words.append(f"model={before}")
+    task = f"digits-{setting.digits}" if setting.digits else setting.recipe
+    directory = output_dir / f"start-{task}-{seed}"
+    complete_run(directory, [*words, *ONE_RANK])
+    return directory / "final_model"
 
 
 def summarize(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,19 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.objectives import DIGITS, SETTINGS, overrides, recipe, rows_of_digits
+from benchmarks.objectives import SETTINGS, overrides, recipe, rows_of_digits
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.config.validate import validate
 from qurl_megatron.launch.prepare import load_recipe, prepare_new
 
 
 def test_a_row_continues_with_sums_of_two_digits_before() -> None:
-    rows = list(rows_of_digits())
+    rows = list(rows_of_digits(64))
     assert len({row["question"] for row in rows}) == 10_000
     row = rows[1234]
     assert row["question"] == "1234"
     assert row["answer"].startswith("5704")  # 4 + 1, 5 + 2, 7 + 3, 0 + 4
-    assert len(row["answer"]) == DIGITS
+    assert len(row["answer"]) == 64
 
 
 @pytest.mark.parametrize("name", SETTINGS)
