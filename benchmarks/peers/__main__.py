@@ -5,24 +5,23 @@ PEER is an environment of its own, which these make:
     python3.11 -m venv PEER
     PEER/bin/pip install -r benchmarks/peers/requirements.txt
 
-Both start from the same warmed-up model, with the same problems, reward, sequences a batch,
-optimizer steps, learning rate and clipping, and take turns. Both have two threads: TRL's process
-has two, and each of the quickstart's has one: its two ranks and its two servers take turns. TRL
-samples in float32 with transformers, the quickstart from INT8 servers.
+Both start from the model that `benchmarks.objectives` has for seed 0, with the same problems,
+reward, sequences a batch, optimizer steps, learning rate and clipping, and take turns. Both have
+two threads: TRL's process has two, and each of the quickstart's has one: its two ranks and its two
+servers take turns. TRL samples in float32 with transformers, the quickstart from INT8 servers.
 
     --answers 6     the quickstart: words of five letters backward, 64 x 8 answers a batch
-    --answers 64    four digits are continued by 64 more, as in `benchmarks.objectives`; 32 x 8
-    --answers 256   the same with 256 digits
+    --answers 64    the digits of `benchmarks.objectives --setting long`, 32 x 8
+    --answers 256   those of `--setting longest`, 32 x 8
 
 A step is one batch. Seconds and CPU-seconds (of all processes, from the kernel) are those of the
-steps after the first `SKIPPED`. Memory is the sum of all processes' proportional set sizes after
-the last step. Accuracy is greedy, of both final models in float32, by transformers, on problems
-that are not trained on.
+steps after the first `SKIPPED`; the phases of the quickstart's steps are medians. Memory is the sum
+of all processes' proportional set sizes after the last step. Accuracy is greedy, of both final
+models in float32, by transformers, on the problems that the start's run held out.
 """
 
 import argparse
 import contextlib
-import hashlib
 import json
 import os
 import subprocess
@@ -37,16 +36,17 @@ import psutil
 import reasoning_gym
 
 from benchmarks import machine
-from benchmarks.objectives import ONE_RANK, rows_of_digits
-from benchmarks.runs import QURL, complete_run
+from benchmarks.objectives import SETTINGS, make_start, recipe, rows_of_digits
+from benchmarks.runs import QURL
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.recipes import quickstart
 
 SKIPPED = 2  # first steps, in which both start threads, caches and connections
 CALL = "import json, sys, trl_grpo; getattr(trl_grpo, sys.argv[1])(**json.loads(sys.argv[2]))"
-TESTED = 512  # problems that are not trained on
+SETTING_OF = {6: "quickstart", 64: "long", 256: "longest"}  # by the length of answers
+PHASES = ("rollout", "proximal", "update", "publish")
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,15 @@ class Measured:
     cpu_s: float
     memory_bytes: int
     accuracy: float
+    phases_s: dict[str, float]  # medians; empty: the peer does not tell
 
 
 def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument("--python", type=Path, required=True, help="of the peer's environment")
-    parser.add_argument("--answers", type=int, nargs="+", default=[6, 64, 256])
+    parser.add_argument(
+        "--answers", type=int, nargs="+", choices=SETTING_OF, default=list(SETTING_OF)
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/peers"))
@@ -74,12 +77,11 @@ def main() -> None:
 
 def compare(answers: int, arguments: argparse.Namespace) -> None:
     """Run both in turn on answers of this length, and print their figures."""
-    directory = arguments.output_dir.absolute() / str(answers)
-    words = task(answers, directory)
-    start = directory / "start"
-    complete_run(start, ["quickstart", *words, "steps=1", "optimizer.learning_rate=0", *ONE_RANK])
-    words += [f"model={start / 'final_model'}", "warmup.max_steps=0", "evaluation.problems=0"]
-    words.append(f"steps={arguments.steps}")
+    output_dir = arguments.output_dir.absolute()
+    directory = output_dir / str(answers)
+    start, words = task(answers, output_dir, directory)
+    words += [f"model={start}", f"steps={arguments.steps}"]
+    words += ["warmup.max_steps=0", "evaluation.problems=0"]
     config = with_overrides(quickstart.recipe(), words)
     sides: dict[str, Callable[[Path, int], list[str]]] = {
         "trl": lambda run, seed: peer(arguments.python, "train", **settings(config, run, seed)),
@@ -104,38 +106,39 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
                 response_length=config.rollout.max_response_length,
             )
             done = subprocess.run(score, env=environment(), check=True, capture_output=True)
-            result = Measured(*figures, accuracy=float(done.stdout))
+            phases = phases_s(run / lines[name]) if name == "qurl" else {}
+            result = Measured(*figures, accuracy=float(done.stdout), phases_s=phases)
             measured[name].append(result)
             print(f"answers of {answers}, round {seed}, {name}: {result}", flush=True)
     show(answers, measured)
 
 
-def task(answers: int, directory: Path) -> list[str]:
-    """Write problems to train and to test on; return the overrides of the quickstart for them."""
-    directory.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, str]]
-    if answers == 6:
-        dataset = reasoning_gym.create_dataset(
-            "spell_backward", min_word_len=5, max_word_len=5, size=10000, seed=0
-        )
-        answer_of = {row["question"]: row["answer"] for row in dataset}
-        rows = [{"question": question, "answer": answer_of[question]} for question in answer_of]
-        words = []
+def task(answers: int, output_dir: Path, directory: Path) -> tuple[Path, list[str]]:
+    """Write the start to `output_dir`, and problems to train and to test on to `directory`.
+
+    Returns:
+        The model to start from, and the overrides of the quickstart for these problems.
+    """
+    setting = SETTINGS[SETTING_OF[answers]]
+    start = make_start(output_dir, setting, seed=0)
+    held_out = read_json_lines(max(start.parent.glob("evaluation/step_*/held_out.jsonl")))
+    tested = {row["question"]: row["answer"] for row in held_out}
+    if setting.digits:
+        rows = list(rows_of_digits(setting.digits))
     else:
-        rows = list(rows_of_digits(answers))
-        words = [
-            "rollout.max_prompt_length=4",
-            f"rollout.max_response_length={answers + 1}",
-            "rollout.prompts_per_step=32",
-            "warmup.max_steps=60",
-            f"rollout.server.max_total_tokens={32 * 8 * (answers + 8)}",
-        ]
-    rows.sort(key=lambda row: hash_of(row["question"]))
-    for name, part in (("tested", rows[:TESTED]), ("trained", rows[TESTED:])):
-        text = "".join(json.dumps(row) + "\n" for row in part)
-        write_whole(directory / f"{name}.jsonl", text)
-    data = directory / "trained.jsonl"
-    return [f"data={data}", "data_options={}", "reward=exact", *words]
+        config = quickstart.recipe()
+        dataset = reasoning_gym.create_dataset("spell_backward", **config.data_options, seed=0)
+        rows = [{"question": row["question"], "answer": row["answer"]} for row in dataset]
+    answer_of = {row["question"]: row["answer"] for row in rows if row["question"] not in tested}
+    directory.mkdir(exist_ok=True)
+    for name, problems in (("tested", tested), ("trained", answer_of)):
+        lines = [json.dumps({"question": q, "answer": a}) + "\n" for q, a in problems.items()]
+        write_whole(directory / f"{name}.jsonl", "".join(lines))
+    _, *words = recipe(output_dir, setting)
+    words += [f"data={directory / 'trained.jsonl'}", "data_options={}", "reward=exact"]
+    if setting.digits:
+        words.append(f"rollout.server.max_total_tokens={32 * 8 * (answers + 8)}")
+    return start, words
 
 
 def settings(config: Config, run: Path, seed: int) -> dict[str, Any]:
@@ -209,6 +212,12 @@ def count(lines: Path) -> int:
     return lines.read_bytes().count(b"\n") if lines.exists() else 0
 
 
+def phases_s(metrics: Path) -> dict[str, float]:
+    """Return the median seconds of each phase of a run, after the first `SKIPPED` steps."""
+    steps = read_json_lines(metrics)[SKIPPED:]
+    return {phase: median(step[f"time_{phase}_s"] for step in steps) for phase in PHASES}
+
+
 def over_tree(pid: int, figure: Callable[[psutil.Process], float]) -> float:
     """Return the sum of a figure over a process and all its descendants that still run."""
     total = 0.0
@@ -225,11 +234,6 @@ def cpu_s(process: psutil.Process) -> float:
     return float(sum(process.cpu_times()[:4]))
 
 
-def hash_of(text: str) -> str:
-    """Return what orders problems the same way everywhere, but not as they were made."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def show(answers: int, measured: dict[str, list[Measured]]) -> None:
     """Print the median of each figure with its least and largest, and the ratios of the rounds."""
     for name, results in measured.items():
@@ -241,6 +245,9 @@ def show(answers: int, measured: dict[str, list[Measured]]) -> None:
             f"accuracy {machine.spread([100 * each.accuracy for each in results], '.1f')} %"
         )
     pairs = list(zip(measured["qurl"], measured["trl"], strict=True))
+    for phase in PHASES:
+        seconds = [each.phases_s[phase] for each in measured["qurl"]]
+        print(f"answers of {answers}, {phase} of qurl: {machine.spread(seconds)} s")
     for what in ("step_s", "cpu_s"):
         ratios = [getattr(own, what) / getattr(peer, what) for own, peer in pairs]
         print(
