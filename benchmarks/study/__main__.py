@@ -36,13 +36,13 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.study.figures import draw_map
+from benchmarks.study.figures import draw_lengths, draw_map
 from benchmarks.study.rivals import NEWEST, OWN, RIVALS
 from benchmarks.study.train import GAP_NAMES, Arm, Gap, run
 from qurl_megatron.files import read_json_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "study.jsonl"
-MAP_PICTURE = Path(__file__).parents[2] / "docs" / "study_map.svg"
+PICTURES = Path(__file__).parents[2] / "docs" / "assets"
 SEEDS, STEPS = 64, 100
 OBJECTIVES = ("naive", "on_policy", "decoupled", "tis", "acr")
 # Where the engine and the age of the weights both matter, and where neither does.
@@ -66,6 +66,7 @@ LASTING = (
     "mixed_tis", "root_tis", "tempered_tis",
 )  # fmt: skip
 LONG = ("tis", "sequence_tis", "mixed_tis", "root_tis", "tempered_tis")
+LENGTHS = (32, 128, 512)
 # Every rule in the cells that tell most, and without those that fail there in the others.
 NEWEST_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
     (32, "int4", (4,), ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)),
@@ -74,6 +75,7 @@ NEWEST_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
     (32, "int4x2", (4,), LASTING),
     (128, "int4", (4, 16), LONG),
     (128, "int4x2", (0,), LONG),
+    (512, "int4", (4,), LONG),
     (32, "int8", (4,), ("tis", "sequence_tis", "root_tis", "tempered_tis")),
     (32, "int8", (0,), ("tis", "mipu")),
 )
@@ -204,7 +206,13 @@ def main() -> None:
         show(chapter, outcomes, arguments.against)
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
-        draw_map(of_map, MAP_PICTURE)
+        draw_map(of_map, PICTURES / "study_map.svg")
+    of_length = [replace(FAR, length=length) for length in LENGTHS]
+    if (
+        "newest" in arguments.chapters
+        and {replace(a, objective="tis") for a in of_length} <= outcomes.keys()
+    ):
+        draw_lengths(outcomes, of_length, LONG, PICTURES / "study_lengths.svg")
 
 
 def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:

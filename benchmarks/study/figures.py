@@ -1,5 +1,7 @@
-"""Draw the study's map: what each objective learns, by gap, staleness and minibatches."""
+"""Draw the study's pictures: what each objective learns in each cell, and by length of answers."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -9,6 +11,7 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 from benchmarks.study.train import GAP_NAMES, Arm
 
@@ -52,7 +55,51 @@ def draw_map(outcomes: dict[Arm, dict[str, Any]], path: Path) -> None:
     for row in panels:
         row[0].set_ylabel("score, %")
     panels[0][0].legend(fontsize=7)
+    save(figure, path)
+
+
+def draw_lengths(
+    outcomes: dict[Arm, dict[str, Any]], cells: Sequence[Arm], objectives: Sequence[str], path: Path
+) -> None:
+    """Draw the gain over the first of the objectives against the length of the answers.
+
+    One panel has the trained policies, the other their quantized copies. Bars are 95 % intervals of
+    the mean over seeds.
+    """
+    scores = {"after": "the policy", "after_quantized": "its quantized copy"}
+    figure, panels = pyplot.subplots(1, len(scores), figsize=(8, 2.8), sharey=True)
+    for panel, (score, title) in zip(panels, scores.items(), strict=True):
+        for shift, objective in enumerate(objectives[1:]):
+            gains = []
+            for cell in cells:
+                own, base = (
+                    outcomes[replace(cell, objective=each)][score]
+                    for each in (objective, objectives[0])
+                )
+                gains.append([100 * (a - b) for a, b in zip(own, base, strict=True)])
+            panel.errorbar(
+                [cell.length * 1.04**shift for cell in cells],  # side by side
+                [fmean(gain) for gain in gains],
+                [1.96 * stdev(gain) / sqrt(len(gain)) for gain in gains],
+                label=objective,
+                marker=".",
+                capsize=2,
+                linewidth=1,
+            )
+        panel.set_title(title, fontsize=9)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths := [cell.length for cell in cells], map(str, lengths))
+        panel.set_xlabel("tokens of an answer", fontsize=8)
+        panel.axhline(0, color="black", linewidth=0.6)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(f"points over {objectives[0]}")
+    panels[0].legend(fontsize=7)
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG, and close it. Equal figures give equal files."""
     figure.tight_layout()
-    with matplotlib.rc_context({"svg.hashsalt": "study"}):  # equal outcomes give equal files
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
