@@ -76,6 +76,8 @@ NEWEST_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
     (128, "int4", (4, 16), LONG),
     (128, "int4x2", (0,), LONG),
     (512, "int4", (4,), LONG),
+    (512, "int4", (0,), ("tis", "sequence_tis")),
+    (512, "int8", (4,), ("tis", "sequence_tis")),
     (32, "int8", (4,), ("tis", "sequence_tis", "root_tis", "tempered_tis")),
     (32, "int8", (0,), ("tis", "mipu")),
 )
