@@ -36,6 +36,7 @@ from datetime import date
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
+from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
@@ -146,8 +147,6 @@ ONE_RANK = [
     "learner.tensor_parallel_size=1",
     "learner.expert_parallel_size=1",
 ]
-
-
 WRITES_PROBLEMS = Lock()  # runs at the same time have the same problems
 
 
@@ -298,9 +297,9 @@ def rows_of_digits(digits: int) -> Iterator[dict[str, str]]:
 def copy_accuracy(run_dir: Path) -> float:
     """Return the greedy accuracy of the final model's quantized copy on the held-out problems."""
     config = load(run_dir / "config.yaml")
-    output = run_dir / "copy"
-    if not (output / "summary.json").exists():
-        data = max(run_dir.glob("evaluation/step_*/held_out.jsonl"))
+    data = max(run_dir.glob("evaluation/step_*/held_out.jsonl"))
+    with TemporaryDirectory() as scratch:
+        output = Path(scratch) / "copy"
         words = [
             *[str(run_dir / "final_model"), str(data), "reward=exact", f"output={output}"],
             f"format={config.quantization.format}",
@@ -313,7 +312,8 @@ def copy_accuracy(run_dir: Path) -> float:
         ended = subprocess.run([*QURL, "eval", *words], capture_output=True, text=True)
         if ended.returncode:
             raise RuntimeError(f"qurl eval {' '.join(words)}: {ended.stderr[-500:]}")
-    (averages,) = json.loads((output / "summary.json").read_text())["results"].values()
+        summary = json.loads((output / "summary.json").read_text())
+    (averages,) = summary["results"].values()
     return float(averages["Avg@1"]["mean"])
 
 

@@ -33,13 +33,13 @@ from statistics import median
 from typing import Any
 
 import psutil
-import reasoning_gym
 
 from benchmarks import machine
-from benchmarks.objectives import SETTINGS, make_start, recipe, rows_of_digits
+from benchmarks.objectives import SETTINGS, make_start, recipe
 from benchmarks.runs import QURL
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.data.problems import read_problems
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.recipes import quickstart
 
@@ -123,18 +123,14 @@ def task(answers: int, output_dir: Path, directory: Path) -> tuple[Path, list[st
     start = make_start(output_dir, setting, seed=0)
     held_out = read_json_lines(max(start.parent.glob("evaluation/step_*/held_out.jsonl")))
     tested = {row["question"]: row["answer"] for row in held_out}
-    if setting.digits:
-        rows = list(rows_of_digits(setting.digits))
-    else:
-        config = quickstart.recipe()
-        dataset = reasoning_gym.create_dataset("spell_backward", **config.data_options, seed=0)
-        rows = [{"question": row["question"], "answer": row["answer"]} for row in dataset]
-    answer_of = {row["question"]: row["answer"] for row in rows if row["question"] not in tested}
-    directory.mkdir(exist_ok=True)
-    for name, problems in (("tested", tested), ("trained", answer_of)):
-        lines = [json.dumps({"question": q, "answer": a}) + "\n" for q, a in problems.items()]
-        write_whole(directory / f"{name}.jsonl", "".join(lines))
     _, *words = recipe(output_dir, setting)
+    config = with_overrides(quickstart.recipe(), words)
+    problems = read_problems(config.data, config.data_options).problems
+    trained = {each.question: each.answer for each in problems if each.question not in tested}
+    directory.mkdir(exist_ok=True)
+    for name, answers_of in (("tested", tested), ("trained", trained)):
+        lines = [json.dumps({"question": q, "answer": a}) + "\n" for q, a in answers_of.items()]
+        write_whole(directory / f"{name}.jsonl", "".join(lines))
     words += [f"data={directory / 'trained.jsonl'}", "data_options={}", "reward=exact"]
     if setting.digits:
         words.append(f"rollout.server.max_total_tokens={32 * 8 * (answers + 8)}")

@@ -28,6 +28,7 @@ import os
 import platform
 from dataclasses import asdict, replace
 from importlib.metadata import version
+from itertools import chain
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -209,12 +210,12 @@ def main() -> None:
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
         draw_map(of_map, PICTURES / "study_map.svg")
-    of_length = [replace(FAR, length=length) for length in LENGTHS]
-    if (
-        "newest" in arguments.chapters
-        and {replace(a, objective="tis") for a in of_length} <= outcomes.keys()
-    ):
-        draw_lengths(outcomes, of_length, LONG, PICTURES / "study_lengths.svg")
+    by_length = {
+        length: [replace(FAR, length=length, objective=objective) for objective in LONG]
+        for length in LENGTHS
+    }
+    if "newest" in arguments.chapters and outcomes.keys() >= set(chain(*by_length.values())):
+        draw_lengths(outcomes, by_length, PICTURES / "study_lengths.svg")
 
 
 def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:
