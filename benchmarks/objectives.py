@@ -154,16 +154,20 @@ def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument("--setting", choices=SETTINGS, default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--arms", nargs="+", help="default: all of the setting")
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/objectives"))
     arguments = parser.parse_args()
     setting = SETTINGS[arguments.setting]
+    arms = arguments.arms or list(setting.arms)
+    if unknown := [name for name in arms if name not in setting.arms]:
+        parser.error(f"--arms: {unknown[0]!r}; {arguments.setting} has {', '.join(setting.arms)}")
     output_dir = arguments.output_dir.absolute()
     rows = read_rows(arguments.setting)
     missing = [
         (name, seed)
         for seed in arguments.seeds
-        for name in setting.arms
+        for name in arms
         if (name, seed) not in rows
     ]
 
@@ -181,7 +185,7 @@ def main() -> None:
         seeds = sorted({seed for _, seed in missing})
         list(pool.map(lambda seed: make_start(output_dir, setting, seed), seeds))
         list(pool.map(run_arm, missing))
-    show(rows, list(setting.arms), arguments.seeds)
+    show(rows, arms, arguments.seeds)
     draw(PICTURE)
 
 
