@@ -12,7 +12,7 @@ BF16 rollouts and with the uncorrected objectives.
     long           INT4, and answers of 64 tokens: four digits are continued by 64 more, each
                    the sum modulo 10 of the one before and the fourth before. An answer is right if
                    all of them are. 32 x 8 answers a step, at two thirds of the learning rate
-    longest        the same with 256 digits, 20 steps of 16 x 8 answers, and a third more than the
+    longest        the same with 256 digits, 12 steps of 16 x 8 answers, and a third more than the
                    quickstart's learning rate
     experts        a mixture of experts, and 8-bit or 4-bit rollouts whose choice of experts the
                    learner compares with its own, or replays
@@ -115,7 +115,7 @@ SETTINGS = {
     "longest": Setting(
         BF16 | int4_arms("tis", "sequence_tis"),
         [
-            "steps=20",
+            "steps=12",
             "rollout.prompts_per_step=16",
             "optimizer.learning_rate=2e-4",
             "optimizer.warmup_steps=4",
