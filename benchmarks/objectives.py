@@ -174,7 +174,7 @@ def main() -> None:
         words = [*recipe(output_dir, setting), *overrides(setting, name, seed), f"model={start}"]
         run_dir = output_dir / f"{arguments.setting}-{name.replace(' ', '-')}-{seed}"
         rows[key] = summarize(*complete_run(run_dir, words))
-        # The others' verifiers read more than a right answer's text.
+        # The others' verifiers read more than a right answer's text, and BF16 has no other copy.
         if setting.digits and name not in BF16:
             rows[key]["copy_accuracy"] = copy_accuracy(run_dir)
         add_row(arguments.setting, name, seed, rows[key])
