@@ -32,8 +32,10 @@ if "preload" in sys.argv:
     preload.preload(Path("preload.log"), "programs")
 """
 PROGRAMS = """
-import atexit, os, signal, sys, time
+import asyncio, atexit, os, signal, sys, time
+import uvloop
 imported_by = os.getpid()
+asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())  # as SGLang does
 
 def main(name):
     if name == "sleep":
@@ -120,6 +122,20 @@ def test_a_process_with_threads_starts_fresh_ones(starter: Starter) -> None:
     begin_thread = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     assert starter.run(begin_thread + DESCRIBE, "preload") == ["7 7"]
     assert "imported before the fork: False" in starter.log("describe")
+
+
+def test_what_asks_a_server_forks_as_before(starter: Starter) -> None:
+    """An event loop of uvloop would leave threads."""
+    ask_server = """
+import asyncio
+from qurl_megatron.rollout.asking import NoAnswer, ask
+try:
+    asyncio.run(ask("GET", "http://127.0.0.1:9", {}, timeout_s=5.0))
+except NoAnswer:
+    print("no answer")
+"""
+    assert starter.run(ask_server + DESCRIBE, "preload") == ["no answer", "7 7"]
+    assert "imported before the fork: True" in starter.log("describe")
 
 
 def test_a_program_that_raises_ends_with_code_1_and_its_traceback_in_the_log(

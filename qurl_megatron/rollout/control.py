@@ -1,7 +1,6 @@
 """Control one server: pause, receive weights, report checksums, resume, sleep and wake."""
 
 import asyncio
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,17 +28,6 @@ class _Rank:
 
 
 _RANKS = pydantic.TypeAdapter(list[_Rank])
-
-
-_threads = threading.local()
-
-
-def _runner() -> asyncio.Runner:
-    """Return this thread's event loop: making one for each request takes as long as a request."""
-    if not hasattr(_threads, "runner"):
-        _threads.runner = asyncio.Runner()
-    runner: asyncio.Runner = _threads.runner
-    return runner
 
 
 class UpdateRefused(ServerFailed):
@@ -155,7 +143,7 @@ class ServerControl:
     def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
         options = {"timeout_s": self._timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
         try:
-            answer = _runner().run(self.server.ask("POST", path, json=body, **options))
+            answer = asyncio.run(self.server.ask("POST", path, json=body, **options))
         except NoAnswer as error:
             raise self.server.failed(str(error)) from None
         if not answer.is_success:

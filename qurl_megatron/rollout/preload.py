@@ -9,6 +9,7 @@ A fork copies the calling thread only, so a process with several threads starts 
 machine with a GPU nothing is forked: a CUDA context does not survive a fork.
 """
 
+import asyncio
 import atexit
 import gc
 import multiprocessing
@@ -151,6 +152,8 @@ def preload(log_file: Path, *modules: str) -> None:
     finally:
         os.dup2(standard_error, 2)
         os.close(standard_error)
+    # SGLang's import asks for uvloop, whose first event loop would leave threads behind.
+    asyncio.set_event_loop_policy(None)
     gc.freeze()  # a collection would write to, and so copy, every page that forks share
     _has_preloaded = True
 

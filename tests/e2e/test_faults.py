@@ -17,6 +17,7 @@ from e2e.running import (
     metrics_of,
     prompts_trained,
 )
+from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
@@ -51,6 +52,8 @@ def test_a_run_goes_on_without_one_of_its_servers_and_waits_for_new_ones_without
     run.wait_for("server rollout_1 answers again")
     run.first_rank().resume()
     run.wait_for("(?s)server rollout_1 serves.*server rollout_1 serves")
+    if device.accelerator() == "cpu":  # so a server that it starts again is a fork, up at once
+        assert psutil.Process(run.process.pid).num_threads() == 1
 
     # After this line sampling is most of a step, so the server is stopped in it. In a publish it
     # would be 60 s before the learner gives it up, see tests/e2e/test_fleet.py.
