@@ -29,6 +29,7 @@ from qurl_megatron.data.prompts import (
     PromptStream,
     length_lines,
     load_prompts,
+    set_aside,
     split_held_out,
     summarize,
     tokenize,
@@ -87,6 +88,15 @@ def test_split_is_the_same_on_every_machine() -> None:
     """The expected questions are constants: another hash would change the split."""
     _, held_out = split_held_out(prompts(*(f"What is {n}?" for n in range(20))), 0.2)
     assert [p.question for p in held_out] == ["What is 15?", "What is 16?", "What is 18?"]
+
+
+def test_problems_that_are_set_aside_are_a_sample_of_sorted_ones() -> None:
+    everything = prompts(*(f"What is {n}?" for n in range(2000)))
+    sample, others = set_aside(everything, 256)
+    numbers = [int(prompt.question.strip("What is?")) for prompt in sample]
+    assert 96 < sum(number >= 1000 for number in numbers) < 160  # four standard deviations
+    assert others == [prompt for prompt in everything if prompt not in sample]
+    assert set_aside(everything[:9], 256)[1] == []
 
 
 def test_split_that_leaves_a_side_empty_is_refused() -> None:

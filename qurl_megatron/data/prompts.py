@@ -186,6 +186,17 @@ def split_held_out(
     return train, held_out
 
 
+def set_aside(prompts: list[Prompt], number: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return `number` prompts, or all if there are fewer, and the others.
+
+    Which ones depends on the hashes of their questions, so they are a sample whatever the order of
+    the files.
+    """
+    sample = sorted(prompts, key=lambda prompt: _hash(prompt.question))[:number]
+    ids = {prompt.id for prompt in sample}
+    return sample, [prompt for prompt in prompts if prompt.id not in ids]
+
+
 def _hash(question: str) -> float:
     """Return a number in [0, 1) that depends on the question, but not on its case and spacing."""
     digest = hashlib.sha256(_normalize(question).encode()).digest()

@@ -21,7 +21,7 @@ from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import token_weights
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, Transport
-from qurl_megatron.data.prompts import PromptSet, load_prompts
+from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
@@ -126,7 +126,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
-    warmup_check, training = prompts.train[:num_check], prompts.train[num_check:]
+    warmup_check, training = set_aside(prompts.train, num_check)
 
     keep = stack.enter_context
     score: Any = None  # other ranks score nothing
@@ -179,7 +179,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             publishers["evaluation"],
             clients["evaluation"],
             score,
-            held_out=prompts.held_out[: config.evaluation.problems],
+            held_out=set_aside(prompts.held_out, config.evaluation.problems)[0],
             files=prompts.files,
             warmup_check=warmup_check,
         )
