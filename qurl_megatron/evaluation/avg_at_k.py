@@ -297,8 +297,8 @@ def run(config: EvalConfig) -> None:
         output.mkdir(parents=True)
         with (
             contextlib.ExitStack() as stack,
+            serving(config, model_dir, console) as fleet,  # forks, so before any thread
             Scorer(reward, reward.scoring_workers) as scorer,
-            serving(config, model_dir, console) as fleet,
         ):
             client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
             score: StartScoring = scorer.submit
