@@ -2,11 +2,11 @@
 
 import json
 import os
+import select
 import subprocess
-import sys
 from pathlib import Path
 
-from e2e.running import QUICK, QURL, Start
+from e2e.running import QUICK, Start
 from qurl_megatron.files import free_bytes, list_checkpoints
 from qurl_megatron.process import CONSOLE_LOG
 
@@ -15,27 +15,26 @@ def steps_of(run_dir: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").open()]
 
 
-def test_a_run_whose_output_is_closed_after_three_lines_completes(tmp_path: Path) -> None:
+def test_a_run_whose_output_is_closed_after_three_lines_completes(
+    start: Start, tmp_path: Path
+) -> None:
     """As in `qurl train ... 2>&1 | head -3`."""
-    command = subprocess.Popen(
-        [QURL, "train", *QUICK],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert command.stdout is not None
-    read = [command.stdout.readline() for _ in range(3)]
-    assert read[0].startswith("the run needs"), read
-    command.stdout.close()
-    run_dir = tmp_path / "runs" / "run"
-    assert command.wait(timeout=900) == 0
-    log = (run_dir / CONSOLE_LOG).read_text()
+    os.mkfifo(tmp_path / "output")
+    pipe = os.open(tmp_path / "output", os.O_RDWR)  # would wait for a writer if it only read
+    run = start("train", *QUICK)
+    read = b""
+    while read.count(b"\n") < 3:
+        assert run.poll() is None, read
+        if select.select([pipe], [], [], 0.1)[0]:
+            read += os.read(pipe, 80)
+    os.close(pipe)
+    assert read.startswith(b"the run needs"), read
+    assert run.exit_code() == 0
+    log = (run.run_dir / CONSOLE_LOG).read_text()
     assert "file descriptor 1 cannot be written: Broken pipe" in log
     assert "step 2/2" in log and "weight versions published" in log
-    assert steps_of(run_dir) == [1, 2]
-    assert (run_dir / "final_model" / "config.json").exists()
+    assert steps_of(run.run_dir) == [1, 2]
+    assert (run.run_dir / "final_model" / "config.json").exists()
 
 
 def test_a_full_disk_ends_a_run_with_a_line_and_the_run_resumes(
