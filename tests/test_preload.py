@@ -48,6 +48,7 @@ def main(name):
     print("imported before the fork:", imported_by == os.getppid())
     print("USR1 ignored:", signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
     print("TERM by default:", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+    print("event loops:", type(asyncio.get_event_loop_policy()).__module__)
     print("blocked:", [number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])])
     sys.exit(7)
 
@@ -112,6 +113,7 @@ def test_a_program_has_its_own_session_environment_log_signals_and_exit_code(
         f"imported before the fork: {how == 'preload'}",
         "USR1 ignored: True",
         "TERM by default: True",
+        "event loops: uvloop",
         "blocked: ['SIGUSR2']",
         "at its end",
     }

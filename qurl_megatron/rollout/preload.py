@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -152,7 +153,9 @@ def preload(log_file: Path, *modules: str) -> None:
     finally:
         os.dup2(standard_error, 2)
         os.close(standard_error)
-    # SGLang's import asks for uvloop, whose first event loop would leave threads behind.
+    # SGLang's import asks for uvloop, whose first event loop would leave threads. Forks have it.
+    chosen = asyncio.get_event_loop_policy()
+    os.register_at_fork(after_in_child=partial(asyncio.set_event_loop_policy, chosen))
     asyncio.set_event_loop_policy(None)
     gc.freeze()  # a collection would write to, and so copy, every page that forks share
     _has_preloaded = True
