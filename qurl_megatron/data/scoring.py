@@ -144,9 +144,9 @@ class _Worker:
         self._connection, theirs = Pipe()
         with starting_a_worker():
             self._process = subprocess.Popen(
-                [sys.executable, "-c", WORKER, str(theirs.fileno())],
+                [sys.executable, "-u", "-c", WORKER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward function prints belongs into the log
+                stdout=2,  # what a reward function prints belongs into the log, at once
                 pass_fds=[theirs.fileno()],
             )
         theirs.close()
