@@ -272,10 +272,10 @@ def _check(
         check_servers_at(config, resumes=resumes)
     tokenizer = load_tokenizer(Path(config.model))
     prompts = load_prompts(config, tokenizer)
-    set_aside = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
-    available = len(prompts.train) - set_aside
+    num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
+    available = len(prompts.train) - num_check
     if config.rollout.prompts_per_step > available:
-        why = f" after the warm-up set {set_aside} aside" if set_aside else ""
+        why = f" after the warm-up set {num_check} aside" if num_check else ""
         raise ConfigError(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
             f"{available} problems to train on{why}; a step must not repeat a prompt"

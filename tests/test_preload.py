@@ -126,8 +126,8 @@ def test_a_process_with_threads_starts_fresh_ones(starter: Starter) -> None:
     assert "imported before the fork: False" in starter.log("describe")
 
 
-def test_what_asks_a_server_forks_as_before(starter: Starter) -> None:
-    """An event loop of uvloop would leave threads."""
+def test_a_process_that_has_asked_a_server_still_forks(starter: Starter) -> None:
+    """An event loop of uvloop would leave threads, and so would keep it from forking."""
     ask_server = """
 import asyncio
 from qurl_megatron.rollout.asking import NoAnswer, ask

@@ -554,8 +554,8 @@ class EvaluationConfig:
     """
 
     problems: CountOrZero = 512
-    """Maximum number of held-out problems to measure on. 0 disables, and none is held out: all of
-    the data is trained on."""
+    """Maximum number of held-out problems to measure on, a sample if there are more. 0 disables,
+    and none is held out: all of the data is trained on."""
 
     held_out_fraction: FractionOrZero = 0.1
     """Fraction of the data held out of training, chosen by a hash of each question. 0 holds out

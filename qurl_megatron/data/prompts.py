@@ -189,8 +189,7 @@ def split_held_out(
 def set_aside(prompts: list[Prompt], number: int) -> tuple[list[Prompt], list[Prompt]]:
     """Return `number` prompts, or all if there are fewer, and the others.
 
-    Which ones depends on the hashes of their questions, so they are a sample whatever the order of
-    the files.
+    The hash of each question decides, so these are a sample, whatever the order of the files.
     """
     sample = sorted(prompts, key=lambda prompt: _hash(prompt.question))[:number]
     ids = {prompt.id for prompt in sample}

@@ -297,7 +297,7 @@ def run(config: EvalConfig) -> None:
         output.mkdir(parents=True)
         with (
             contextlib.ExitStack() as stack,
-            serving(config, model_dir, console) as fleet,  # forks, so before any thread
+            serving(config, model_dir, console) as fleet,  # before any thread, so tests can fork it
             Scorer(reward, reward.scoring_workers) as scorer,
         ):
             client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)

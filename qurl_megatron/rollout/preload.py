@@ -153,7 +153,7 @@ def preload(log_file: Path, *modules: str) -> None:
     finally:
         os.dup2(standard_error, 2)
         os.close(standard_error)
-    # SGLang's import asks for uvloop, whose first event loop would leave threads. Forks have it.
+    # SGLang's import chooses uvloop, whose first event loop leaves threads. So only forks have it.
     chosen = asyncio.get_event_loop_policy()
     os.register_at_fork(after_in_child=partial(asyncio.set_event_loop_policy, chosen))
     asyncio.set_event_loop_policy(None)
