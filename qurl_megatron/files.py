@@ -156,17 +156,27 @@ def append_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
     The remains of a writer that was killed in a line are cut off first.
 
     Raises:
+        OSError: writing failed; the file has its whole lines.
+    """
+    with open(path, "ab+") as file:
+        file.truncate(_end_of_last_line(file))
+    append_whole(path, "".join(json.dumps(each) + "\n" for each in objects).encode())
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Append data to a file: all of it, or none if the disk is full.
+
+    Raises:
         OSError: writing failed; the file is as it was.
     """
-    left = "".join(json.dumps(each) + "\n" for each in objects).encode()
-    with open(path, "ab+", buffering=0) as file:
-        whole = _end_of_last_line(file)
+    with open(path, "ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        left = data
         try:
-            file.truncate(whole)
             while left:
                 left = left[file.write(left) :]
         except OSError as error:
-            file.truncate(whole)
+            file.truncate(end)
             raise _of(path, error) from None
 
 

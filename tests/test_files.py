@@ -82,7 +82,7 @@ def config_yaml(run_dir: Path) -> Callable[[int], object]:
 def metrics_jsonl(run_dir: Path) -> Callable[[int], object]:
     log = run_log(run_dir)
     log.start(evaluation(0.25))
-    log.close()  # the curves, which are another file
+    log._tensorboard = None  # the curves are another file
     return lambda number: write(log, number)
 
 
@@ -157,8 +157,7 @@ def limited(num_bytes: int) -> Iterator[None]:
 
 
 def contents(run_dir: Path) -> dict[Path, bytes]:
-    paths = (path for path in run_dir.rglob("*") if path.is_file())
-    return {path: path.read_bytes() for path in paths if "tfevents" not in path.name}
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
 
 
 def write_until_full(write_next: Callable[[int], object], run_dir: Path) -> None:

@@ -193,7 +193,7 @@ def imported_packages() -> set[str]:
 
 def test_every_imported_package_is_a_dependency_and_every_dependency_is_used() -> None:
     declared = {IMPORT_NAMES.get(name, name.replace("-", "_")) for name in CORE}
-    run_only = {"cuda_toolkit", "tensorboard"}
+    run_only = {"cuda_toolkit"}
     assert declared - run_only == imported_packages() - BROUGHT_BY_OTHERS
 
 

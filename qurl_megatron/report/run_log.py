@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 from rich.table import Table
 
 from qurl_megatron import device
@@ -46,7 +47,8 @@ from qurl_megatron.report.metrics import (
 
 if TYPE_CHECKING:
     import wandb
-    from torch.utils.tensorboard import SummaryWriter
+
+    from qurl_megatron.report.event_file import EventFile
 
 PACE_STEPS = 20  # that the estimate of the time left is based on
 # Of a table of samples.
@@ -87,7 +89,7 @@ class RunLog:
         self._start = time.perf_counter()
         self.before = Evaluation()
         self.steps_done = 0  # the last step that was logged, by any attempt of the run
-        self._tensorboard: SummaryWriter | None = None
+        self._tensorboard: EventFile | None = None
         self._wandb: wandb.Run | None = None
         self._steps: list[dict[str, Any]] = []  # lines of metrics.jsonl
         self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
@@ -154,8 +156,10 @@ class RunLog:
         if not samples or self._tensorboard is None:
             return
         self._append("samples.jsonl", *map(dataclasses.asdict, samples))
-        self._tensorboard.add_text("samples", markdown_table(samples), samples[0].step)
-        self._tensorboard.flush()
+        from torch.utils.tensorboard import summary
+
+        text = summary.text("samples", markdown_table(samples))
+        self._tensorboard.add(samples[0].step, [text])
         if self._wandb is not None:
             import wandb
 
@@ -210,14 +214,8 @@ class RunLog:
         self._console.show(table)
 
     def close(self) -> None:
-        """Stop the display, leaving its last state on the screen, and close the curve writers."""
+        """Stop the display, leaving its last state on the screen, and end the curves."""
         self._console.stop()
-        if self._tensorboard is not None:
-            try:
-                self._tensorboard.close()
-            except OSError as error:
-                self.say(f"TensorBoard's last curves were not written: {error.strerror}")
-            self._tensorboard = None
         if self._wandb is not None:
             self._wandb.finish()
             if self._wandb.offline:
@@ -226,14 +224,11 @@ class RunLog:
             self._wandb = None
 
     def _open_curves(self, after_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from qurl_megatron.report.event_file import EventFile  # imports TensorBoard
 
-        # TensorBoard hides the points of earlier attempts from `purge_step` on. Step 0
-        # is the evaluation before the first step.
-        self._tensorboard = SummaryWriter(
-            str(self._config.run_dir / "tensorboard"),
-            purge_step=after_step + 1 if after_step else 0,
-        )
+        # Step 0 is the evaluation before the first step.
+        purge_step = after_step + 1 if after_step else 0
+        self._tensorboard = EventFile(self._config.run_dir / "tensorboard", purge_step)
         if self._config.wandb_project:
             import wandb  # only runs that ask for it need it installed
 
@@ -265,19 +260,18 @@ class RunLog:
         """Add a point at `step` to the curve of every number in `measured`."""
         if self._tensorboard is None:
             return
-        values: dict[str, Any] = dict(_numbers(measured))
-        for name, value in values.items():
-            self._tensorboard.add_scalar(name, value, step)
-        if counts := measured.get("reward_counts"):
-            import torch
+        from torch.utils.tensorboard import summary
 
+        values: dict[str, Any] = dict(_numbers(measured))
+        summaries = [summary.scalar(name, value) for name, value in values.items()]
+        if counts := measured.get("reward_counts"):
             rewards = [reward for reward, count in counts for _ in range(count)]
-            self._tensorboard.add_histogram("rewards", torch.tensor(rewards), step)
+            summaries.append(summary.histogram("rewards", np.array(rewards), bins=30))
             if self._wandb is not None:
                 import wandb
 
                 values["rewards"] = wandb.Histogram(rewards)
-        self._tensorboard.flush()
+        self._tensorboard.add(step, summaries)
         if self._wandb is not None:
             self._wandb.log(values, step=step)
 
