@@ -154,10 +154,10 @@ class Int8LinearMethod(QuantizedLinearMethod):
     code_dtype = torch.int8
 
     def sum_products(self, codes: Tensor, weight: Tensor) -> Tensor:
+        if codes.shape[1] <= EXACT_TERMS:
+            return super().sum_products(codes, weight)
         parts = zip(codes.split(EXACT_TERMS, dim=1), weight.split(EXACT_TERMS, dim=1), strict=True)
         sums = [a @ b.float().t() for a, b in parts]
-        if len(sums) == 1:
-            return sums[0]
         return torch.stack(sums).to(torch.int32).sum(dim=0).float()
 
     def multiply_cuda(
