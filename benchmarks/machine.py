@@ -30,8 +30,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def print_machine(*packages: str) -> None:
     """Print on one line the machine, and the versions of Python and of these packages."""
     versions = {"Python": platform.python_version(), **package_versions(packages)}
-    words = [f"{name} {number}" for name, number in versions.items()]
-    print(", ".join([processor(), f"{os.cpu_count()} cores", *words]), flush=True)
+    instructions = torch.backends.cpu.get_cpu_capability()  # that torch uses, such as AVX512
+    words = [f"{processor()} ({instructions})", f"{os.cpu_count()} cores"]
+    words += [f"{name} {number}" for name, number in versions.items()]
+    print(", ".join(words), flush=True)
 
 
 def processor() -> str:
