@@ -69,11 +69,18 @@ def torch_native(
     [[1, 1, 1, 1, 1], [31, 7, 64, 1, 12], [3, 1, 20, 1, 12]],
     ids=["decode", "prefill", "behind a cached prefix"],
 )
-@pytest.mark.parametrize("max_pairs", [1 << 20, 2000, 1])
+@pytest.mark.parametrize(
+    ("max_pairs", "max_keys"), [(1 << 20, 5 * 64), (2000, 5 * 64), (1 << 20, 5 * 64 - 1), (1, 1)]
+)
 def test_batched_attention_equals_a_loop_over_sequences(
-    num_heads: int, num_new: list[int], max_pairs: int, monkeypatch: pytest.MonkeyPatch
+    num_heads: int,
+    num_new: list[int],
+    max_pairs: int,
+    max_keys: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "MAX_GROUP_PAIRS", max_pairs)
+    monkeypatch.setattr(attention, "MAX_GROUP_KEYS", max_keys)
     torch.manual_seed(0)
     lengths, new = torch.tensor([31, 7, 64, 1, 12]), torch.tensor(num_new)
     slots = torch.randperm(NUM_SLOTS)[: 5 * 64].view(5, 64)
@@ -81,7 +88,7 @@ def test_batched_attention_equals_a_loop_over_sequences(
     query = torch.randn(sum(num_new), num_heads, HEAD_SIZE)
 
     groups = attention.group_sequences(slots, lengths, new)
-    assert (len(groups) == 1) == (max_pairs == 1 << 20 or new.max() * 64 * 5 <= max_pairs)
+    assert (len(groups) == 1) == (5 * 64 <= max_keys and new.max() * 64 * 5 <= max_pairs)
     out = torch.cat(
         [attention.attend(query[g.tokens], keys, values, g, HEAD_SIZE**-0.5) for g in groups]
     )

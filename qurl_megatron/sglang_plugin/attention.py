@@ -17,9 +17,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
-# Padding costs time and memory, so a group of several sequences has at most this many query-key
-# pairs, padding included.
-MAX_GROUP_PAIRS = 1 << 20
+# A group of several sequences has at most this many query-key pairs and keys, padding included.
+MAX_GROUP_PAIRS = 1 << 20  # which take time and memory
+MAX_GROUP_KEYS = 1 << 12  # so that those of a small model stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ def group_sequences(
         first: number of queries in the batch before these sequences.
     """
     num_queries, num_keys = int(num_new.max()), int(lengths.max())
-    if len(lengths) > 1 and len(lengths) * num_queries * num_keys > MAX_GROUP_PAIRS:
+    all_keys = len(lengths) * num_keys
+    is_large = all_keys > MAX_GROUP_KEYS or all_keys * num_queries > MAX_GROUP_PAIRS
+    if len(lengths) > 1 and is_large:
         half = len(lengths) // 2
         second = first + int(num_new[:half].sum())
         return group_sequences(slots[:half], lengths[:half], num_new[:half], first) + (
