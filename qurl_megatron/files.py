@@ -156,11 +156,11 @@ def append_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
     The remains of a writer that was killed in a line are cut off first.
 
     Raises:
-        OSError: writing failed; the file has its whole lines.
+        OSError: writing failed; the file is as it was.
     """
-    with open(path, "ab+") as file:
-        file.truncate(_end_of_last_line(file))
-    append_whole(path, "".join(json.dumps(each) + "\n" for each in objects).encode())
+    lines = "".join(json.dumps(each) + "\n" for each in objects)
+    with open(path, "ab+", buffering=0) as file:
+        _write_behind(_end_of_last_line(file), lines.encode(), file, path)
 
 
 def append_whole(path: Path, data: bytes) -> None:
@@ -170,14 +170,18 @@ def append_whole(path: Path, data: bytes) -> None:
         OSError: writing failed; the file is as it was.
     """
     with open(path, "ab", buffering=0) as file:
-        end = file.seek(0, os.SEEK_END)
-        left = data
-        try:
-            while left:
-                left = left[file.write(left) :]
-        except OSError as error:
-            file.truncate(end)
-            raise _of(path, error) from None
+        _write_behind(file.seek(0, os.SEEK_END), data, file, path)
+
+
+def _write_behind(end: int, data: bytes, file: Any, path: Path) -> None:
+    """Write data behind the first `end` bytes of an unbuffered file, in place of what is there."""
+    try:
+        file.truncate(end)
+        while data:
+            data = data[file.write(data) :]
+    except OSError as error:
+        file.truncate(end)
+        raise _of(path, error) from None
 
 
 def _end_of_last_line(file: Any) -> int:

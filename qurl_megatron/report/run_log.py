@@ -155,9 +155,9 @@ class RunLog:
         """Append completions of the last step to samples.jsonl, and show them beside the curves."""
         if not samples or self._tensorboard is None:
             return
-        self._append("samples.jsonl", *map(dataclasses.asdict, samples))
         from torch.utils.tensorboard import summary
 
+        self._append("samples.jsonl", *map(dataclasses.asdict, samples))
         text = summary.text("samples", markdown_table(samples))
         self._tensorboard.add(samples[0].step, [text])
         if self._wandb is not None:
@@ -214,7 +214,7 @@ class RunLog:
         self._console.show(table)
 
     def close(self) -> None:
-        """Stop the display, leaving its last state on the screen, and end the curves."""
+        """Stop the display, leaving its last state on the screen, and finish the run of W&B."""
         self._console.stop()
         if self._wandb is not None:
             self._wandb.finish()
