@@ -136,13 +136,17 @@ def lacks_flash_attention() -> bool:
     return not any(list(Path(folder).glob("flash_ops*")) for folder in folders)
 
 
-def logit_chunk_elements(rows: int) -> int:
-    """Return how many logits to compute at once on a rank that holds `rows` of the vocabulary.
+def logit_tile(rows: int, whole: bool) -> tuple[int, int]:
+    """Return of how many tokens, and rows of the vocabulary, to compute the logits at once.
 
-    On a CPU they fit in a core's cache, but cover at least 64 tokens, because every chunk reads
-    the whole weight. On a GPU they are `LOGIT_CHUNK_ELEMENTS`.
+    On a CPU they fit in a core's cache. Where they must be of the `whole` vocabulary, of which a
+    rank holds `rows`, they cover at least 64 tokens, because each tile reads all of the weight. On
+    a GPU they are at most `LOGIT_CHUNK_ELEMENTS`, of all rows.
     """
-    return max(2**18, 64 * rows) if accelerator() == "cpu" else LOGIT_CHUNK_ELEMENTS
+    if accelerator() == "cuda":
+        return LOGIT_CHUNK_ELEMENTS // rows, rows
+    height = rows if whole else min(rows, 512)
+    return max(2**18 // height, 64), height
 
 
 def _from_environment(torchrun: str, slurm: str, default: int) -> int:

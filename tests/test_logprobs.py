@@ -14,7 +14,13 @@ from distributed import run_ranks
 from operations import RecordedOperations
 
 TOKENS, HIDDEN, VOCABULARY = 96, 8, 513
-CHUNKS = {"one token": 1, "some tokens": 8, "all tokens": TOKENS}
+# Of how many tokens and rows the logits are held at once; the last rows of 513 are fewer than 100.
+TILES = {
+    "one token": (1, VOCABULARY),
+    "some tokens": (8, VOCABULARY),
+    "some tokens and rows": (8, 100),
+    "all tokens": (TOKENS, VOCABULARY),
+}
 TEMPERATURE = 0.7
 MASK = torch.arange(TOKENS) % 5 != 3
 MASK[:30] = False  # a whole chunk of the first rank
@@ -61,17 +67,18 @@ def score_in_chunks() -> dict[tuple[Any, ...], Scores]:
 
     device.initialize_distributed()
     scores: dict[tuple[Any, ...], Scores] = {
-        (chunk, dtype): score(tokens, dtype)
-        for chunk, tokens in CHUNKS.items()
+        (tile, dtype): score(sizes, dtype)
+        for tile, sizes in TILES.items()
         for dtype in (torch.float32, torch.bfloat16)
     }
-    for chunk, tokens in CHUNKS.items():
-        scores[chunk, torch.float32, "masks"] = score(tokens, torch.float32, sampling_masks())
+    for tile, sizes in TILES.items():
+        if VOCABULARY in sizes:
+            scores[tile, torch.float32, "masks"] = score(sizes, torch.float32, sampling_masks())
     torch.distributed.destroy_process_group()
     return scores
 
 
-def score(chunk_tokens: int, dtype: torch.dtype, masks: Tensor | None = None) -> Scores:
+def score(tile: tuple[int, int], dtype: torch.dtype, masks: Tensor | None = None) -> Scores:
     import torch.distributed as dist
 
     from qurl_megatron.learner.logprobs import logprobs_and_entropy
@@ -94,7 +101,7 @@ def score(chunk_tokens: int, dtype: torch.dtype, masks: Tensor | None = None) ->
             temperature=TEMPERATURE,
             first_row=first_row,
             group=group,
-            chunk_tokens=chunk_tokens,
+            tile=tile,
         )
         logprobs.backward(grad)
     assert hidden.grad is not None and own_rows.grad is not None
@@ -124,12 +131,15 @@ def exact_scores(dtype: torch.dtype, masks: Tensor | None = None) -> Scores:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("chunk", CHUNKS)
-@pytest.mark.parametrize("masks", [(), ("masks",)])
+@pytest.mark.parametrize(
+    ("tile", "masks"),
+    [(tile, ()) for tile in TILES]
+    + [(tile, ("masks",)) for tile, sizes in TILES.items() if VOCABULARY in sizes],
+)
 def test_scores_and_gradients_over_sharded_tokens_and_vocabulary_are_exact(
-    world_size: int, chunk: str, masks: tuple[str, ...]
+    world_size: int, tile: str, masks: tuple[str, ...]
 ) -> None:
-    ranks = [scores[chunk, torch.float32, *masks] for scores in scores_by_rank(world_size)]
+    ranks = [scores[tile, torch.float32, *masks] for scores in scores_by_rank(world_size)]
     expected = exact_scores(torch.float32, sampling_masks() if masks else None)
     for rank in ranks:
         for name in ("logprobs", "entropy"):
@@ -157,7 +167,7 @@ def test_a_log_prob_over_a_mask_is_that_of_a_softmax_of_its_logits() -> None:
         temperature=1.0,
         first_row=0,
         group=group,  # type: ignore[arg-type]
-        chunk_tokens=2,
+        tile=(2, 4),
     )
     # Of 1 and 4 the second, at 4 / 5; then the only one. The rows have the weights 1, 2, 4 and 8.
     torch.testing.assert_close(logprobs, torch.tensor([0.8, 1.0]).log())
@@ -174,30 +184,59 @@ def test_chunked_scores_never_hold_all_logits() -> None:
     assert scores["some tokens", torch.float32].largest_tensor <= VOCABULARY * HIDDEN
 
 
-def test_bfloat16_gradients_of_many_small_chunks_add_up() -> None:
+def test_bfloat16_gradients_of_many_small_tiles_add_up() -> None:
     (scores,) = scores_by_rank(1)
-    exact = exact_scores(torch.bfloat16).grad_weight
-    for chunk in ("one token", "all tokens"):
-        grad_weight = scores[chunk, torch.bfloat16].grad_weight.double()
-        assert 1e-4 < (grad_weight - exact).norm() / exact.norm() < 1e-2, chunk
+    exact = exact_scores(torch.bfloat16)
+    for tile in TILES:
+        for name in ("grad_hidden", "grad_weight"):
+            gradient, right = (getattr(s, name) for s in (scores[tile, torch.bfloat16], exact))
+            assert 1e-4 < (gradient.double() - right).norm() / right.norm() < 1e-2, tile
 
 
-def test_logits_on_a_gpu_are_never_rounded_to_bfloat16() -> None:
-    """Fake tensors claim to be on a GPU; they have shapes and dtypes, but no values."""
+def test_a_frozen_output_layer_has_no_gradient_and_costs_no_product() -> None:
+    from qurl_megatron.learner.logprobs import logprobs_and_entropy
+
+    hidden, weight, targets, grad = problem(torch.float32)
+    hidden.requires_grad_()
+    group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    found: dict[bool, tuple[int, Tensor]] = {}
+    for trained in (True, False):
+        hidden.grad = None
+        logprobs, _ = logprobs_and_entropy(
+            hidden,
+            weight.requires_grad_(trained),
+            targets,
+            torch.arange(TOKENS),
+            temperature=TEMPERATURE,
+            first_row=0,
+            group=group,  # type: ignore[arg-type]
+            tile=(TOKENS, 100),
+        )
+        with RecordedOperations() as operations:
+            logprobs.backward(grad)
+        assert hidden.grad is not None
+        found[trained] = operations.counts[torch.ops.aten.addmm_], hidden.grad
+    assert found[True][0] == 2 * found[False][0] > 0
+    assert torch.equal(found[True][1], found[False][1])
+
+
+def test_bfloat16_logits_are_never_rounded_to_bfloat16() -> None:
+    """On a GPU: fake tensors claim to be on one; they have shapes and dtypes, but no values."""
     from torch._subclasses import FakeTensorMode
 
-    from qurl_megatron.learner.logprobs import _logits
+    from qurl_megatron.learner.logprobs import _factor, _logits
 
-    def operations_on(device: str) -> set[Any]:
-        with FakeTensorMode():
-            hidden = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
-            weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device=device)
-            with RecordedOperations() as operations:
-                logits = _logits(hidden, weight, TEMPERATURE)
-            assert logits.dtype == torch.float32 and logits.shape == (TOKENS, VOCABULARY)
-        return operations.found
+    with FakeTensorMode():
+        hidden = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        with RecordedOperations() as operations:
+            logits = _logits(_factor(hidden), _factor(weight), TEMPERATURE)
+        assert logits.dtype == torch.float32 and logits.shape == (TOKENS, VOCABULARY)
+    assert torch.ops.aten.mm.dtype in operations.found
+    assert torch.ops.aten._to_copy.default not in operations.found
 
-    rounds = torch.ops.aten._to_copy.default
-    on_gpu, on_cpu = operations_on("cuda"), operations_on("cpu")
-    assert torch.ops.aten.mm.dtype in on_gpu and rounds not in on_gpu
-    assert torch.ops.aten.mm.default in on_cpu and rounds in on_cpu
+    (scores,) = scores_by_rank(1)  # on a CPU
+    expected = exact_scores(torch.bfloat16).logprobs
+    for tile in TILES:
+        logprobs = scores[tile, torch.bfloat16].logprobs.double()
+        torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)

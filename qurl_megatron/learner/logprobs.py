@@ -1,23 +1,26 @@
 """Log-probs of given tokens, computed from hidden states over a vocabulary sharded among ranks.
 
-Output layer and softmax are one operation that handles a few tokens at a time, both forward and
-backward, so no rank ever holds the logits of all tokens. Tensor-parallel ranks share the tokens of
-the hidden states (sequence parallelism) as well as the vocabulary: the hidden states of a few
+Output layer and softmax are one operation that handles a tile of logits at a time, of some tokens
+and some rows of the vocabulary, both forward and backward. So no rank ever holds the logits of all
+tokens, and on a CPU those of a tile stay in a core's cache. Tensor-parallel ranks share the tokens
+of the hidden states (sequence parallelism) as well as the vocabulary: the hidden states of a few
 tokens are gathered at a time, and their gradients are summed and scattered.
 
-Each tensor-parallel rank computes four numbers per token over its rows of the vocabulary: the
-largest logit m, the sum of exp(logit - m), the same sum weighted by logit - m, and the target's
-logit. One gather of these gives every rank
+A tile gives four numbers per token: the largest logit m, the sum of exp(logit - m), the same sum
+weighted by logit - m, and the target's logit. `_merge` makes those of a rank's rows of them, and,
+after one gather, those of the whole vocabulary, M and S and so on:
 
     log p(target) = logit_target - M - log S        entropy = log S - E[logit - M]
 
-where M and S are the maximum and sum over the whole vocabulary.
+On a CPU, values in BF16 are multiplied as float32, whose sums are not rounded. oneDNN multiplies
+them as BF16, which is the same and faster, where the processor can.
 
 A token that was drawn from some tokens only has the same numbers over these: `_kept` takes their
 logits out of the rank's rows. No other logit has a part in its log-prob, or a gradient of it.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ def logprobs_and_entropy(
     temperature: float,
     first_row: int,
     group: dist.ProcessGroup,
-    chunk_tokens: int,
+    tile: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """Return the natural log-prob of each target and the entropy of each distribution.
 
@@ -53,15 +56,15 @@ def logprobs_and_entropy(
         temperature: divides the logits.
         first_row: row number in the whole vocabulary of the first row of `weight`.
         group: the ranks that share the vocabulary.
-        chunk_tokens: maximum number of tokens to hold the logits of at once, but at least one of
-            every rank; the same on every rank.
+        tile: of how many tokens, at least one of every rank, and of how many rows to hold the
+            logits at once; the tokens are the same on every rank. With masks it has all rows.
 
     Returns:
         Two float32 tensors [tokens], the same on every rank; 0 for other tokens. Gradients
         flow through the log-probs only, to `hidden` and `weight`.
     """
     return _LogProbs.apply(
-        hidden, weight, targets, scored, masks, temperature, first_row, group, chunk_tokens
+        hidden, weight, targets, scored, masks, temperature, first_row, group, tile
     )
 
 
@@ -92,13 +95,58 @@ def _gather(hidden: Tensor, chunk: slice, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """Return [tokens, rows] float32; on a GPU they are never rounded to the weight's dtype."""
-    if weight.is_cuda and weight.dtype != torch.float32:
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+@contextmanager
+def _products(dtype: torch.dtype) -> Iterator[None]:
+    """Let a CPU multiply float32 copies of `dtype` in that precision; sums are float32."""
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    if dtype == torch.bfloat16:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def _factor(tensor: Tensor) -> Tensor:
+    """Return what is multiplied in place of `tensor`: on a CPU its values in float32."""
+    return tensor if tensor.is_cuda else tensor.float()
+
+
+def _logits(states: Tensor, rows: Tensor, temperature: float) -> Tensor:
+    """Return [tokens, rows] float32 of factors; they are never rounded to the weight's dtype."""
+    if rows.dtype == torch.float32:
+        logits = states @ rows.t()
     else:
-        logits = (hidden @ weight.t()).float()
-    return logits.div_(temperature)
+        logits = torch.mm(states, rows.t(), out_dtype=torch.float32)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    """Add `first @ second` to `total`, which may be float32 where these are BF16."""
+    if first.dtype == total.dtype:
+        total.addmm_(first, second)
+    else:
+        total += first @ second
+
+
+def _columns(places: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return the columns [tokens, 1] of targets in a tile of `rows`, and which of them are there.
+
+    The column of a target that is elsewhere is 0. `places` and `rows` count a rank's own rows.
+    """
+    is_there = (places >= rows.start) & (places < rows.stop)
+    return torch.where(is_there, places - rows.start, 0)[:, None], is_there
+
+
+def _merge(parts: Tensor) -> Tensor:
+    """Return the four numbers [4, tokens] of all rows, from those of parts [parts, 4, tokens]."""
+    maxima, sums, weighted_sums, target_logits = parts.unbind(1)  # each [parts, tokens]
+    maximum = maxima.amax(0)
+    difference = maxima - maximum  # <= 0
+    scale = difference.exp()
+    weighted = ((weighted_sums + sums * difference) * scale).sum(0)
+    return torch.stack([maximum, (sums * scale).sum(0), weighted, target_logits.sum(0)])
 
 
 def _kept(logits: Tensor, masks: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
@@ -124,86 +172,94 @@ class _LogProbs(torch.autograd.Function):
         temperature: float,
         first_row: int,
         group: dist.ProcessGroup,
-        chunk_tokens: int,
+        tile: tuple[int, int],
     ) -> tuple[Tensor, Tensor]:
-        ranks, rows = group.size(), weight.shape[0]
-        local = targets - first_row
-        is_local = (local >= 0) & (local < rows)
-        local = torch.where(is_local, local, 0)
-
+        ranks = group.size()
+        tokens, height = tile
+        tiles = [slice(r, min(r + height, len(weight))) for r in range(0, len(weight), height)]
         own = hidden.new_zeros((4, len(targets)), dtype=torch.float32)
-        chunks = list(_chunks(len(hidden), scored, ranks, chunk_tokens, hidden.device))
+        chunks = list(_chunks(len(hidden), scored, ranks, tokens, hidden.device))
         for chunk, positions in chunks:
-            states = _gather(hidden, chunk, group)[_within(chunk, positions, len(hidden))]
-            logits = _logits(states, weight, temperature)
-            target = logits.gather(1, local[positions, None]).squeeze(1).mul_(is_local[positions])
-            if masks is not None:
-                logits, _ = _kept(logits, masks[positions], first_row)
-            maximum = logits.amax(1)
-            logits.sub_(maximum[:, None])
-            exp = logits.exp()
-            sum_exp = exp.sum(1)
-            weighted = exp.mul_(logits).sum(1)
-            own[:, positions] = torch.stack([maximum, sum_exp, weighted, target])
+            within = _within(chunk, positions, len(hidden))
+            states = _factor(_gather(hidden, chunk, group)[within])
+            places = targets[positions] - first_row
+            parts = []
+            for rows in tiles:
+                with _products(weight.dtype):
+                    logits = _logits(states, _factor(weight[rows]), temperature)
+                columns, is_there = _columns(places, rows)
+                target = logits.gather(1, columns).squeeze(1).mul_(is_there)
+                if masks is not None:
+                    logits, _ = _kept(logits, masks[positions], first_row)
+                maximum = logits.amax(1)
+                logits.sub_(maximum[:, None])
+                exp = logits.exp()
+                sum_exp = exp.sum(1)
+                weighted = exp.mul_(logits).sum(1)
+                parts.append(torch.stack([maximum, sum_exp, weighted, target]))
+            own[:, positions] = _merge(torch.stack(parts))
 
-        gathered = own
         if ranks > 1:
-            gathered = own.new_empty((4 * ranks, len(targets)))
-            dist.all_gather_into_tensor(gathered, own, group=group)
+            by_rank = own.new_empty((ranks, *own.shape))
+            dist.all_gather_into_tensor(by_rank.view(-1, len(targets)), own, group=group)
+            own = _merge(by_rank)
         index = scored.to(hidden.device, non_blocking=True)
-        gathered = gathered.view(ranks, *own.shape)[:, :, index]
-        maxima, sums, weighted_sums, target_logits = gathered.unbind(1)  # each [ranks, tokens]
-        maximum = maxima.amax(0)
-        difference = maxima - maximum  # <= 0
-        scale = difference.exp()
-        sum_exp = (sums * scale).sum(0)
+        maximum, sum_exp, weighted, target = own[:, index]
         log_sum = sum_exp.log()
-        mean_logit = ((weighted_sums + sums * difference) * scale).sum(0) / sum_exp  # E[logit - M]
         zeros = own.new_zeros(len(targets))
-        logprobs = zeros.index_copy(0, index, target_logits.sum(0) - maximum - log_sum)
-        entropy = zeros.index_copy(0, index, log_sum - mean_logit)
+        logprobs = zeros.index_copy(0, index, target - maximum - log_sum)
+        entropy = zeros.index_copy(0, index, log_sum - weighted / sum_exp)
         log_partition = zeros.index_copy(0, index, maximum + log_sum)
 
-        ctx.save_for_backward(hidden, weight, local, is_local, log_partition, masks)
-        ctx.temperature, ctx.group, ctx.chunks = temperature, group, chunks
+        ctx.save_for_backward(hidden, weight, targets, log_partition, masks)
+        ctx.temperature, ctx.group, ctx.chunks, ctx.tiles = temperature, group, chunks, tiles
         ctx.first_row = first_row
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, local, is_local, log_partition, masks = ctx.saved_tensors
+        hidden, weight, targets, log_partition, masks = ctx.saved_tensors
         ranks = ctx.group.size()
         scale = grad_logprobs / ctx.temperature
         grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = None  # of a frozen output layer
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for chunk, positions in ctx.chunks:
             within = _within(chunk, positions, len(hidden))
-            gathered = _gather(hidden, chunk, ctx.group)
-            states = gathered[within]
-            # d log p(target) / d logit = [is target] - p
-            grad = logits = _logits(states, weight, ctx.temperature)
-            if masks is not None:
-                grad, places = _kept(logits, masks[positions], ctx.first_row)
-            grad.sub_(log_partition[positions, None]).exp_().mul_(-scale[positions, None])
-            if masks is not None:
-                grad = logits.zero_().scatter_add_(1, places, grad)
-            on_target = (scale[positions] * is_local[positions])[:, None]
-            grad.scatter_add_(1, local[positions, None], on_target)
-            grad = grad.to(hidden.dtype)
-            if grad_weight.dtype == grad.dtype:
-                grad_weight.addmm_(grad.t(), states)
-            else:
-                grad_weight += grad.t() @ states
-            grad_gathered = torch.zeros_like(gathered)
-            grad_gathered[within] = grad @ weight
+            states = _factor(_gather(hidden, chunk, ctx.group)[within])
+            places = targets[positions] - ctx.first_row
+            grad_states = torch.zeros_like(states)
+            for rows in ctx.tiles:
+                tile_weight = _factor(weight[rows])
+                with _products(weight.dtype):
+                    grad = logits = _logits(states, tile_weight, ctx.temperature)
+                # d log p(target) / d logit = [is target] - p
+                if masks is not None:
+                    grad, kept = _kept(logits, masks[positions], ctx.first_row)
+                grad.sub_(log_partition[positions, None]).exp_().mul_(-scale[positions, None])
+                if masks is not None:
+                    grad = logits.zero_().scatter_add_(1, kept, grad)
+                columns, is_there = _columns(places, rows)
+                grad.scatter_add_(1, columns, (scale[positions] * is_there)[:, None])
+                grad = grad.to(states.dtype)
+                with _products(weight.dtype):
+                    _add_product(grad_states, grad, tile_weight)
+                    if grad_weight is not None:
+                        _add_product(grad_weight[rows], grad.t(), states)
+            own = hidden[chunk]
+            grad_gathered = own.new_zeros((ranks * len(own), own.shape[1]))
+            grad_gathered[within] = grad_states.to(hidden.dtype)
             if ranks == 1:
                 grad_hidden[chunk] = grad_gathered
             else:
-                own = torch.empty_like(hidden[chunk])
+                own = torch.empty_like(own)
                 dist.reduce_scatter_tensor(own, grad_gathered, group=ctx.group)
                 grad_hidden[chunk] = own
-        return grad_hidden, grad_weight.to(weight.dtype), *[None] * 7
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, *[None] * 7
 
 
 def _within(chunk: slice, positions: Tensor, tokens: int) -> Tensor:

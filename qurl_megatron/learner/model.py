@@ -230,7 +230,7 @@ class Policy(GPTModel):
             first_row=vocabulary.start,
             group=self.tp_group,
             # Of the padded shard, which is the same on every rank.
-            chunk_tokens=device.logit_chunk_elements(len(weight)) // len(weight),
+            tile=device.logit_tile(len(weight), whole=rows.mask_ids is not None),
         )
         return logprobs[None], entropy[None]
 

@@ -45,7 +45,7 @@ Memory of a learner rank; a plan shows the fullest pipeline stage:
                  every layer of a stage is recomputed, one of them also has all of the above.
                  Without fused kernels (on a CPU): norms keep float32 tensors and SwiGLU 2eF/t more,
                  and selective drops those too.
-    logits       Computed in chunks of at most 2^26 values (`device.logit_chunk_elements`). The
+    logits       Computed in chunks of at most 2^26 values (`device.logit_tile`). The
                  forward pass takes 12 B per value, the backward pass 6 B, and 6 B per value of the
                  output layer's shard for its gradient.
     gathered     eh per token with t > 1: the input of a layer, from all tensor-parallel ranks.
