@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, ServerConfig
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.placement import server_specs
@@ -231,3 +232,14 @@ def test_an_exit_code_is_described() -> None:
     assert how_it_ended(None) == "exit code unknown"
     assert how_it_ended(-11) == "killed by signal 11"
     assert how_it_ended(1) == "exit code 1"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has memory of its own")
+def test_without_a_gpu_a_cache_holds_what_a_servers_requests_can_need(tmp_path: Path) -> None:
+    def tokens(**fields: int) -> object:
+        server = ServerConfig(max_running_requests=4, **fields)
+        plan = ServerPlan(tmp_path, server, "bf16", 10, tmp_path / "log", seed=0)
+        return plan.options()["max_total_tokens"]
+
+    assert tokens() == 4 * (10 + 6)
+    assert tokens(max_total_tokens=17) == 17

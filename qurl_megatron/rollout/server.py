@@ -249,6 +249,8 @@ class ServerPlan:
                 override = {"quantization_config": quantization}
                 options["json_model_override_args"] = json.dumps(override)
         if device.accelerator() == "cpu":
+            # SGLang would fill that fraction of the machine's memory, and write to all of it.
+            options["max_total_tokens"] = self.cache_tokens
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.
             flags = ("disable_overlap_schedule", "sleep_on_idle")
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}
@@ -261,6 +263,12 @@ class ServerPlan:
         if device.lacks_flash_attention():
             options["attention_backend"] = "triton"
         return options
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens in the KV cache without a GPU: as given, or of all requests at their longest."""
+        tokens = self.config.max_running_requests * (self.context_length + CONTEXT_RESERVE)
+        return self.config.max_total_tokens or tokens
 
     def environment(self) -> dict[str, str]:
         """Return what the server needs in its environment."""
