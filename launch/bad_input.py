@@ -32,5 +32,7 @@ def exit_on_bad_input() -> Iterator[None]:
             if not isinstance(error, shown):
                 raise
             code = 1 if isinstance(error, ServerFailed) else 2
+        if code == 2 and not text.isprintable():  # what it quotes is the user's
+            text = ascii(text)[1:-1]
         print(f"qurl: {text}", file=sys.stderr)
         sys.exit(code)

@@ -29,7 +29,8 @@ import qurl_megatron
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.launch.placement import smallest_plan
-from qurl_megatron.launch.prepare import default_name, prepare_new, prepare_resume_or_new
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new
+from qurl_megatron.launch.recipe import default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.status import owner_of, slurm_jobs
 from qurl_megatron.planning.gpus import H100, node_of
@@ -121,14 +122,15 @@ def launch(
         check_sbatch()
     node = node_of(options.gpu, options.gpus_per_node) if options else None
     jobs = []
-    for words in named_runs(recipe, overrides, sweeps, layouts):
+    package, own = load_recipe(recipe).as_words()
+    for words in named_runs(recipe, [*own, *overrides], sweeps, layouts):
         if node:
-            prepared = prepare_resume_or_new(recipe, words, node, writes=False, asks_servers=False)
+            prepared = prepare_resume_or_new(package, words, node, writes=False, asks_servers=False)
         else:
             prepared = prepare_new(
-                recipe, words, device.num_gpus(), writes=False, asks_servers=False
+                package, words, device.num_gpus(), writes=False, asks_servers=False
             )
-        jobs.append(Job([recipe, *words], *prepared))
+        jobs.append(Job([package, *words], *prepared))
     if options:
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
@@ -191,11 +193,12 @@ def named_runs(
         if not all(listed) or len(set(listed)) < len(listed):
             raise ConfigError(f"--sweep {word}: not of the form field=value,value")
         axes.append({value: [f"{field}={value}"] for value in listed})
+    name = name or f"{name_prefix(recipe)}-sweep"
     runs = []
     for chosen in itertools.product(*axes):
         swept = [word for axis, value in zip(axes, chosen, strict=True) for word in axis[value]]
         parts = [re.sub(r"[^\w.+-]+", "_", value) for value in chosen]
-        runs.append([*overrides, *swept, f"name={'-'.join([name or f'{recipe}-sweep', *parts])}"])
+        runs.append([*overrides, *swept, f"name={'-'.join([name, *parts])}"])
     return runs
 
 

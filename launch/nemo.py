@@ -23,7 +23,7 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import from_tree, overrides_between, with_overrides
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.experiment import GPUS_PER_NODE, JobOptions, launch
-from qurl_megatron.launch.prepare import load_recipe, recipe_names
+from qurl_megatron.launch.recipe import load_recipe, recipe_names
 
 # This module has no `from __future__ import annotations`: `nemorun qurl train --help` shows the
 # types of train's parameters, and fails on types that are strings.
@@ -47,14 +47,11 @@ class Context(run.cli.RunContext):
         # nemo-run's own form of a parameter's field is accepted too.
         words = [word.removeprefix("config.") for word in args]
         with exit_on_bad_input():
-            names = recipe_names()
             recipe = self.factory
             if self.yaml:
                 recipe, config = read_export(Path(self.yaml))
-            elif recipe in names:
-                config = load_recipe(recipe).recipe()
             else:
-                raise ConfigError(f"--factory {recipe}: recipes are {', '.join(names)}")
+                config = load_recipe(recipe).config
             config = with_overrides(config, words)
             self.given = tuple(words)
         partial = run.Partial(train, recipe=recipe, config=config)
@@ -70,7 +67,7 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
     with exit_on_bad_input():
         # A format or a model changes a recipe's scale, but not one that is given, whatever it is.
         given = list(ctx.given) if isinstance(ctx, Context) else []
-        named = with_overrides(load_recipe(recipe).recipe(), given)
+        named = with_overrides(load_recipe(recipe).config, given)
         overrides = given + overrides_between(named, config)
         options = job_options(ctx.executor) if ctx and ctx.executor else None
         dry_run = ctx is not None and ctx.dryrun
@@ -85,8 +82,7 @@ def read_export(path: Path) -> tuple[str, Config]:
     """
     try:
         tree = _without_targets(yaml.safe_load(path.read_text()))
-        if tree["recipe"] not in recipe_names():
-            raise ConfigError(f"there is no recipe {tree['recipe']}")
+        load_recipe(tree["recipe"])
         if others := tree.keys() - {"recipe", "config"}:
             raise ConfigError(f"it has {', '.join(map(str, others))} beside recipe and config")
         return tree["recipe"], from_tree(Config, tree["config"], extra="forbid")
@@ -155,7 +151,7 @@ def _refuse_other_fields(executor: run.Executor, honoured: list[str]) -> None:
 
 def _register(name: str):  # type: ignore[no-untyped-def]  # nemo-run inspects it at run time
     def factory() -> run.Partial:
-        return run.Partial(train, recipe=name, config=load_recipe(name).recipe())
+        return run.Partial(train, recipe=name, config=load_recipe(name).config)
 
     return run.cli.factory(factory, target=train, name=name)
 

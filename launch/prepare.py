@@ -9,16 +9,12 @@ With `writes=False` they check only. With `asks_servers=False` they do not ask t
 `rollout.servers_at`, for a run that starts later or elsewhere.
 """
 
-import importlib
 import os
-import pkgutil
 import shutil
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 
 from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
@@ -34,6 +30,7 @@ from qurl_megatron.launch.placement import (
     place_servers,
     settle_releases,
 )
+from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -57,9 +54,10 @@ def prepare_new(
     machine if the whole run is to fit on it; None skips that check. `node` are the nodes of a job
     that is to run it instead.
     """
-    module = load_recipe(recipe)
-    config = with_overrides(module.recipe(), overrides)
-    uaq_is_given = any(word.startswith("quantization.uaq.") for word in overrides)
+    package, words = load_recipe(recipe).as_words()
+    words += overrides
+    config = with_overrides(load_recipe(package).config, words)
+    uaq_is_given = any(word.startswith("quantization.uaq.") for word in words)
     if config.quantization.format == "bf16" and not uaq_is_given:
         config.quantization.uaq = UaqConfig()  # there is no quantization to scale for
     elif not uaq_is_given and config.quantization.uaq != UaqConfig() and _has_experts(config.model):
@@ -74,8 +72,8 @@ def prepare_new(
         )
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "model"
-        if not config.model and hasattr(module, "build_model"):
-            module.build_model(built, config.seed)
+        if not config.model and config.model_builder:
+            run_function(config.model_builder, built, config.seed)
             config.model = str(built)
         data_summary = _check(config, num_gpus, node, asks_servers)
         if writes:
@@ -213,11 +211,6 @@ def _exists(source: str) -> bool:
     return is_generated or any(Path(path).exists() for path in (source, source.partition(":")[0]))
 
 
-def default_name(recipe: str) -> str:
-    """Return the name of a run that the user gave none: recipe and time."""
-    return f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
 def _check(
     config: Config,
     num_gpus: int | None,
@@ -288,21 +281,3 @@ def _check(
         except TemplateError as error:
             summary += f"policy.chat: cannot be used: {error}\n"
     return summary
-
-
-def load_recipe(name: str) -> ModuleType:
-    """Return the module of a recipe.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
-    if name not in recipe_names():
-        raise ConfigError(f"{name}: no such recipe; there are {', '.join(recipe_names())}")
-    return importlib.import_module(f"qurl_megatron.recipes.{name}")
-
-
-def recipe_names() -> list[str]:
-    """Return the names of all recipes, sorted."""
-    from qurl_megatron import recipes
-
-    return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))

@@ -1,4 +1,4 @@
-"""Recipes: each module has `recipe() -> Config`, and `build_model` if it builds its own model.
+"""Recipes: each module has `recipe() -> Config`.
 
 Those with the paper's numbers sample from an INT8 copy of the policy. The paper's other rollouts
 are `quantization.format=fp8` and `quantization.format=bf16`; BF16 runs without UAQ.

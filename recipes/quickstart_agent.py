@@ -21,7 +21,6 @@ from qurl_megatron.config.schema import (
     ServerConfig,
     UaqConfig,
 )
-from qurl_megatron.recipes.quickstart import build_model as build_model
 
 LETTERS = "abcde"
 TURNS = 3
@@ -32,6 +31,7 @@ def recipe() -> Config:
 
     server = ServerConfig(mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768)
     return Config(
+        model_builder="qurl_megatron.recipes.quickstart:build_model",
         data="reasoning_gym:spell_backward",  # its words number the games
         data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
         steps=60,

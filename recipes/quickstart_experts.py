@@ -23,6 +23,7 @@ _DIMENSIONS: dict[str, int | bool] = {
 
 def recipe() -> Config:
     config = quickstart.recipe()
+    config.model_builder = "qurl_megatron.recipes.quickstart_experts:build_model"
     learner = config.learner
     learner.tensor_parallel_size, learner.data_parallel_size = learner.data_parallel_size, 1
     learner.expert_parallel_size = learner.tensor_parallel_size

@@ -1,6 +1,5 @@
 """A small model and small data files for each recipe, as overrides of a command."""
 
-import importlib
 import json
 import pkgutil
 from pathlib import Path
@@ -10,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qurl_megatron import recipes
+from qurl_megatron.launch.recipe import load_recipe
 from tiny import build_tiny_model
 
 RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
@@ -62,7 +62,7 @@ def write_data(recipe: str, directory: Path) -> list[str]:
 
 def write_inputs(recipe: str, directory: Path) -> list[str]:
     """Write a model and data for a recipe that builds none; return their overrides."""
-    if hasattr(importlib.import_module(f"qurl_megatron.recipes.{recipe}"), "build_model"):
+    if load_recipe(recipe).config.model_builder:
         return []
     has_experts = recipe == "qwen3_moe"
     build_tiny_model(  # its layers and heads divide into the layouts

@@ -26,7 +26,8 @@ from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
 from qurl_megatron.launch.placement import server_specs, smallest_plan
-from qurl_megatron.launch.prepare import load_recipe, prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import host
@@ -52,7 +53,7 @@ def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 def script_of(*overrides: str, recipe: str = "quickstart", **options: Any) -> str:
     """Return the script of a job of a recipe."""
     words = ["name=first", *overrides]
-    config = with_overrides(load_recipe(recipe).recipe(), words)
+    config = with_overrides(load_recipe(recipe).config, words)
     return job_script(config, [recipe, *words], JobOptions(**options))
 
 
@@ -78,7 +79,7 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(recipe: str) -> None
         heterogeneous=True,
     )
     learner, rollout = parts_of(script)
-    config = with_overrides(load_recipe(recipe).recipe(), ["rollout.servers=3"])
+    config = with_overrides(load_recipe(recipe).config, ["rollout.servers=3"])
     assert int(learner["nodes"]) * int(learner["gpus-per-node"]) == config.learner.world_size
     server_gpus = sum(spec.server.tensor_parallel_size for spec in server_specs(config))
     assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - server_gpus < GPUS_PER_NODE
@@ -143,7 +144,7 @@ def test_learner_and_servers_that_take_turns_have_all_gpus_of_one_group_of_nodes
     (part,) = parts_of(script_of(*words, recipe="scaling_32b"))
     assert (part["nodes"], part["gpus-per-node"]) == (str(gpus // 8), "8")
     assert "exclusive" in part
-    config = with_overrides(load_recipe("scaling_32b").recipe(), words)
+    config = with_overrides(load_recipe("scaling_32b").config, words)
     nodes, others = smallest_plan(config, 8)
     assert others == [] and [node.gpus for node in nodes] == [8] * (gpus // 8)
     taken = [(node.name, gpu + n) for node in nodes for *_, gpu in node.servers for n in range(4)]
@@ -560,7 +561,7 @@ def nemorun(monkeypatch: pytest.MonkeyPatch) -> Callable[..., object]:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["no_such_recipe"], f"--factory no_such_recipe: recipes are {', '.join(RECIPES)}"),
+        (["no_such_recipe"], f"no_such_recipe: no such recipe; there are {', '.join(RECIPES)}"),
         (["quickstart", "stepz=1"], "stepz: no such field; did you mean steps (Number of rollout"),
     ],
 )

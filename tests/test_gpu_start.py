@@ -14,14 +14,14 @@ import stub_driver
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.server_options import command_line
-from qurl_megatron.launch.prepare import load_recipe, recipe_names
+from qurl_megatron.launch.recipe import load_recipe, recipe_names
 from qurl_megatron.rollout.server import ServerPlan
 
 
 @pytest.fixture(scope="module")
 def servers() -> list[Config]:
     """Return the configuration of every recipe, for a model without experts."""
-    configs = [load_recipe(name).recipe() for name in recipe_names()]
+    configs = [load_recipe(name).config for name in recipe_names()]
     for config in configs:
         config.rollout.server.expert_parallel_size = 1
     return configs

@@ -7,7 +7,8 @@ import pytest
 from benchmarks.objectives import SETTINGS, overrides, recipe, rows_of_digits
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.config.validate import validate
-from qurl_megatron.launch.prepare import load_recipe, prepare_new
+from qurl_megatron.launch.prepare import prepare_new
+from qurl_megatron.launch.recipe import load_recipe, run_function
 
 
 def test_a_row_continues_with_sums_of_two_digits_before() -> None:
@@ -23,11 +24,11 @@ def test_a_row_continues_with_sums_of_two_digits_before() -> None:
 def test_every_arm_is_a_run_that_is_accepted(name: str, tmp_path: Path) -> None:
     model = tmp_path / "model"
     setting = SETTINGS[name]
-    load_recipe(setting.recipe).build_model(model, seed=0)
+    run_function(load_recipe(setting.recipe).config.model_builder, model, 0)
     recipe_name, *words = recipe(tmp_path, setting)
     words.append(f"model={model}")
     for arm in setting.arms:
-        config = load_recipe(recipe_name).recipe()
+        config = load_recipe(recipe_name).config
         validate(with_overrides(config, [*words, *overrides(setting, arm, seed=0)]))
     words += overrides(setting, arm, seed=0)
     prepare_new(recipe_name, words, writes=False)  # also reads the data

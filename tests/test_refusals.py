@@ -52,6 +52,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text.save(config, run_dir / "config.yaml")
     (home / "runs" / "spoilt" / "config.yaml").write_text("steps: [\n")
     (home / "runs" / "no_run").mkdir()
+    (home / "own.py").write_text(OWN_PY)
+    (home / "wrong.py").write_text("def recipe(:\n")
+    (home / "runs.yaml").mkdir()
     (home / "link").symlink_to("nowhere")
     (home / "linked.partial").symlink_to("model")
     return home
@@ -218,8 +221,10 @@ FIELDS = rows(r"""
     rolout.temprature=1                     did you mean rollout.temperature (Sampling temperature
     objective.rato_cap=1                    Cap C on the ratio of proximal to behaviour probability
     temperature=1                           or evaluation.temperature (Sampling temperature of the
-    rollout=1                               rollout: no such field
-    rollout.server=1                        rollout.server: no such field
+    rollout=1                               rollout: has no value of its own; give its fields
+    rollout.server=1                        such as rollout.server.tensor_parallel_size
+    data_options={a: 1, a: 2}               a is given twice, also in line 1
+    data_options.a=!!python/name:os.system  the tag tag:yaml.org,2002:python/name:os.system is
     rollout.server.threads.x=1              rollout.server.threads.x: no such field
     =1                                      no such field
     steps                                   not of the form field=value
@@ -241,13 +246,108 @@ def test_a_wrong_field_is_refused(refuse: Refuse, word: str, message: str) -> No
     assert message in refuse(*TRAIN, *(unescaped(each) for each in words.split(" & ")))
 
 
+OWN_PY = """from qurl_megatron.config.schema import Config
+from qurl_megatron.recipes import grpo
+
+
+def fails():
+    settings = {}
+    return settings["x"]
+
+
+def quits():
+    raise SystemExit(3)
+
+
+def nothing():
+    pass
+
+
+def takes(argument):
+    return grpo.recipe()
+
+
+def stray():
+    config = grpo.recipe()
+    config.rollout.tempratur = 0.6
+    return config
+
+
+def wrong():
+    return Config(steps="many")
+
+
+def strange():
+    return Config(data_options={"x": object()})
+"""
+# A file's content, and what is said of it after its name.
+FILES = rows(r"""
+    recipe: gropo                           , line 1: gropo: no such recipe; did you mean grpo?
+    recipe: other.yaml                      , line 1: recipe: other.yaml: must be a recipe of the
+    recipe: [grpo]                          , line 1: recipe: takes one value
+    steps: 7\n\nrollout:\n tempratur: 1     , line 4: rollout.tempratur: no such field; did you mean
+    steps: 7\nrolout.temperature: 1         , line 2: rolout.temperature: no such field; did you
+    rolout: {}                              , line 1: rolout: no such field
+    rollout: 7                              , line 1: rollout: has no value of its own; give its
+    rollout:\n temperature: warm            , line 2: rollout.temperature=warm: input should be a
+    quantization: {format: int3}            , line 1: quantization.format=int3: input should be 'bf
+    steps: yes                              , line 1: steps=yes: input should be a valid integer
+    steps: 1e3                              , line 1: steps=1e3: input should be a valid integer
+    steps:                                  , line 1: steps=null: input should be a valid integer
+    model: [a, b]                           , line 1: model: takes one value
+    quantization: {keep: [[a]]}             , line 1: quantization.keep: takes a list of texts
+    quantization: {keep: *.down_proj}       a text that begins with * needs quotes
+    data_options: 7                         , line 1: data_options=7: not of the form {key: value}
+    steps: 7\nsteps: 8                      line 2: steps is given twice, also in line 1
+    rollout.servers: 1\nrollout: {servers: 2}  , line 2: rollout.servers is given twice, also in
+    data_options.size: 9\ndata_options: {}  , line 2: data_options is given twice, also in line 1
+    data_options: {size: 9, size: 8}        line 1: size is given twice, also in line 1
+    - steps                                 : is a list; give lines such as `recipe: grpo`
+    steps=7                                 : is a text; give lines such as `recipe: grpo`
+    # nothing                               : is empty; give lines such as `recipe: grpo`
+    rollout:\n\tservers: 7                  YAML is indented with spaces
+    steps: !!python/object/apply:os.getpid []  line 1: the tag tag:yaml.org,2002:python/object
+    steps: &s 7\nseed: *s                   line 2: the alias *s is refused
+    ? [a]\n: 7                              line 1: a key must be a name
+    "\\x1b[31m": 7                          , line 1: \\x1b[31m: no such field
+    steps: 7\x00                            : not readable as YAML (unacceptable character #x0000
+    steps: 7\n---\nsteps: 8                 line 2: expected a single document
+""")
+
+
+@pytest.mark.parametrize(("content", "message"), FILES, ids=[content for content, _ in FILES])
+def test_a_wrong_file_is_refused_with_its_name_and_the_line(
+    refuse: Refuse, home: Path, content: str, message: str
+) -> None:
+    (home / "my.yaml").write_text(unescaped(content) + "\n")
+    line = refuse("train", "my.yaml")
+    assert line.startswith("qurl: my.yaml") and unescaped(message) in line
+
+
 COMMANDS = rows("""
     train                                          Missing argument 'RECIPE'
     train no_such_recipe                           no_such_recipe: no such recipe
     train ../recipes/grpo                          ../recipes/grpo: no such recipe
+    train gropo                                    gropo: no such recipe; did you mean grpo?
+    train my                                       a file of your own is FILE.yaml or FILE.py:NAME
+    train nowhere.yaml                             nowhere.yaml: no such file
+    train runs.yaml                                runs.yaml: not a file
+    launch nowhere.yml --executor slurm            nowhere.yml: no such file
+    plan nowhere.yaml                              nowhere.yaml: no such file
+    rehearse nowhere.py:recipe                     nowhere.py: no such file
+    config own.py                                  own.py: no such recipe; there are dapo_aime
+    config own.py:nowhere                          own.py:nowhere: ImportError: it has no function
+    config own.py:fails                            own.py:fails, line 7: KeyError: 'x'
+    config own.py:quits                            own.py:quits, line 11: SystemExit: 3
+    config own.py:nothing                          own.py:nothing: returned NoneType; expected a
+    config own.py:takes                            own.py:takes: TypeError: takes() missing 1
+    config own.py:stray                            own.py:stray: rollout.tempratur: no such field
+    config own.py:wrong                            own.py:wrong: steps=many: input should be
+    config own.py:strange                          own.py:strange: Object of type object is not
+    config wrong.py:recipe                         wrong.py:recipe: SyntaxError
     train grpo --steps 3                           No such option: --steps
     train grpo                                     data=: missing
-    train quickstart data_options.size=1e4         data_options.size=1e4: must be a whole number
+    train quickstart data_options.size=1e4         data_options.size=10000.0: must be a whole
     train quickstart data_options.size=-1          data_options.size=-1: must be a whole number
     train quickstart data_options.seed=a           data_options.seed=a: must be a whole number
     nonsense                                       No such command 'nonsense'

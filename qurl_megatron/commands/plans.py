@@ -30,7 +30,8 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL|RECIPE",
-            help="A config.json or its directory, a known model such as Qwen2.5-32B, or a recipe.",
+            help="A config.json or its directory, a known model such as Qwen2.5-32B, or a recipe: "
+            "a name, FILE.yaml or FILE.py:NAME.",
         ),
     ],
     overrides: Overrides = None,
@@ -223,23 +224,24 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     """
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.text import with_overrides
-    from qurl_megatron.launch.prepare import load_recipe, recipe_names
+    from qurl_megatron.launch.recipe import OWN_RECIPE, is_own, load_recipe, recipe_names
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.model.known import KNOWN_MODELS
 
     if Path(subject).name == "config.json":
         subject = str(Path(subject).parent)
-    is_model = subject in KNOWN_MODELS or Path(subject).is_dir()
+    names = recipe_names()
+    is_model = subject in KNOWN_MODELS or (Path(subject).is_dir() and subject not in names)
     if is_model:
         overrides = [f"model={subject}", *overrides]
         architecture = KNOWN_MODELS.get(subject) or Architecture.from_directory(subject)
         subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
-    elif subject not in recipe_names():
+    elif subject not in names and not is_own(subject):
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "
-            f"({', '.join(recipe_names())})"
+            f"({', '.join(names)}); {OWN_RECIPE}"
         )
-    config = with_overrides(load_recipe(subject).recipe(), overrides)
+    config = with_overrides(load_recipe(subject).config, overrides)
     if not config.model:
         raise ConfigError(
             "model=: missing; give a directory with config.json, or a name such as Qwen2.5-32B"

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from qurl_megatron.config.schema import Config
     from qurl_megatron.launch.experiment import JobOptions
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="Recipe, such as quickstart.")]
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe, such as quickstart, or a file of your own: FILE.yaml or FILE.py:NAME.",
+    ),
+]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
 Overrides = Annotated[
     list[str] | None,
@@ -40,10 +46,13 @@ def doctor() -> None:
 def config(recipe: RecipeName, overrides: Overrides = None) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
     from qurl_megatron.config.text import commented_yaml, with_overrides
-    from qurl_megatron.launch.prepare import load_recipe
+    from qurl_megatron.launch.recipe import load_recipe
 
-    config = with_overrides(load_recipe(recipe).recipe(), overrides or [])
-    print(commented_yaml(config), end="")
+    loaded = load_recipe(recipe)
+    page = commented_yaml(with_overrides(loaded.config, overrides or []))
+    if loaded.package:
+        print(f"# Recipe that gives the fields which are left out.\nrecipe: {loaded.package}")
+    print(page, end="")
 
 
 def train(

@@ -68,6 +68,9 @@ RewardName = Annotated[
 AgentName = Annotated[
     str, matching(r"([^:]+:[^\W\d]\w*)?", "an agent is FILE.py:NAME or MODULE:NAME")
 ]
+BuilderName = Annotated[
+    str, matching(r"([^:]+:[^\W\d]\w*)?", "a function is FILE.py:NAME or MODULE:NAME")
+]
 
 # Exit code of a run that was asked to stop early and can be resumed: EX_TEMPFAIL of sysexits.h.
 STOPPED_EARLY = 75
@@ -620,6 +623,10 @@ class Config:
     model: Text = ""
     """Hugging Face directory: config.json, tokenizer files and safetensors."""
 
+    model_builder: BuilderName = ""
+    """FILE.py:NAME or MODULE:NAME of a function that writes the model to a given directory, with
+    random weights by a given seed, when a run without `model` begins. Empty: none."""
+
     data: Text = ""
     """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR, DIR:SPLIT,
     DIR:CONFIG or DIR:CONFIG:SPLIT), or reasoning_gym:TASK."""
@@ -723,6 +730,10 @@ class Config:
     """What becomes of prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
     left out and counted. refuse: the run does not start. In `evaluation.data` they are always
     refused."""
+
+    recipe_file: dict[str, Text] = dataclasses.field(default_factory=dict)
+    """Path, function and SHA-256 of the recipe's file. The run fills it in. Empty: a recipe of the
+    package."""
 
     @property
     def run_dir(self) -> Path:

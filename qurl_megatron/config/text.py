@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import pydantic
-import yaml
 
+from qurl_megatron.config import yaml_text
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import write_whole
 
@@ -52,7 +52,8 @@ def from_tree(kind: type[T], tree: Any, *, extra: Literal["ignore", "forbid"] = 
         raise ConfigError("not a mapping of fields to values")
     reason = first["msg"].removeprefix("Value error, ")
     path = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    word = path if first["loc"][-1] == "[key]" else f"{path}={first['input']}"
+    value = "null" if first["input"] is None else first["input"]
+    word = path if first["loc"][-1] == "[key]" else f"{path}={value}"
     if not word.isprintable():
         word = ascii(word)
     raise ConfigError(f"{word}: {reason[0].lower()}{reason[1:]}")
@@ -77,13 +78,13 @@ def with_overrides(config: T, overrides: list[str]) -> T:
         section, _, leaf = path.rpartition(".")
         is_key = isinstance(leaves.get(section), dict)
         if path not in leaves and not is_key:
-            raise ConfigError(f"{path}: no such field{_suggestion(path, config)}")
+            raise ConfigError(no_such_field(path, config))
         node = tree
         for name in section.split(".") if section else []:
             node = node[name]
         if is_key or isinstance(leaves[path], dict):
             try:
-                node[leaf] = _from_yaml(value)
+                node[leaf] = yaml_text.parse(value)
             except ConfigError as error:
                 raise ConfigError(f"{override}: {error}") from None
             if not is_key and not isinstance(node[leaf], dict):
@@ -102,26 +103,12 @@ def overrides_between(config: T, changed: T) -> list[str]:
     for field, value in leaf_values(changed).items():
         if value != before[field]:
             text = "null" if value is None else value
-            if isinstance(value, dict | list):
+            if isinstance(value, list):
+                text = f"[{', '.join(map(str, value))}]"
+            elif isinstance(value, dict):
                 text = json.dumps(value, default=vars)
             overrides.append(f"{field}={text}")
     return overrides
-
-
-def _from_yaml(text: str | bytes) -> Any:
-    """Return the values of a YAML text without aliases: nine lines of them can be a billion values.
-
-    Raises:
-        ConfigError: it is not such a text.
-    """
-    try:
-        for event in yaml.parse(text, yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                raise ValueError(f"the alias *{event.anchor} is refused")
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"not readable as YAML ({reason})") from None
 
 
 def _items(value: str) -> list[str]:
@@ -131,15 +118,18 @@ def _items(value: str) -> list[str]:
     return [item.strip().strip("\"'") for item in value.split(",") if item.strip()]
 
 
-def _suggestion(path: str, config: Any) -> str:
-    """Return `; did you mean ...?` with the closest fields and their meanings, or nothing."""
+def no_such_field(path: str, config: Any) -> str:
+    """Return a line about a field that `config` lacks, with the closest fields and meanings."""
     meanings = field_meanings(config)
+    if inside := [name for name in meanings if name.startswith(f"{path}.")]:
+        return f"{path}: has no value of its own; give its fields, such as {inside[0]}"
     close_fields = []
     for name in _closest(path, meanings):
         # "Eq. 5" does not end a sentence.
         sentence = re.split(r"(?<!Eq)\. ", meanings[name], maxsplit=1)[0].removesuffix(".")
         close_fields.append(f"{name} ({sentence})")
-    return f"; did you mean {' or '.join(close_fields)}?" if close_fields else ""
+    suggestion = f"; did you mean {' or '.join(close_fields)}?" if close_fields else ""
+    return f"{path}: no such field{suggestion}"
 
 
 def _closest(path: str, fields: Iterable[str]) -> list[str]:
@@ -162,7 +152,7 @@ def _closest(path: str, fields: Iterable[str]) -> list[str]:
 
 def save(config: Config, path: Path) -> None:
     """Write `config` to a file that `load` reads."""
-    write_whole(path, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    write_whole(path, yaml_text.dump(dataclasses.asdict(config)))
 
 
 def load(path: Path) -> Config:
@@ -172,7 +162,7 @@ def load(path: Path) -> Config:
         ConfigError: it is not YAML, or has a value that its field does not accept.
     """
     try:
-        return from_tree(Config, _in_todays_fields(_from_yaml(path.read_bytes())))
+        return from_tree(Config, _in_todays_fields(yaml_text.parse(path.read_bytes())))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
@@ -211,7 +201,7 @@ def _commented(section: Any, indent: str) -> Iterator[str]:
             yield f"{indent}{name}:"
             yield from _commented(value, f"{indent}  ")
         else:
-            text = yaml.safe_dump({name: tree[name]}, sort_keys=False, width=_WIDTH)
+            text = yaml_text.dump({name: tree[name]}, width=_WIDTH)
             yield textwrap.indent(text.rstrip(), indent)
 
 

@@ -1,0 +1,227 @@
+"""A recipe may be a file of the user's own: what it says is what runs, also without it."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from qurl_megatron import cli
+from qurl_megatron.config.schema import Config
+from qurl_megatron.config.text import load, with_overrides
+from qurl_megatron.launch import experiment
+from qurl_megatron.launch.experiment import JobOptions, launch
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.recipe import default_name, load_recipe
+from qurl_megatron.recipes import grpo
+from recipe_inputs import RECIPES
+
+pytestmark = pytest.mark.usefixtures("short_quickstart")
+
+OWN = """\
+# An experiment
+recipe: quickstart
+name: own
+steps: 7
+objective.objective: tis
+rollout:
+  temperature: 0.7    # below the section's name
+  server.threads: 2   # or with a dotted one
+evaluation:
+"""
+CHANGES = ["name=own", "steps=7", "objective.objective=tis", "rollout.temperature=0.7"]
+CHANGES += ["rollout.server.threads=2"]
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def shown(*words: str) -> str:
+    """Return what `qurl config` prints."""
+    ended = CliRunner().invoke(cli.app, ["config", *words])
+    assert (ended.exit_code, ended.stderr) == (0, ""), ended.stderr
+    return ended.stdout
+
+
+def written(content: str | bytes, name: str = "my.yaml") -> str:
+    """Write a file and return its name."""
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return name
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_page_of_a_recipe_is_a_file_of_that_recipe(name: str) -> None:
+    page = shown(name)
+    file = written(page)
+    assert load_recipe(file).config == load_recipe(name).config
+    assert load_recipe(file).as_words()[:1] == (name,)
+    assert len(load_recipe(file).as_words()[1]) == 1  # where it is from
+    assert shown(file) == page
+    assert shown(file, "steps=7", "seed=3") == shown(name, "steps=7", "seed=3")
+
+
+def test_a_file_holds_what_differs_from_its_recipe_or_from_the_defaults() -> None:
+    expected = with_overrides(load_recipe("quickstart").config, CHANGES)
+    assert load_recipe(written(OWN)).config == expected
+    file = written(OWN.replace("recipe: quickstart\n", ""), "other.yml")
+    assert load_recipe(file).config == with_overrides(Config(), CHANGES)
+    package, words = load_recipe(file).as_words()
+    config = with_overrides(load_recipe(package).config, words)
+    config.recipe_file = {}
+    assert config == with_overrides(Config(), CHANGES)
+
+
+@pytest.mark.parametrize(
+    ("content", "field", "value"),
+    [
+        ("optimizer: {learning_rate: 2e-6}", "optimizer.learning_rate", 2e-6),
+        ("optimizer.learning_rate: 2E-06", "optimizer.learning_rate", 2e-6),
+        ("seed: 010", "seed", 10),
+        ("steps: 1_000", "steps", 1000),
+        ("checkpoint: {keep_best: off}", "checkpoint.keep_best", False),
+        ("checkpoint: {keep_best: No}", "checkpoint.keep_best", False),
+        ("wandb_project: no", "wandb_project", "no"),
+        ("wandb_project: 1e3", "wandb_project", "1e3"),
+        ("name: 007", "name", "007"),
+        ("name: 2026-11-26", "name", "2026-11-26"),
+        ("name: ''", "name", ""),
+        ("time_limit_s: ~", "time_limit_s", None),
+        ("time_limit_s: null", "time_limit_s", None),
+        ("learner: {recompute: None}", "learner.recompute", None),
+        ("system_prompt: 'a: b # c'", "system_prompt", "a: b # c"),
+        ("system_prompt: >-\n  Réponds\n  en 中", "system_prompt", "Réponds en 中"),
+        ("quantization.keep: '*.down_proj'", "quantization.keep", ["*.down_proj"]),
+        ("quantization: {keep: [a, '*.b']}", "quantization.keep", ["a", "*.b"]),
+        ("quantization: {keep: []}", "quantization.keep", []),
+        ("quantization:\n  uaq.layer_scales: {3: 2}", "quantization.uaq.layer_scales", {3: 2.0}),
+        ("data_options: {b: 1e-6, c: 1:30}", "data_options", {"b": 1e-6, "c": "1:30"}),
+        ("data_options.a: '010'\ndata_options.b: 010", "data_options", {"a": "010", "b": 10}),
+        ("data_options: {a: 0x10, b: 2026-11-26}", "data_options", {"a": 16, "b": "2026-11-26"}),
+        ("evaluation:\n  data:\n    amc: a.jsonl", "evaluation.data", {"amc": "a.jsonl"}),
+        ("rollout:\n  # servers: 3\nsteps: 3", "rollout.servers", 1),
+    ],
+)  # fmt: skip
+def test_a_value_is_what_its_writer_meant(content: str, field: str, value: object) -> None:
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        found: Any = load_recipe(written(content.encode(encoding))).config
+        for name in field.split("."):
+            found = getattr(found, name)
+        assert found == value and type(found) is type(value)
+
+
+def test_words_of_the_command_line_read_numbers_as_files_do(tmp_path: Path) -> None:
+    words = ["data_options.seed=010", "data_options.rate=1e-6", "data_options.text='1e-6'"]
+    config = with_overrides(Config(), [*words, "name=1e-6"])
+    assert config.data_options == {"seed": 10, "rate": 1e-6, "text": "1e-6"}
+    assert load_recipe(written(shown("grpo", *words), "my.yaml")).config == with_overrides(
+        grpo.recipe(), words
+    )
+
+
+def test_a_stage_is_a_mapping_in_a_file() -> None:
+    stage = {"max_response_length": 12, "completions_per_prompt": 4}
+    for content in (f"rollout: {{stages: {{9: {stage}}}}}", f"rollout.stages.9: {stage}"):
+        stages = load_recipe(written(content)).config.rollout.stages
+        assert {step: dataclasses.asdict(each) for step, each in stages.items()} == {9: stage}
+
+
+PYTHON = """\
+from qurl_megatron.recipes import quickstart
+from neighbour import STEPS
+
+
+def recipe():
+    config = quickstart.recipe()
+    config.steps = STEPS
+    config.name = "own"
+    return config
+"""
+
+
+@pytest.mark.parametrize("name", ["my.yaml", "my.py:recipe"])
+def test_a_run_keeps_where_it_is_from_and_resumes_without_its_file(name: str) -> None:
+    written("STEPS = 7\n", "neighbour.py")
+    path = Path(written(OWN if name == "my.yaml" else PYTHON, name.partition(":")[0]))
+    config, _ = prepare_new(name, ["seed=3"])
+    assert (config.name, config.steps, config.seed) == ("own", 7, 3)
+    assert (config.run_dir / "model" / "model.safetensors").exists()  # the quickstart's, built
+    kept = yaml.safe_load((config.run_dir / "config.yaml").read_text())["recipe_file"]
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    function = {"function": "recipe"} if name != "my.yaml" else {}
+    assert kept == {"path": str(path.absolute()), "sha256": digest, **function}
+    path.unlink()
+    resumed, _ = prepare_resume(config.run_dir, ["steps=9"])
+    assert (resumed.steps, resumed.recipe_file) == (9, kept)
+    assert load(config.run_dir / "config.yaml") == resumed
+
+
+def test_the_configuration_of_a_run_is_a_recipe_of_another_one() -> None:
+    first, _ = prepare_new(written(OWN), [])
+    file = str(first.run_dir / "config.yaml")
+    second, _ = prepare_new(file, ["name=second"])
+    assert second.recipe_file["path"] == str(Path(file).absolute())
+    second.name, second.recipe_file = first.name, first.recipe_file
+    assert second == first
+
+
+def test_a_file_may_have_the_name_of_a_module_that_is_imported_later() -> None:
+    for name in ("datasets.py", "json.py"):
+        written("def recipe():\n    from qurl_megatron.recipes import grpo\n"
+                "    return grpo.recipe()\n", name)  # fmt: skip
+    program = "from qurl_megatron.launch.recipe import load_recipe\n"
+    program += "load_recipe('json.py:recipe')\nimport datasets, json\njson.dumps(datasets.__path__)"
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)
+
+
+def test_runs_are_named_after_the_file() -> None:
+    assert default_name("my exp.yaml").startswith("my_exp-")
+    assert default_name("configs/my.py:recipe").startswith("my-")
+    assert default_name("...yaml").startswith("run-")
+    file = written(OWN.replace("name: own\n", ""))
+    for given, expected in (([], "my-sweep-1"), (["name=x"], "x-1")):
+        (words,) = experiment.named_runs(file, given, ["seed=1"])
+        assert words[-1] == f"name={expected}"
+
+
+def test_jobs_and_sweeps_get_fields_and_no_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(OWN)
+    place = json.dumps(load_recipe(file).file)
+    launch(file, ["steps=8"], ["seed=1,2"], options=JobOptions(), dry_run=True)
+    scripts = capsys.readouterr().out
+    for seed in (1, 2):
+        words = ["quickstart", *CHANGES[1:], f"recipe_file={place}", f"seed={seed}"]
+        words += ["steps=8", f"name=own-{seed}"]
+        (line,) = [line for line in scripts.splitlines() if line.endswith(f"name=own-{seed}")]
+        assert {*words} <= {*shlex.split(line)} and file not in shlex.split(line)
+    launch(file, [], dry_run=True)
+    assert shlex.split(capsys.readouterr().out)[2:] == [
+        "quickstart",
+        *CHANGES,
+        f"recipe_file={place}",
+    ]
+
+
+def test_a_recipe_of_the_package_wins_over_what_has_its_name() -> None:
+    Path("grpo").mkdir()
+    written("steps: 7\n", "grpo.yaml")
+    assert load_recipe("grpo").config == grpo.recipe()
+    assert load_recipe("grpo.yaml").config.steps == 7
+
+
+def test_a_plan_and_a_rehearsal_take_a_file() -> None:
+    file = written("recipe: scaling_32b\nmodel: Qwen2.5-32B\nrollout.max_response_length: 4096\n")
+    ended = CliRunner().invoke(cli.app, ["plan", file])
+    assert ended.exit_code == 0, ended.stderr
+    words = ["plan", "scaling_32b", "model=Qwen2.5-32B", "rollout.max_response_length=4096"]
+    assert ended.stdout == CliRunner().invoke(cli.app, words).stdout
