@@ -82,7 +82,7 @@ def read_export(path: Path) -> tuple[str, Config]:
     """
     try:
         tree = _without_targets(yaml.safe_load(path.read_text()))
-        load_recipe(tree["recipe"])
+        load_recipe(str(tree["recipe"]))
         if others := tree.keys() - {"recipe", "config"}:
             raise ConfigError(f"it has {', '.join(map(str, others))} beside recipe and config")
         return tree["recipe"], from_tree(Config, tree["config"], extra="forbid")

@@ -683,7 +683,7 @@ def test_nemorun_exports_a_recipe_to_a_file_and_reads_it(
     [
         ("[", "not a file of --to-yaml (while parsing"),
         ("- 1", "not a file of --to-yaml ("),
-        ("recipe: no_such\nconfig: {}", "there is no recipe no_such"),
+        ("recipe: no_such\nconfig: {}", "no_such: no such recipe"),
         ("recipe: grpo", "not a file of --to-yaml ('config')"),
         ("recipe: grpo\nconfig: {stepz: 3}", "stepz=3: unexpected keyword argument"),
         ("recipe: grpo\nconfig: {rollout: {x: 3}}", "rollout.x=3: unexpected keyword argument"),
