@@ -101,12 +101,11 @@ def write_model(directory: Path, seed: int, model_type: str, **fields: int | boo
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=len(tokenizer),
         max_position_embeddings=2048,
         initializer_range=0.03,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        **({"tie_word_embeddings": True} | fields),
+        **({"vocab_size": len(tokenizer), "tie_word_embeddings": True} | fields),
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)

@@ -41,7 +41,7 @@ COPY_BYTES = 2**28
 
 def main() -> None:
     parser = record.parser(__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=policy.SHAPES)
+    parser.add_argument("--shapes", nargs="+", choices=TRANSPORTS)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS["tiny"])
     parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()

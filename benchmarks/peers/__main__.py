@@ -14,6 +14,9 @@ servers take turns. TRL samples in float32 with transformers, the quickstart fro
     --answers 64    the digits of `benchmarks.objectives --setting long`, 32 x 8
     --answers 256   those of `--setting longest`, 32 x 8
 
+With `--vocabulary 151936`, which is Qwen's, both start from random weights, whose answers hardly
+end, and a batch is 8 x 4 answers. It shows what a step takes, and nothing is learned.
+
 A step is one batch. Seconds and CPU-seconds (of all processes, from the kernel) are those of the
 steps after the first `SKIPPED`; the phases of the quickstart's steps are medians. Memory is the sum
 of all processes' proportional set sizes after the last step. Accuracy is greedy, of both final
@@ -44,7 +47,10 @@ from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.recipes import quickstart
 
 SKIPPED = 2  # first steps, in which both start threads, caches and connections
-CALL = "import json, sys, trl_grpo; getattr(trl_grpo, sys.argv[1])(**json.loads(sys.argv[2]))"
+CALL = (
+    "import importlib, json, sys; module, name, fields = sys.argv[1:]; "
+    "getattr(importlib.import_module(module), name)(**json.loads(fields))"
+)
 SETTING_OF = {6: "quickstart", 64: "long", 256: "longest"}  # by the length of answers
 PHASES = ("rollout", "proximal", "update", "publish")
 
@@ -66,6 +72,7 @@ def main() -> None:
     parser.add_argument(
         "--answers", type=int, nargs="+", choices=SETTING_OF, default=list(SETTING_OF)
     )
+    parser.add_argument("--vocabulary", type=int, help="of a random start; more than 258")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/peers"))
@@ -79,12 +86,14 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
     """Run both in turn on answers of this length, and print their figures."""
     output_dir = arguments.output_dir.absolute()
     directory = output_dir / str(answers)
-    start, words = task(answers, output_dir, directory)
+    start, words = task(answers, output_dir, directory, arguments.vocabulary)
     words += [f"model={start}", f"steps={arguments.steps}"]
     words += ["warmup.max_steps=0", "evaluation.problems=0"]
     config = with_overrides(quickstart.recipe(), words)
     sides: dict[str, Callable[[Path, int], list[str]]] = {
-        "trl": lambda run, seed: peer(arguments.python, "train", **settings(config, run, seed)),
+        "trl": lambda run, seed: peer(
+            arguments.python, "trl_grpo", "train", **settings(config, run, seed)
+        ),
         "qurl": lambda run, seed: [
             *[*QURL, "train", "quickstart", *words, f"seed={seed}"],
             *[f"name={run.name}", f"output_dir={run.parent}"],
@@ -100,6 +109,7 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
             model = run / models[name]
             score = peer(
                 arguments.python,
+                "trl_grpo",
                 "accuracy",
                 model=str(model),
                 problems=str(directory / "tested.jsonl"),
@@ -113,19 +123,27 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
     show(answers, measured)
 
 
-def task(answers: int, output_dir: Path, directory: Path) -> tuple[Path, list[str]]:
+def task(
+    answers: int, output_dir: Path, directory: Path, vocabulary: int | None
+) -> tuple[Path, list[str]]:
     """Write the start to `output_dir`, and problems to train and to test on to `directory`.
 
     Returns:
         The model to start from, and the overrides of the quickstart for these problems.
     """
     setting = SETTINGS[SETTING_OF[answers]]
-    start = make_start(output_dir, setting, seed=0)
-    held_out = read_json_lines(max(start.parent.glob("evaluation/step_*/held_out.jsonl")))
-    tested = {row["question"]: row["answer"] for row in held_out}
     _, *words = recipe(output_dir, setting)
     config = with_overrides(quickstart.recipe(), words)
     problems = read_problems(config.data, config.data_options).problems
+    if vocabulary:
+        start = output_dir / f"start-{vocabulary}"
+        quickstart.build_model(start, seed=0, vocab_size=vocabulary)
+        tested = {each.question: each.answer for each in problems[:16]}
+        words += ["rollout.prompts_per_step=8", "rollout.completions_per_prompt=4"]
+    else:
+        start = make_start(output_dir, setting, seed=0)
+        held_out = read_json_lines(max(start.parent.glob("evaluation/step_*/held_out.jsonl")))
+        tested = {row["question"]: row["answer"] for row in held_out}
     trained = {each.question: each.answer for each in problems if each.question not in tested}
     directory.mkdir(exist_ok=True)
     for name, answers_of in (("tested", tested), ("trained", trained)):
@@ -159,14 +177,15 @@ def settings(config: Config, run: Path, seed: int) -> dict[str, Any]:
     }
 
 
-def peer(python: Path, function: str, **fields: Any) -> list[str]:
-    """Return the command that calls a function of `trl_grpo`."""
-    return [str(python.absolute()), "-c", CALL, function, json.dumps(fields)]
+def peer(python: Path, module: str, function: str, **fields: Any) -> list[str]:
+    """Return the command that calls a function of a module of this folder."""
+    return [str(python.absolute()), "-c", CALL, module, function, json.dumps(fields)]
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of a peer's process: two threads, and this folder to import from."""
-    return {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(Path(__file__).parent)}
+def environment(threads: int = 2) -> dict[str, str]:
+    """Return the environment of a peer's process, with this folder to import from."""
+    here = str(Path(__file__).parent)
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": here}
 
 
 def measure(command: list[str], run: Path, lines: Path, steps: int) -> tuple[float, float, int]:
