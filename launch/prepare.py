@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from contextlib import nullcontext
+from datetime import date
 from pathlib import Path
 
 from qurl_megatron.config.disk import check_disk
@@ -233,9 +234,10 @@ def _check(
         machine_memory_bytes,
         unusable_gpus,
     )
-    from qurl_megatron.model.huggingface import check_model, load_tokenizer
+    from qurl_megatron.model.huggingface import check_model
+    from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
-    validate(config)
+    architecture = validate(config)
     if said := choose_placement(config, num_gpus or 0):
         print(f"qurl: {said}", file=sys.stderr)
     placed = place_servers(config, num_gpus or 0)
@@ -248,6 +250,12 @@ def _check(
         check_workers(config.scoring_workers)
     check_reward(config)
     check_model(Path(config.model))
+    config.template_date = config.template_date or date.today().isoformat()
+    tokenizer = load_tokenizer(
+        Path(config.model), config.chat_template_options, config.template_date
+    )
+    stops = config.rollout.stop_token_ids
+    config.rollout.stop_token_ids = stops or stop_token_ids(architecture, tokenizer)
     check_agent(config.rollout, config.model)
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(config.critic.model))
@@ -263,7 +271,6 @@ def _check(
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)
-    tokenizer = load_tokenizer(Path(config.model))
     prompts = load_prompts(config, tokenizer)
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     available = len(prompts.train) - num_check

@@ -11,14 +11,14 @@ import psutil
 import pytest
 import torch
 
-from conversations import chat_tokenizer
+from conversations import VOCABULARY, chat_tokenizer
 from qurl_megatron.agents.client import AgentClient, AgentFailed, _Sequence, with_own_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import AgentConfig, Config, ConfigError
 from samplers import sampler_of, scores_of
-from tiny import EOS_TOKEN_ID
+from tiny import EOS_TOKEN_ID, build_tiny_model
 
 AGENT = """
 import asyncio, contextlib, itertools, os, subprocess, sys, time
@@ -166,7 +166,8 @@ Play = Callable[..., tuple[list[Completion], Scripted]]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("agents")
-    chat_tokenizer(directory=directory / "model")
+    model = build_tiny_model(directory / "model", vocab_size=VOCABULARY)
+    chat_tokenizer(directory=model)
     (directory / "agent.py").write_text(AGENT)
     return directory
 

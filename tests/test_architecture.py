@@ -156,10 +156,10 @@ def test_llama3_rope_scaling_is_read(tmp_path: Path, spelling: dict[str, Any]) -
     assert architecture.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
-def test_generation_config_takes_precedence_for_end_of_sequence_tokens(tmp_path: Path) -> None:
+def test_end_of_sequence_tokens_are_those_of_both_configs(tmp_path: Path) -> None:
     read(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 9]}')
-    assert Architecture.from_directory(tmp_path).eos_token_ids == (3, 9)
+    assert Architecture.from_directory(tmp_path).eos_token_ids == (3, 9, 7)
 
 
 @pytest.mark.parametrize(

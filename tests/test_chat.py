@@ -312,7 +312,12 @@ BROKEN = {
     ("template", "why"),
     zip(
         BROKEN.values(),
-        ["does not end messages with", "depends on|leaves out|fewer", "depends on", "has no chat"],
+        [
+            "does not end an assistant's message",
+            "depends on|leaves out|fewer",
+            "depends on",
+            "has no chat",
+        ],
         strict=True,
     ),
     ids=BROKEN,

@@ -20,7 +20,7 @@ from qurl_megatron.launch.prepare import prepare_new, prepare_resume, warn_of_pi
 from qurl_megatron.recipes import grpo
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
-from tiny import build_tiny_model
+from tiny import EOS_TOKEN_ID, build_tiny_model
 
 QURL = Path(sys.executable).with_name("qurl")
 
@@ -69,6 +69,8 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     assert given.quantization.uaq.scale >= 1
     if weight_format == "bf16":
         given.quantization.uaq = UaqConfig(scale=1)
+    assert config.rollout.stop_token_ids == [EOS_TOKEN_ID]
+    given.rollout.stop_token_ids, given.template_date = [EOS_TOKEN_ID], config.template_date
     assert config == given  # no value of the recipe was changed
 
 

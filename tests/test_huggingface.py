@@ -22,7 +22,6 @@ from qurl_megatron.model.huggingface import (
     Weights,
     check_model,
     copy_beside_weights,
-    load_tokenizer,
 )
 from tiny import build_tiny_model
 
@@ -206,8 +205,3 @@ def test_nan_is_found_at_once_in_a_small_model_and_when_a_rank_reads_a_large_one
     weights.read(name, (slice(0, 32), slice(None)))  # the part of another rank
     with pytest.raises(ArchitectureError, match=rf"'{name}' holds nan at \[8, 2\]"):
         weights.read(name, (slice(32, 64), slice(None)))
-
-
-def test_a_tokenizer_that_fits_its_model_is_returned(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(build_tiny_model(tmp_path))
-    assert tokenizer.decode(tokenizer("1 + 2")["input_ids"]) == "1 + 2"

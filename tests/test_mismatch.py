@@ -25,7 +25,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import published_bytes
 from qurl_megatron.quantization.quantize import dequantize, quantize
 from qurl_megatron.sglang_plugin.linear import quantize_tokens
-from tiny import build_tiny_model
+from tiny import EOS_TOKEN_ID, build_tiny_model
 
 torch.set_num_threads(1)
 BAD = "model.layers.1.mlp.down_proj"
@@ -172,7 +172,7 @@ def check_kept_layers(directory: Path, dtype: torch.dtype) -> None:
 
     Kept layers multiply in float32, so logits differ from transformers' by BF16's rounding.
     """
-    model = QuantizedModel(directory, "int8")
+    model = QuantizedModel(directory, "int8", [EOS_TOKEN_ID])
     sequences = [([5, 6, 7], [8, 9, 10, 11])]
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     with torch.inference_mode():

@@ -223,7 +223,7 @@ def test_a_text_of_more_characters_than_a_prompt_can_have_never_reaches_the_toke
     seen: list[int] = []
 
     class Watched:
-        chat_template = None
+        chat_template = bos_token_id = None
 
         def get_vocab(self) -> dict[str, int]:
             return tokenizer.get_vocab()
@@ -349,6 +349,7 @@ def test_stream_refuses_the_state_of_other_prompts() -> None:
 def summary_of(config: Config, chat_template: str | None = None) -> str:
     config.reward = "exact"
     config.evaluation.held_out_fraction = 0.0
+    config.rollout.stop_token_ids = [127]
     return summarize(config, load(config, chat_template), character_tokenizer(chat_template))
 
 
@@ -381,6 +382,7 @@ prompt lengths: 8 to 14 tokens, median 8
                13                                            0
                14  ####                                      1
 chat template: yes
+an answer ends with: '<system>' (127)
 the first prompt, 14 tokens:
   | <user>{"x" * 12}<assistant>
 """
@@ -394,7 +396,7 @@ def test_summary_says_what_the_tokenizer_lacks_and_escapes_control_characters(
     data = write_lines(tmp_path / "a.jsonl", {"question": question, "answer": "5"})
     config = Config(data=data)
     config.rollout.max_prompt_length = 4000
-    *_, lengths, template, title, first, second, left_out, last = summary_of(config).splitlines()
+    *_, lengths, template, _, title, first, second, left_out, last = summary_of(config).splitlines()
     assert lengths == "prompt lengths: 3,019 tokens each"
     assert template == "chat template: none, a prompt is the text of its question"
     assert title == "the first prompt, 3,019 tokens:"

@@ -53,6 +53,7 @@ PURE = {
     "data/verifiers",
     "learner/packing",
     "model/architecture",
+    "model/tokenizer",
     "model/weight_map",
     "planning",
     "quantization/checksum",

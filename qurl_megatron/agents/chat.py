@@ -19,6 +19,7 @@ import re
 from typing import Any
 
 from qurl_megatron.agents.tools import Message, Tool, schema
+from qurl_megatron.model.tokenizer import turn_end
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _LLAMA_CALL = re.compile(r"\A\s*(?:<\|python_tag\|>)?(\{.*\})\s*\Z", re.DOTALL)
@@ -66,7 +67,7 @@ class Chat:
             and not (self._has_thought and drops_thoughts(self._tokenizer, new))
         )
         if goes_on:
-            end = self._tokenizer.eos_token_id
+            end = turn_end(self._tokenizer)
             is_open = self._policy.ids[-1] != end  # it was cut off, or ended by another token
             added = self._policy.encode(_added(self._tokenizer, new, schemas))
             self._policy.observe([*([end] if is_open else []), *added])
@@ -75,7 +76,7 @@ class Chat:
             self._policy.begin(self._policy.encode(text))
             self._has_thought = False
         turn = await self._policy.generate(max_tokens=max_tokens)
-        text = self._policy.decode(turn.ids).removesuffix(self._tokenizer.eos_token)
+        text = self._policy.decode(turn.ids[:-1] if turn.finish == "stop" else turn.ids)
         message = parse(text, self._tokenizer.chat_template)
         self._has_thought |= _THOUGHT_END in text
         self._known, self._tools = [*plain, _plain(message)], schemas
@@ -142,7 +143,7 @@ def _added(
     before = [*user, assistant]
     base = render(tokenizer, before, tools, opens=False)
     whole = render(tokenizer, [*before, *new], tools)
-    end, cut = tokenizer.eos_token, 0
+    end, cut = tokenizer.decode([turn_end(tokenizer)]), 0
     for _ in range(base.count(end)):
         place = whole.find(end, cut)
         if place < 0:
@@ -165,7 +166,11 @@ def check_template(tokenizer: Any) -> None:
     """
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError("the tokenizer has no chat template; use policy.generate")
-    end = tokenizer.eos_token
+    if turn_end(tokenizer) is None:
+        raise TemplateError(
+            "the chat template does not end an assistant's message with a special token; use "
+            "policy.generate"
+        )
     cases: dict[str, list[Message]] = {
         "a user's message": [{"role": "user", "content": "more"}],
         "two users' messages": [
@@ -179,8 +184,6 @@ def check_template(tokenizer: Any) -> None:
         cases["two tools' answers"] = [answer, {**answer, "content": "and more"}]
     for name, new in cases.items():
         try:
-            if end not in render(tokenizer, _STAND_IN, [], opens=False):
-                raise TemplateError(f"it does not end messages with {end}, the tokenizer's end")
             added = _added(tokenizer, new, [])
             if added != _added(tokenizer, new, [], [*_STAND_IN, *_STAND_IN]):
                 raise TemplateError("what it writes depends on the number of messages before")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,12 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
     """Processes that play episodes. Close it to end them; they die with this process."""
 
     def __init__(
-        self, config: AgentConfig, max_length: int, model: str, logs: Path | None = None
+        self,
+        config: AgentConfig,
+        max_length: int,
+        model: str,
+        logs: Path | None = None,
+        template: tuple[Mapping[str, Any], str] = ({}, ""),
     ) -> None:
         """Start the processes, which load the agent in the background.
 
@@ -49,13 +54,14 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             max_length: most tokens of a sequence.
             model: directory of the tokenizer.
             logs: directory of what they print; None: this process's standard error.
+            template: the options of the chat template, and the day that it prints.
         """
         cores = len(os.sched_getaffinity(0)) // CORES_PER_WORKER
         count = config.agent_workers or max(1, min(MAX_DEFAULT_WORKERS, cores))
         self._config, self._max_length = config, max_length
         self._settings = Settings(
             config.agent,
-            model,
+            (Path(model), *template),
             config.agent_episodes,
             config.agent_timeout_s,
             config.agent_turn_timeout_s,

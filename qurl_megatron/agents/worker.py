@@ -20,13 +20,15 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
 from qurl_megatron.algorithm.score import Question, Score
 from qurl_megatron.data.rewards import load_function, one_line, score_of
+from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.process import contain, die_with_parent
 
 TICK_S = 0.5
@@ -39,7 +41,7 @@ class Settings(NamedTuple):
     """What a worker needs to know."""
 
     agent: str  # FILE.py:NAME or MODULE:NAME
-    model: str  # directory of the tokenizer
+    tokenizer: tuple[Path, Mapping[str, Any], str]  # what `load_tokenizer` takes
     episodes: int  # at once; 0: no limit
     timeout_s: float  # of an episode
     turn_timeout_s: float  # between two turns
@@ -297,8 +299,6 @@ def load_agent(settings: Settings) -> tuple[Any, Any]:
         TypeError: it is no async function of a policy and a problem.
         Exception: what its import raised.
     """
-    from transformers import PreTrainedTokenizerFast
-
     agent = load_function(settings.agent)
     is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
         getattr(agent, "__call__", None)  # noqa: B004 - an object with an async __call__
@@ -310,7 +310,7 @@ def load_agent(settings: Settings) -> tuple[Any, Any]:
         signature.bind(None, None)
     except TypeError:
         raise TypeError(f"its parameters are {signature}; expected (policy, problem)") from None
-    return agent, PreTrainedTokenizerFast.from_pretrained(settings.model)
+    return agent, load_tokenizer(*settings.tokenizer)
 
 
 def work(descriptor: int, marks: int) -> None:

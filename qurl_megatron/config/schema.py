@@ -19,6 +19,7 @@ from qurl_megatron.config.values import (
     Count,
     CountOrZero,
     DataName,
+    Day,
     Directory,
     Finite,
     Fraction,
@@ -436,6 +437,11 @@ class RolloutConfig(AgentConfig):
     temperature: Temperature = 1.0
     """Sampling temperature in training."""
 
+    stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
+    """Tokens that end an answer, by number; the first ends those of the warm-up. Empty: the token
+    with which the chat template ends an assistant's turn, the tokenizer's end token, and the
+    eos_token_id of generation_config.json and config.json. A run keeps what it began with."""
+
     top_p: TopP = 1.0
     """In training, draw each token from the likeliest ones only, up to this probability in all.
     Below 1 a token carries the ids of those that it was drawn from, at most 512, and all its
@@ -725,6 +731,13 @@ class Config:
     system_prompt: Text = ""
     """System message put before each question that has none; the tokenizer needs a chat template.
     Empty: none."""
+
+    chat_template_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template, by name, such as `enable_thinking`."""
+
+    template_date: Day = ""
+    """Day that a chat template prints which prints today's date, as in 2026-11-26. Empty: the day
+    on which the run begins."""
 
     overlong_prompts: OverlongPrompts = "drop"
     """What becomes of prompts of `data` longer than `rollout.max_prompt_length`. drop: they are

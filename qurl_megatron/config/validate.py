@@ -271,6 +271,22 @@ def validate_lengths(
         )
 
 
+def validate_stop_tokens(
+    stop_token_ids: Iterable[int], architecture: Architecture, section: str = ""
+) -> None:
+    """Check that the model has the tokens that end an answer.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    for token in stop_token_ids:
+        if token >= architecture.vocab_size:
+            raise ConfigError(
+                f"{section}stop_token_ids: the model has no token {token}; it has "
+                f"{architecture.vocab_size}, from 0"
+            )
+
+
 def validate_agent(
     agent: AgentConfig, architecture: Architecture, max_prompt_length: int, section: str = ""
 ) -> None:
@@ -460,6 +476,7 @@ def _validate_model(config: Config) -> Architecture:
     for first, stage in rollout.stages.items():
         responses[f"rollout.stages.{first}."] = stage.max_response_length
     validate_agent(rollout, architecture, rollout.max_prompt_length, "rollout.")
+    validate_stop_tokens(rollout.stop_token_ids, architecture, "rollout.")
     for section, length in responses.items():
         validate_lengths(architecture, rollout.max_prompt_length, length, "rollout.", section)
     for layer in config.quantization.uaq.layer_scales:

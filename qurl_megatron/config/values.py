@@ -1,6 +1,7 @@
 """What a field of a configuration may hold."""
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -84,6 +85,16 @@ Url = Annotated[
         "give http(s)://HOST:PORT, without a user, a query or a slash at the end",
     ),
 ]
+
+
+def _day(text: str) -> str:
+    try:
+        return text and date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ValueError("a day is YYYY-MM-DD") from None
+
+
+Day = Annotated[str, pydantic.AfterValidator(_day)]
 DataName = Annotated[
     str,
     matching(

@@ -11,7 +11,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -25,8 +25,10 @@ from qurl_megatron.data.problems import (
     keep_verifiable,
     read_problems,
 )
+from qurl_megatron.model.tokenizer import opens_turn, what_differs, without_end
 
 BINS = 8
+COMPARED_PROMPTS = 32  # with what the tokenizer that transformers chooses makes of them
 BAR_WIDTH = 40  # characters of the longest bar
 SHOWN_CHARACTERS = 2000  # of a prompt; the middle of a longer one is left out
 
@@ -64,6 +66,7 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
             config.rollout.max_prompt_length,
             system_prompt=config.system_prompt,
             overlong=config.overlong_prompts if field == "data" else "refuse",
+            ends=config.rollout.stop_token_ids,
         )
         for field, source in sources.items()
     }
@@ -86,12 +89,14 @@ def tokenize(
     *,
     system_prompt: str = "",
     overlong: OverlongPrompts = "refuse",
+    ends: Collection[int] = (),
 ) -> list[Prompt]:
     """Return the prompts that the policy continues, in the order of the source's problems.
 
     A tokenizer with a chat template renders the messages and opens the assistant's turn. Without a
     template, the prompt is the text of the question. `system_prompt` is put before the messages of
-    a problem that has no system message. The source counts the prompts that `overlong` drops.
+    a problem that has no system message. The source counts the prompts that `overlong` drops. No
+    prompt ends with one of `ends`: the policy would go on behind the end of a text.
 
     Raises:
         DataError: a prompt that is not dropped is longer than `max_prompt_length` tokens, or all
@@ -100,6 +105,7 @@ def tokenize(
     prompts: list[Prompt] = []
     questions: set[str] = set()
     shortest = math.inf
+    num_cut = 0
     longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
     for problem in source.problems:
         messages = problem.messages
@@ -111,8 +117,12 @@ def tokenize(
         # prompt can have.
         length = len(text) // longest_token
         if length <= max_prompt_length:
-            token_ids = _token_ids(text, tokenizer)
+            whole = _token_ids(text, tokenizer)
+            token_ids = without_end(whole, tokenizer, ends)
+            num_cut += token_ids != whole
             length = len(token_ids)
+            if not token_ids:
+                raise DataError(f"{problem.location}: its prompt is nothing but an end token")
         shortest = min(shortest, length)
         if length > max_prompt_length:
             if overlong == "refuse":
@@ -132,6 +142,8 @@ def tokenize(
         prompts.append(
             Prompt(_digest(identity), problem.question, problem.answer, token_ids, problem.metadata)
         )
+    if num_cut:
+        source.notes.append(f"end tokens, or a second beginning, cut off: {num_cut:,} prompts")
     if not prompts and source.problems:
         raise DataError(
             f"{source.data}: every prompt has more than max_prompt_length {max_prompt_length} "
@@ -293,10 +305,7 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
         field = f"evaluation.data.{name}"
         lines += source_lines(field, prompts.sources[field], {"to evaluate on": file})
     lines += length_lines([len(prompt.token_ids) for prompt in read])
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    lines.append(
-        f"chat template: {'yes' if has_template else 'none, a prompt is the text of its question'}"
-    )
+    lines += tokenizer_lines(tokenizer, config.rollout.stop_token_ids, prompts.train)
     if config.system_prompt:
         own = sum(source.own_system_prompts for source in prompts.sources.values())
         num_prompts = len(read) + sum(map(len, prompts.files.values()))
@@ -307,6 +316,23 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
     lines.append(f"the first prompt, {len(first):,} tokens:")
     lines += [f"  | {line}" for line in _readable(tokenizer.decode(first)).split("\n")]
     return "\n".join(lines) + "\n"
+
+
+def tokenizer_lines(
+    tokenizer: Any, stop_token_ids: Sequence[int], prompts: Sequence[Prompt]
+) -> list[str]:
+    """Return what a user should know of a tokenizer, as it is used for these prompts."""
+    template = "none, a prompt is the text of its question"
+    if getattr(tokenizer, "chat_template", None):
+        template = "yes" if opens_turn(tokenizer) else "yes, but it opens no assistant's turn"
+    ends = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in stop_token_ids)
+    questions = [prompt.question for prompt in prompts[:COMPARED_PROMPTS]]
+    differs = what_differs(tokenizer, questions)
+    return [
+        *([differs] if differs else []),
+        f"chat template: {template}",
+        f"an answer ends with: {ends}",
+    ]
 
 
 def source_lines(name: str, source: Source, uses: Mapping[str, Sequence[Prompt]]) -> list[str]:

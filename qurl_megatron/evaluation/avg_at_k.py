@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import date
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -53,12 +54,14 @@ from qurl_megatron.config.validate import (
     validate_agent,
     validate_lengths,
     validate_server,
+    validate_stop_tokens,
 )
 from qurl_megatron.config.values import (
     Count,
     CountOrZero,
     Directory,
     GroupSize,
+    OptionName,
     Seconds,
     Seed,
     SequencesOrZero,
@@ -67,12 +70,13 @@ from qurl_megatron.config.values import (
     TopP,
 )
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
-from qurl_megatron.data.prompts import source_lines, tokenize
+from qurl_megatron.data.prompts import source_lines, tokenize, tokenizer_lines
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import check_model, load_tokenizer
+from qurl_megatron.model.huggingface import check_model
+from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 from qurl_megatron.planning.host import check_workers
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration
@@ -123,6 +127,10 @@ class EvalConfig(AgentConfig):
     assistant's last message."""
     system_prompt: str = ""
     """System message put before each question that has none. Empty: none."""
+    stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
+    """Tokens that end an answer: a run's `rollout.stop_token_ids`. Empty: the model's."""
+    chat_template_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template, by name, such as `enable_thinking`."""
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in any `format`: a run's `quantization.keep`."""
 
@@ -256,6 +264,7 @@ def check(config: EvalConfig) -> None:
     check_group_size(config.format, config.group_size, "group_size=")
     validate_server("server", config.server, architecture, config.weight_format, config.max_length)
     validate_agent(config, architecture, config.max_prompt_length)
+    validate_stop_tokens(config.stop_token_ids, architecture)
     validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
 
 
@@ -286,7 +295,9 @@ def run(config: EvalConfig) -> None:
         check_model(model_dir)
         check_agent(config, str(model_dir))
         architecture = Architecture.from_directory(model_dir)
-        tokenizer = load_tokenizer(model_dir)
+        template = (config.chat_template_options, date.today().isoformat())
+        tokenizer = load_tokenizer(model_dir, *template)
+        config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer)
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"
@@ -300,13 +311,13 @@ def run(config: EvalConfig) -> None:
             serving(config, model_dir, console) as fleet,  # before any thread, so tests can fork it
             Scorer(reward, reward.scoring_workers) as scorer,
         ):
-            client = RolloutClient(fleet, tokenizer, architecture.eos_token_ids)
+            client = RolloutClient(fleet, tokenizer, config.stop_token_ids)
             score: StartScoring = scorer.submit
             if config.agent:
                 agents = stack.enter_context(
-                    Agents(config, config.max_length, str(model_dir), output)
+                    Agents(config, config.max_length, str(model_dir), output, template)
                 )
-                parts = (fleet, tokenizer, architecture.eos_token_ids)
+                parts = (fleet, tokenizer, config.stop_token_ids)
                 client = AgentClient(agents, reward.reward_wrong, *parts)
                 score = with_own_scores(score)
             for number, (data, problems) in enumerate(prompts.items()):
@@ -407,10 +418,17 @@ def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[st
     prompts = {}
     for data, source in sources.items():
         prompts[data] = tokenize(
-            source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt
+            source,
+            tokenizer,
+            config.max_prompt_length,
+            system_prompt=config.system_prompt,
+            ends=config.stop_token_ids,
         )
         for line in source_lines("data", source, {"to evaluate on": prompts[data]}):
             print(line, flush=True)
+    first = next(iter(prompts.values()))
+    for line in tokenizer_lines(tokenizer, config.stop_token_ids, first):
+        print(line, flush=True)
     return prompts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Iterator
+from datetime import date
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.evaluation.avg_at_k import EvalConfig, serving
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import check_model, load_tokenizer
+from qurl_megatron.model.huggingface import check_model
+from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
 SHOWN_CHARACTERS = 2000  # of a prompt, or of what was observed at once
 
@@ -39,19 +41,20 @@ def run(config: EvalConfig, count: int) -> None:
     config.agent, model = absolute(config.agent), Path(config.model)
     check_model(model)
     check_agent(config, config.model)
-    tokenizer = load_tokenizer(model)
+    template = (config.chat_template_options, date.today().isoformat())
+    tokenizer = load_tokenizer(model, *template)
+    stops = config.stop_token_ids or stop_token_ids(Architecture.from_directory(model), tokenizer)
     fields = Fields(config.question_key, config.answer_key)
     source = read_problems(config.data[0], {}, seed=config.seed, fields=fields)
     prompts = tokenize(
-        source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt
+        source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, ends=stops
     )[:count]
     console = Console(stderr=True, highlight=False)
     with (
         tempfile.TemporaryDirectory(prefix="qurl-agent-") as scratch,
-        Agents(config, config.max_length, config.model) as agents,
+        Agents(config, config.max_length, config.model, template=template) as agents,
         serving(dataclasses.replace(config, output=scratch), model, console) as fleet,
     ):
-        stops = Architecture.from_directory(model).eos_token_ids
         client = AgentClient(agents, 0.0, fleet, tokenizer, stops)
         groups = client.generate(
             prompts,

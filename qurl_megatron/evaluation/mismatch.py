@@ -34,7 +34,8 @@ from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import check_model, load_tokenizer
+from qurl_megatron.model.huggingface import check_model
+from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 from qurl_megatron.planning.memory import published_bytes
 
 if TYPE_CHECKING:
@@ -180,11 +181,13 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
             f"--max-response {options.max_response_length}: the model has "
             f"{architecture.max_position_embeddings} positions, for prompt and response"
         )
+    tokenizer = load_tokenizer(options.model)
     prompts = tokenize(
         read_problems(options.data, {}, seed=options.seed),
-        load_tokenizer(options.model),
+        tokenizer,
         min(longest_prompt, Config().rollout.max_prompt_length),
         overlong="drop",
+        ends=stop_token_ids(architecture, tokenizer),
     )[: options.prompts]
     if len(prompts) < 4:
         raise ConfigError(
@@ -203,7 +206,8 @@ def measure(
         from qurl_megatron.evaluation.quantized_model import QuantizedModel
 
     architecture = Architecture.from_directory(options.model)
-    model = QuantizedModel(options.model, options.weight_format)
+    stops = stop_token_ids(architecture, load_tokenizer(options.model))
+    model = QuantizedModel(options.model, options.weight_format, stops)
     sampled: list[Sampled] = []
     for start in range(0, len(prompts), BATCH):
         chunk = prompts[start : start + BATCH]

@@ -133,7 +133,9 @@ class Float32Head(torch.nn.Module):
 class QuantizedModel:
     """A causal language model with one switch for each layer that a server holds as one."""
 
-    def __init__(self, directory: Path, weight_format: WeightFormat) -> None:
+    def __init__(
+        self, directory: Path, weight_format: WeightFormat, stop_token_ids: list[int]
+    ) -> None:
         """Load and quantize the model in a Hugging Face directory that `check_model` accepts."""
         from transformers import AutoModelForCausalLM, GenerationConfig
 
@@ -144,7 +146,7 @@ class QuantizedModel:
         self._model.generation_config = GenerationConfig(
             do_sample=True,
             top_k=0,
-            eos_token_id=list(architecture.eos_token_ids),
+            eos_token_id=stop_token_ids,
             pad_token_id=0,
         )
         self.groups = fused_layers(architecture)

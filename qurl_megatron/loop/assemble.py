@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient, collect_rarely, with_own_scores
@@ -28,6 +27,7 @@ from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.measurements import Evaluator, measure_mismatch
 from qurl_megatron.loop.sampling import Sampler
+from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import RunLog
@@ -123,7 +123,9 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     `rosters` are the files in which the starters of servers list them.
     """
     is_first = device.rank() == 0
-    tokenizer = AutoTokenizer.from_pretrained(config.model)
+    tokenizer = load_tokenizer(
+        Path(config.model), config.chat_template_options, config.template_date
+    )
     prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     warmup_check, training = set_aside(prompts.train, num_check)
@@ -135,7 +137,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         score = keep(Scorer(config, config.scoring_workers)).submit
         if config.rollout.agent:
             logs, length = config.run_dir / "logs", config.rollout.max_length
-            agents = keep(Agents(config.rollout, length, config.model, logs))
+            template = (config.chat_template_options, config.template_date)
+            agents = keep(Agents(config.rollout, length, config.model, logs, template))
             score = with_own_scores(score)
     turn = None
     if config.rollout.placement == "shared":
@@ -225,7 +228,7 @@ def _client(
     make: Callable[..., RolloutClient] = RolloutClient
     if agents:
         make = partial(AgentClient, agents, config.reward_wrong)
-    return make(fleet, tokenizer, architecture.eos_token_ids, routing_shape=shape)
+    return make(fleet, tokenizer, config.rollout.stop_token_ids, routing_shape=shape)
 
 
 def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> Fleet:

@@ -138,7 +138,7 @@ class Sampler:
         groups = []
         for prompt in self._stream.next(self._config.warmup.batch_size):
             token_ids = self._tokenizer.encode(prompt.answer, add_special_tokens=False)
-            token_ids = [*token_ids, self._tokenizer.eos_token_id]
+            token_ids = [*token_ids, self._config.rollout.stop_token_ids[0]]
             answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, [])
             groups.append(RolloutGroup(prompt, [answer], [0.0]))  # supervised loss: no rewards
         return pack(groups)

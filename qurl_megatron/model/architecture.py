@@ -28,16 +28,20 @@ class _FamilyTraits:
     family: Family
     qkv_bias: bool
     qk_norm: bool
-    head_dim: int | None = None  # what transformers assumes; None: hidden size / attention heads
+    # What transformers assumes where config.json says nothing.
+    key_value_heads: int | None = None  # None: as many as attention heads
+    head_dim: int | None = None  # None: hidden size / attention heads
     has_experts: bool = False
 
 
 # Extend this table for a new architecture. Its weights must fit `weight_map.RULES`.
 SUPPORTED_ARCHITECTURES: dict[str, _FamilyTraits] = {
-    "Qwen2ForCausalLM": _FamilyTraits("qwen2", qkv_bias=True, qk_norm=False),
-    "Qwen3ForCausalLM": _FamilyTraits("qwen3", qkv_bias=False, qk_norm=True, head_dim=128),
+    "Qwen2ForCausalLM": _FamilyTraits("qwen2", qkv_bias=True, qk_norm=False, key_value_heads=32),
+    "Qwen3ForCausalLM": _FamilyTraits(
+        "qwen3", qkv_bias=False, qk_norm=True, key_value_heads=32, head_dim=128
+    ),
     "Qwen3MoeForCausalLM": _FamilyTraits(
-        "qwen3_moe", qkv_bias=False, qk_norm=True, has_experts=True
+        "qwen3_moe", qkv_bias=False, qk_norm=True, key_value_heads=4, has_experts=True
     ),
     "LlamaForCausalLM": _FamilyTraits("llama", qkv_bias=False, qk_norm=False),
 }
@@ -76,7 +80,7 @@ class Architecture:
     rope_theta: float
     rope_scaling: Llama3RopeScaling | None
     max_position_embeddings: int
-    eos_token_ids: tuple[int, ...]  # generation_config.json takes precedence over config.json
+    eos_token_ids: tuple[int, ...]  # those of generation_config.json, then those of config.json
     num_experts: int = 0  # of each layer; 0: a dense model
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # channels of one expert; `intermediate_size` is not used then
@@ -106,7 +110,7 @@ class Architecture:
         num_layers = _size(config, "num_hidden_layers", file)
         _check_features(config, num_layers, file)
         num_heads = _size(config, "num_attention_heads", file)
-        num_key_value_heads = _size(config, "num_key_value_heads", file, num_heads)
+        num_key_value_heads = _key_value_heads(config, file, traits, num_heads)
         if num_heads % num_key_value_heads:
             raise ArchitectureError(
                 f"{file}: {num_heads} attention heads do not divide into groups over "
@@ -124,7 +128,7 @@ class Architecture:
             num_key_value_heads=num_key_value_heads,
             head_dim=_head_dim(config, file, traits, hidden_size, num_heads),
             vocab_size=vocab_size,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_flag(config, "tie_word_embeddings", file),
             qkv_bias=traits.qkv_bias,
             qk_norm=traits.qk_norm,
             rms_norm_eps=_positive(config, "rms_norm_eps", file, 1e-6),
@@ -405,10 +409,18 @@ def _size(config: dict[str, Any], name: str, file: Path, default: int | None = N
 
 def _positive(fields: dict[str, Any], name: str, file: Path, default: float) -> float:
     """Return a field that is a positive number; `default` stands for a missing one."""
-    value = default if fields.get(name) is None else fields[name]
+    value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
         raise ArchitectureError(f"{file}: '{name}' must be a positive number, not {value!r:.80}")
     return float(value)
+
+
+def _flag(config: dict[str, Any], name: str, file: Path) -> bool:
+    """Return a field that is true or false, which a missing one is."""
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        raise ArchitectureError(f"{file}: '{name}' must be true or false, not {value!r:.80}")
+    return value
 
 
 def _traits(config: dict[str, Any], file: Path) -> _FamilyTraits:
@@ -472,7 +484,7 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
         raise ArchitectureError(
             f"{file}: every layer must have experts (decoder_sparse_step 1, mlp_only_layers empty)"
         )
-    if config.get("tie_word_embeddings"):
+    if _flag(config, "tie_word_embeddings", file):
         raise ArchitectureError(
             f"{file}: tie_word_embeddings is true; with experts it must be false, because SGLang's "
             "Qwen3-MoE has an output layer of its own"
@@ -480,7 +492,7 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
     # transformers 5 writes the second name.
     num_experts = _size(config, "num_experts", file, config.get("num_local_experts"))
     experts_per_token = _size(config, "num_experts_per_tok", file)
-    normalize_topk = bool(config.get("norm_topk_prob", False))
+    normalize_topk = _flag(config, "norm_topk_prob", file)
     if experts_per_token > num_experts:
         raise ArchitectureError(
             f"{file}: num_experts_per_tok is {experts_per_token}, but num_experts {num_experts}"
@@ -496,6 +508,18 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
         "moe_intermediate_size": _size(config, "moe_intermediate_size", file),
         "normalize_topk": normalize_topk,
     }
+
+
+def _key_value_heads(
+    config: dict[str, Any], file: Path, traits: _FamilyTraits, num_heads: int
+) -> int:
+    """Return the number of key-value heads, by the rules of transformers."""
+    name = "num_key_value_heads"
+    if name not in config:
+        return traits.key_value_heads or num_heads
+    if config[name] is None and not traits.has_experts:
+        return num_heads
+    return _size(config, name, file)
 
 
 def _head_dim(
@@ -526,7 +550,7 @@ def _rope(config: dict[str, Any], file: Path) -> tuple[float, Llama3RopeScaling 
     thetas = {
         _positive(fields, "rope_theta", file, 10000.0)
         for fields in [*named, config]
-        if fields.get("rope_theta") is not None
+        if "rope_theta" in fields
     }
     if len(thetas) > 1:
         raise ArchitectureError(f"{file}: 'rope_theta' is given as {sorted(thetas)}; give one")
@@ -582,16 +606,18 @@ def _rope_scaling(fields: dict[str, Any], file: Path) -> Llama3RopeScaling | Non
 
 
 def _eos_token_ids(config: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int, ...]:
-    file, ids = directory / "config.json", config.get("eos_token_id")
+    given = {directory / "config.json": config}
     generation_file = directory / "generation_config.json"
     if generation_file.is_file():
-        given = read_json(generation_file).get("eos_token_id")
-        file, ids = (generation_file, given) if given is not None else (file, ids)
-    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    for token in listed:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ArchitectureError(
-                f"{file}: eos_token_id {token!r:.80} is not a token of the vocabulary, 0 to "
-                f"{vocab_size - 1}"
-            )
-    return tuple(listed)
+        given = {generation_file: read_json(generation_file), **given}
+    tokens: dict[int, None] = {}
+    for file, fields in given.items():
+        ids = fields.get("eos_token_id")
+        for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise ArchitectureError(
+                    f"{file}: eos_token_id {token!r:.80} is not a token of the vocabulary, 0 to "
+                    f"{vocab_size - 1}"
+                )
+            tokens[token] = None
+    return tuple(tokens)

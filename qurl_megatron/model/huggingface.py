@@ -23,6 +23,7 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError, re
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_BYTES_READ = 1024**3  # largest model whose values are read: about a second from a page cache
+ROWS_READ = 4096  # of an embedding at once
 _DTYPES = ("BF16", "F16", "F32")  # of stored weights, as safetensors spells them
 # Of files that hold weights, in any library's format. Tokenizers are in others (.json, .model).
 _WEIGHT_SUFFIXES = (
@@ -44,6 +45,7 @@ class Weights:
             ArchitectureError: a file is missing, or a tensor is missing, unknown or misshapen.
         """
         self._directory = Path(directory)
+        self._is_tied = architecture.tie_word_embeddings
         self._file_of = self._files_by_tensor()
         self.files = sorted(set(self._file_of.values()))
         self._open = {file: self._opened(file) for file in self.files}
@@ -55,6 +57,7 @@ class Weights:
                     f"'{directory}' lacks tensor '{min(absent)}': {INDEX_FILE} places it in "
                     f"{file}, which does not have it"
                 )
+        self._check_others()
 
         expected = weight_map.hugging_face_names(architecture)
         # Some checkpoints store tensors that others determine.
@@ -105,6 +108,27 @@ class Weights:
             )
         return dict.fromkeys(self._opened(single.name).keys(), single.name)
 
+    def _check_others(self) -> None:
+        """Check that no file of the directory, read or not, has a tensor that another has too.
+
+        transformers and SGLang would choose between them in other ways.
+        """
+        single = "model.safetensors"
+        if single not in self.files and (self._directory / single).exists():
+            raise ArchitectureError(
+                f"'{self._directory}' has {single} and {INDEX_FILE}, which does not name it; one "
+                f"is of another save: remove {single}, or the index and its files"
+            )
+        file_of: dict[str, str] = {}
+        for file in sorted(path.name for path in self._directory.glob("*.safetensors")):
+            for name in (self._open.get(file) or self._opened(file)).keys():
+                other = file_of.setdefault(name, file)
+                if other != file:
+                    raise ArchitectureError(
+                        f"'{self._directory}' has tensor '{name}' in {other} and in {file}; one "
+                        "is of another save: remove its files"
+                    )
+
     def _opened(self, file: str) -> Any:
         """Open a file, which reads and checks its header, and that it has all bytes of its data."""
         path = self._directory / file
@@ -131,6 +155,28 @@ class Weights:
         check_finite(self._directory / self._file_of[name], name, tensor)
         return tensor
 
+    def check_head(self) -> None:
+        """Check that an output layer stored beside a tied embedding is equal to it.
+
+        Raises:
+            ArchitectureError: it is not, so that config.json and weights contradict each other.
+        """
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if not self._is_tied or head not in self._file_of:
+            return
+        stored = self._stored(head), self._stored(embedding)
+        shapes = [each.get_shape() for each in stored]
+        rows = shapes[0][0]
+        if shapes[0] != shapes[1] or not all(
+            torch.equal(*(each[row : row + ROWS_READ].float() for each in stored))
+            for row in range(0, rows, ROWS_READ)
+        ):
+            raise ArchitectureError(
+                f"'{self._directory}': tie_word_embeddings is true in its config.json, and its "
+                f"'{head}' is not its '{embedding}'; set it to false if the head was trained, or "
+                "remove the head"
+            )
+
     @property
     def num_bytes(self) -> int:
         """Size of all files, in bytes."""
@@ -152,39 +198,11 @@ def check_model(directory: Path) -> Weights:
         )
     stored_dtype(directory)
     weights = Weights(directory, architecture)
+    weights.check_head()
     if weights.num_bytes <= MAX_BYTES_READ:
         for name in weight_map.hugging_face_names(architecture):
             weights.read(name, ())
     return weights
-
-
-def load_tokenizer(directory: Path) -> Any:
-    """Return the tokenizer of a model directory.
-
-    Raises:
-        ArchitectureError: one line: transformers cannot load it, or it has tokens that the model's
-            embedding lacks.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        token_ids = tokenizer("1")["input_ids"]
-        largest = max(tokenizer.get_vocab().values(), default=0)
-    except Exception as error:  # transformers and its parsers raise any type for a broken file
-        reason = " ".join(str(error).split())
-        raise ArchitectureError(
-            f"'{directory}': its tokenizer cannot be loaded ({type(error).__name__}: {reason:.200})"
-        ) from None
-    if not token_ids:
-        raise ArchitectureError(f"'{directory}': its tokenizer turns the text '1' into no token")
-    vocab_size = Architecture.from_directory(directory).vocab_size
-    if largest >= vocab_size:
-        raise ArchitectureError(
-            f"'{directory}': its tokenizer has token {largest}, but the model's vocabulary has "
-            f"{vocab_size} tokens, from 0; they do not belong together"
-        )
-    return tokenizer
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
