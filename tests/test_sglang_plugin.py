@@ -22,7 +22,7 @@ from qurl_megatron.quantization.quantize import (
     quantize,
     scale_dtype,
 )
-from qurl_megatron.sglang_plugin import attention, platform, weights
+from qurl_megatron.sglang_plugin import attention, platform, products, sampling, weights
 from qurl_megatron.sglang_plugin.formats import (
     CONFIGS,
     Fp8BlockConfig,
@@ -104,8 +104,69 @@ def test_int8_products_are_exact(width: int) -> None:
     codes[0], weight[0] = 127, 127  # the largest possible sum
     weight[1] = 127
     weight[1, ::2] = 126  # odd sums are the first to be rounded in float32
-    sums = Int8LinearMethod(Int8Config()).sum_products(codes.float(), weight.to(torch.int8))
-    assert torch.equal(sums, (codes @ weight.t()).float())
+    expected, weight = (codes @ weight.t()).float(), weight.to(torch.int8)
+    method = Int8LinearMethod(Int8Config())
+    products.forget()
+    assert torch.equal(method.sum_products(codes.float(), weight), expected)
+    products.forget()
+    assert torch.equal(products.in_float32(codes.float(), weight), expected)
+
+
+@pytest.mark.parametrize("name", ["qurl_int8", "qurl_int4", "qurl_fp8", "qurl_fp8_block"])
+def test_a_product_is_of_the_new_weight_once_the_old_one_is_forgotten(name: str) -> None:
+    layer = build_layer(CONFIGS[name](), 256, [128])
+    x = torch.ones(3, 256, dtype=torch.bfloat16)
+    assert not layer.method.apply(layer, x).any()
+    layer.weight.data.view(torch.uint8).fill_(0x99)
+    products.forget()
+    assert layer.method.apply(layer, x).all()
+
+
+def test_lm_head_sums_bfloat16_values_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 896, generator=generator).bfloat16() for n in (5, 300))
+    products.forget()
+    torch.testing.assert_close(
+        products.sum_bfloat16(x, weight).double(),
+        x.double() @ weight.double().t(),
+        rtol=0,
+        atol=1e-4,  # bfloat16 would round by up to 0.25
+    )
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 259, 4096])
+def test_draws_have_the_weights_as_frequencies(size: int) -> None:
+    """Ratios of weights are up to 2,000, and many are 0: at the ends, and at those of blocks."""
+    torch.manual_seed(size)
+    weights = torch.rand(size).pow(4).clamp(min=5e-4)
+    if size > 1:
+        weights[torch.rand(size) < 0.3] = 0
+        weights[0] = weights[63:65] = 0
+        weights[1] = weights[-1] = 1e-3
+    counts = torch.zeros(size)
+    for _ in range(100):
+        drawn = sampling.draw(weights.expand(10_000, size), num_samples=1)
+        assert drawn.shape == (10_000, 1) and drawn.dtype == torch.int64
+        counts += drawn.flatten().bincount(minlength=size)
+    assert not counts[weights == 0].any()
+    expected = weights.double() / weights.double().sum() * 1e6
+    possible = expected > 0
+    chi_square = ((counts - expected)[possible].square() / expected[possible]).sum().item()
+    freedom = int(possible.sum()) - 1
+    assert chi_square <= freedom + 5 * (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53], ids=["smallest", "largest"])
+def test_the_smallest_and_the_largest_random_number_draw_what_is_possible(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, number))
+    weights = torch.zeros(3, 1000)
+    weights[0, 130] = 1e-30
+    weights[1, [0, 999]] = torch.tensor([1e-8, 0.3])
+    weights[2, 64:640] = 0.1
+    expected = [130, 0, 64] if number == 0 else [130, 999, 639]
+    assert sampling.draw(weights, num_samples=1).flatten().tolist() == expected
 
 
 def test_each_token_has_its_own_scale_and_codes_round_half_to_even() -> None:
@@ -149,9 +210,9 @@ def test_a_layer_starts_with_zero_weights_and_never_replaces_a_parameter(
 ) -> None:
     layer = build_layer(config, 256, [256, 128])
     before = dict(layer.named_parameters())
-    bias = torch.arange(384.0)
+    bias = torch.arange(384.0).bfloat16()
     out = layer.method.apply(layer, torch.ones(2, 3, 256, dtype=torch.bfloat16), bias)
-    assert torch.equal(out, bias.bfloat16().expand(2, 3, 384))
+    assert torch.equal(out, bias.expand(2, 3, 384))
     assert {name: id(p) for name, p in layer.named_parameters()} == {
         name: id(p) for name, p in before.items()
     }

@@ -286,6 +286,8 @@ class ServerPlan:
             variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if device.accelerator() == "cpu":
             variables |= {**NO_THREADS, "SGLANG_PLATFORM": preload.PLATFORM}
+            # It calls torch.multinomial, which `sglang_plugin/sampling.py` replaces.
+            variables["SGLANG_OPT_USE_GUMBEL_SAMPLE"] = "0"
             num_ranks, cores = self.config.tensor_parallel_size, psutil.cpu_count() or 1
             if num_ranks > 1:  # SGLang requires one core for each rank
                 bindings = "|".join(str(rank % cores) for rank in range(num_ranks))

@@ -85,15 +85,17 @@ def attend(
         rows = embedding(group.slots, cache.flatten(1)).float()
         return rows.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
+    # Heads that share a key head are further queries of it: torch would copy its keys for each.
+    shared = query.shape[1] // keys.shape[1]
+    heads = padded.unflatten(2, (-1, shared)).permute(0, 2, 3, 1, 4)
     out = scaled_dot_product_attention(
-        padded.transpose(1, 2),
+        heads.flatten(2, 3),
         gather(keys),
         gather(values),
-        attn_mask=group.mask,
+        attn_mask=group.mask.repeat(1, 1, shared, 1),
         scale=scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
     )
-    return out.transpose(1, 2)[group.is_query]
+    return out.view_as(heads).permute(0, 3, 1, 2, 4).flatten(2, 3)[group.is_query]
 
 
 class BatchedAttentionBackend(TorchNativeAttnBackend):

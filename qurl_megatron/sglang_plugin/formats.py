@@ -55,8 +55,8 @@ from qurl_megatron.sglang_plugin.linear import (
     Int4LinearMethod,
     Int8LinearMethod,
     QuantizedLinearMethod,
-    multiply_unquantized,
 )
+from qurl_megatron.sglang_plugin.products import multiply_unquantized
 
 Multiply = Callable[[Tensor, str, int], Tensor]
 """(x [tokens, in], "w13" or "w2", expert of this rank) -> [tokens, out], in the dtype of x."""

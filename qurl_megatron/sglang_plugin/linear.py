@@ -24,9 +24,7 @@ lose a second one. These layers multiply by a transposed view and never replace 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
 by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, into
 which every publish would have to be brought. So its Triton kernel for W4A16 experts computes these
-layers, each as the only expert. On a CPU they are float32 products of the codes, which are as exact
-as `torch._int_mm` or a bfloat16 product and, measured on a machine with AVX2 only, 13 to 50 times
-as fast.
+layers, each as the only expert. On a CPU `products.py` has the products.
 """
 
 from collections.abc import Callable
@@ -43,9 +41,13 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase, Quantiz
 from torch import Tensor
 
 from qurl_megatron.quantization.quantize import unpack
-
-# A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them exactly.
-EXACT_TERMS = 1024
+from qurl_megatron.sglang_plugin.products import (
+    int8_product,
+    kept,
+    multiplies_bfloat16,
+    multiply_unquantized,
+    sum_bfloat16,
+)
 
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 
@@ -139,7 +141,7 @@ class QuantizedLinearMethod(LinearMethodBase):
 
         Returns [tokens, out] float32.
         """
-        return codes @ weight.float().t()
+        return sum_bfloat16(codes, weight)
 
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
@@ -154,11 +156,7 @@ class Int8LinearMethod(QuantizedLinearMethod):
     code_dtype = torch.int8
 
     def sum_products(self, codes: Tensor, weight: Tensor) -> Tensor:
-        if codes.shape[1] <= EXACT_TERMS:
-            return super().sum_products(codes, weight)
-        parts = zip(codes.split(EXACT_TERMS, dim=1), weight.split(EXACT_TERMS, dim=1), strict=True)
-        sums = [a @ b.float().t() for a, b in parts]
-        return torch.stack(sums).to(torch.int32).sum(dim=0).float()
+        return int8_product(*weight.shape)(codes, weight)
 
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
@@ -221,8 +219,12 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
         groups = torch.nn.functional.pad(x, (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
         codes, x_scale = quantize_tokens(groups.flatten(0, 1), self.code_dtype)
         values = (codes * x_scale).view(len(x), -1)[:, :columns]
-        spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-        out = values @ (weight.float() * spread).t()
+
+        def scaled(codes: Tensor) -> Tensor:
+            spread = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)
+            return codes.float() * spread[:, :columns]
+
+        out = values @ kept(weight, scaled).t()
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
     def multiply_cuda(
@@ -273,7 +275,11 @@ class Int4LinearMethod(QuantizedLinearMethod):
         )
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        return multiply_unquantized(x, weight_values(weight, scale), bias)
+        def values(packed: Tensor) -> Tensor:
+            rounded = weight_values(packed, scale)
+            return rounded if multiplies_bfloat16() else rounded.float()
+
+        return multiply_unquantized(x, kept(weight, values), bias)
 
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
@@ -331,12 +337,3 @@ def weight_values(packed: Tensor, scale: Tensor) -> Tensor:
     """
     groups = unpack(packed).unflatten(1, (scale.shape[1], -1))
     return (groups * scale[:, :, None]).flatten(1)
-
-
-def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply `x` [..., in] by `weight` [out, in] in float32; return [..., out], rounded as x.
-
-    On a CPU without instructions for them, bfloat16 products are ten times as slow.
-    """
-    out = torch.nn.functional.linear(x.float(), weight.float())
-    return (out if bias is None else out.add_(bias)).to(x.dtype)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.process import trim_heap
+from qurl_megatron.sglang_plugin.products import forget
 
 MADV_REMOVE = 9  # of shared memory: Python's mmap module does not have it
 
@@ -28,6 +29,7 @@ def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Give memory back, around SGLang's `release_memory_occupation`, which refuses while busy."""
     answer = original(updater, request)
     if torch.device(updater.tp_worker.device).type == "cpu":
+        forget()
         for tensor in _memory_of(updater.tp_worker.model_runner, request.tags):
             give_back(tensor)
         trim_heap()

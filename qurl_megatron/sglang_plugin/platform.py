@@ -8,6 +8,7 @@ imports this module to define it.
 
 import gc
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
@@ -24,7 +25,9 @@ class CpuPlatform(CpuSRTPlatform):
     def init_backend(self) -> None:
         """Replace the slowest operators, and those that need a GPU."""
         import torch
+        from sglang.srt.layers import sampler
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
+        from sglang.srt.layers.logits_processor import LogitsProcessor
         from sglang.srt.layers.moe.token_dispatcher import standard
         from sglang.srt.layers.quantization.unquant import (
             UnquantizedFusedMoEMethod,
@@ -34,14 +37,17 @@ class CpuPlatform(CpuSRTPlatform):
 
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
         from qurl_megatron.sglang_plugin.formats import apply_unquantized_experts
-        from qurl_megatron.sglang_plugin.linear import multiply_unquantized
+        from qurl_megatron.sglang_plugin.products import multiply_unquantized
+        from qurl_megatron.sglang_plugin.sampling import SamplersTorch
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
-        # SGLang's bfloat16 products are ten times as slow on a CPU without instructions for them.
         UnquantizedLinearMethod.apply = lambda method, layer, x, bias=None: multiply_unquantized(
             x, layer.weight, bias
         )
         UnquantizedFusedMoEMethod.apply = apply_unquantized_experts
+        original = LogitsProcessor._compute_lm_head
+        LogitsProcessor._compute_lm_head = partialmethod(compute_lm_head, original)
+        sampler.torch = SamplersTorch()
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
         # SGLang waits for the kind of device that torch was built for before it gives memory back.
         get_device_module = torch.get_device_module
@@ -64,6 +70,25 @@ class CpuPlatform(CpuSRTPlatform):
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"  # compiling a few helper functions would delay the first request by 40 s
+
+
+def compute_lm_head(
+    processor: Any,
+    original: Callable[..., Any],
+    hidden: Any,
+    lm_head: Any,
+    *more: Any,
+    **named: Any,
+) -> Any:
+    """Return logits [tokens, vocabulary] float32, in place of `LogitsProcessor._compute_lm_head`.
+
+    SGLang's own converts the weight for every token.
+    """
+    from qurl_megatron.sglang_plugin.products import sum_bfloat16
+
+    if not processor.use_fp32_lm_head:
+        return original(processor, hidden, lm_head, *more, **named)
+    return sum_bfloat16(hidden, lm_head.weight)
 
 
 def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:

@@ -1,7 +1,49 @@
-"""Sampling masks of several answers to one prompt."""
+"""Drawing tokens on a CPU, and sampling masks of several answers to one prompt."""
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 64  # neighbouring weights that are summed first
+
+
+def draw(weights: Tensor, num_samples: int) -> Tensor:
+    """Draw an index of each row of `weights` [rows, size], as `torch.multinomial` does.
+
+    torch draws an exponential for each weight. Here uniform numbers are looked up in distribution
+    functions: first which block of weights is drawn, then which of them. An index of weight 0 never
+    is.
+
+    Returns:
+        [rows, 1] int64.
+    """
+    assert num_samples == 1, f"{num_samples} samples of a row"
+    size = weights.shape[1]
+    blocks = torch.nn.functional.pad(weights, (0, -size % BLOCK)).unflatten(1, (-1, BLOCK))
+    block = _look_up(blocks.sum(-1, dtype=torch.float64))
+    within = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)
+    return (block * BLOCK + _look_up(within.double())).clamp_(max=size - 1)
+
+
+def _look_up(weights: Tensor) -> Tensor:
+    """Draw an index [rows, 1] int64 of each row of `weights` [rows, size] float64."""
+    ends = weights.cumsum(-1)
+    total = ends[:, -1:]
+    # The largest random numbers times the total may be rounded to it, where no index is.
+    drawn = (torch.rand_like(total) * total).minimum(total.nextafter(torch.zeros_like(total)))
+    # A row of NaN has no index either; its log-prob will say so.
+    return torch.searchsorted(ends, drawn, right=True).clamp_(max=ends.shape[1] - 1)
+
+
+class SamplersTorch:
+    """torch as SGLang's sampler knows it on a CPU: it draws by `draw`."""
+
+    multinomial = staticmethod(draw)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def send(original: Callable[..., Any], manager: Any, request: Any) -> Any:

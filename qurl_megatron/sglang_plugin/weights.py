@@ -55,6 +55,7 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, as_integers, checksums, part_key
 from qurl_megatron.rollout.wire import FILE_PREFIX
+from qurl_megatron.sglang_plugin.products import forget
 from qurl_megatron.weight_sync.bucket import (
     IN_PLACE,
     Bucket,
@@ -85,6 +86,7 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
             success=False, message=f"it holds version {held}, and was sent a delta of {base}"
         )
     scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
+    forget()
     if request.names == [IN_PLACE]:
         success, message = updater.flush_cache_after_weight_update(request, True, "Written.")
         answer = UpdateWeightsFromDistributedReqOutput(success=success, message=message)

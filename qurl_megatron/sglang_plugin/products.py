@@ -1,0 +1,162 @@
+"""Products of a server without a GPU: their instructions, and what is kept of weights for them.
+
+A processor with AMX or VNNI multiplies INT8 codes as INT8, one with AMX or AVX512-BF16 bfloat16
+values as bfloat16. Others are fastest in float32. The machine is asked once for each shape: what
+the candidates multiply is compared, and timed. Sums of INT8 codes are exact in all of them, so it
+does not matter to a result which of them is chosen.
+
+Some products need the weight in another form, which is kept until weights change (`forget`).
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""(codes' values [tokens, in] float32, weight [out, in] int8) -> [tokens, out] float32, exact."""
+
+# A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them exactly.
+EXACT_TERMS = 1024
+
+TIMED_TOKENS, TIMED_ROWS = 16, 1024  # of products that are timed
+
+_kept: dict[int, tuple[Tensor, Tensor]] = {}  # by address: a weight, and what is kept of it
+
+
+def kept(weight: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return `make(weight)`, which is made at the first call after weights have changed."""
+    entry = _kept.get(weight.data_ptr())
+    if entry is None:
+        entry = _kept[weight.data_ptr()] = weight, make(weight)
+    return entry[1]
+
+
+def forget() -> None:
+    """Drop what is kept: weights have changed, or are about to leave the memory."""
+    _kept.clear()
+
+
+def in_float32(codes: Tensor, weight: Tensor) -> Tensor:
+    """Multiply INT8 codes in float32, as many terms at once as it sums exactly."""
+    weight = kept(weight, Tensor.float)
+    if codes.shape[1] <= EXACT_TERMS:
+        return codes @ weight.t()
+    parts = zip(codes.split(EXACT_TERMS, dim=1), weight.split(EXACT_TERMS, dim=1), strict=True)
+    return torch.stack([a @ b.t() for a, b in parts]).to(torch.int32).sum(dim=0).float()
+
+
+def in_int8(codes: Tensor, weight: Tensor) -> Tensor:
+    """Multiply INT8 codes as they are."""
+    return torch._int_mm(codes.to(torch.int8), weight.t()).float()
+
+
+def packed_int8(codes: Tensor, weight: Tensor) -> Tensor:
+    """Multiply INT8 codes by a copy of the weight in the order in which oneDNN reads it."""
+    ones, zeros = _factors(len(weight))
+    return torch.ops.onednn.qlinear_pointwise(
+        codes.to(torch.int8),
+        1.0,
+        0,
+        kept(weight, _pack),
+        ones,
+        zeros,
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )
+
+
+def _pack(weight: Tensor) -> Tensor:
+    """Return INT8 codes in the order in which oneDNN reads them."""
+    return torch.ops.onednn.qlinear_prepack(weight, None)
+
+
+@functools.cache
+def _factors(rows: int) -> tuple[Tensor, Tensor]:
+    """Return scales 1 and zero points 0 of output channels."""
+    return torch.ones(rows), torch.zeros(rows, dtype=torch.int64)
+
+
+@functools.cache
+def int8_product(rows: int, columns: int) -> Product:
+    """Return the fastest exact product of weights [rows, columns] on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (TIMED_TOKENS, columns), (min(rows, TIMED_ROWS), columns)
+    codes, weight = (
+        torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8) for shape in shapes
+    )
+    codes[0], weight[0] = 127, 127  # 16 bits do not hold the sum of two products
+    values, expected = codes.float(), codes.double() @ weight.double().t()
+
+    def seconds(product: Product) -> float:
+        is_exact = torch.equal(product(values, weight), expected.float())
+        duration = _seconds(lambda: product(values, weight)) if is_exact else math.inf
+        _kept.pop(weight.data_ptr(), None)
+        return duration
+
+    return min((in_float32, in_int8, packed_int8), key=seconds)
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Return whether bfloat16 products are faster than float32 products on this machine."""
+    x, weight = torch.ones(TIMED_TOKENS, TIMED_ROWS), torch.ones(TIMED_ROWS, TIMED_ROWS)
+    rounded = x.bfloat16(), weight.bfloat16()
+    return _seconds(lambda: linear(*rounded)) < _seconds(lambda: linear(x, weight))
+
+
+def _seconds(product: Callable[[], Tensor]) -> float:
+    """Return the shortest of five times that a product takes, after a first one."""
+    product()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@contextmanager
+def _float32_of_bfloat16() -> Iterator[None]:
+    """Let torch round the factors of float32 products to bfloat16, where it is faster."""
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def sum_bfloat16(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply `x` [tokens, in] by `weight` [out, in]; return float32 sums [tokens, out].
+
+    bfloat16 holds the values of both. They are multiplied as bfloat16 where that is faster.
+    """
+    values = kept(weight, Tensor.float)
+    if not multiplies_bfloat16():
+        return linear(x.float(), values)
+    with _float32_of_bfloat16():
+        return linear(x.float(), values)
+
+
+def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply bfloat16 `x` [..., in] by `weight` [out, in]; return [..., out] bfloat16.
+
+    Sums are float32 and rounded once. On a CPU without instructions for them, bfloat16 products are
+    ten times as slow as float32 products.
+    """
+    if multiplies_bfloat16():
+        return linear(x, weight, bias)
+    out = linear(x.float(), kept(weight, Tensor.float))
+    return (out if bias is None else out.add_(bias)).to(x.dtype)
