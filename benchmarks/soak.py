@@ -251,7 +251,7 @@ class Soak:
         self._deployment = deployment
         client = deployment.client
         if agents:
-            parts = (client.fleet, client._tokenizer, client._stop_token_ids)
+            parts = (client.fleet, client._tokenizer, client.stop_token_ids)
             client = AgentClient(agents, 0.0, *parts)
         self._client = client
         self._publishes = publishes

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 def exit_on_bad_input() -> Iterator[None]:
     """Turn an error in the user's input into one line on stderr and exit code 2.
 
-    A server that fails ends the command with its message and code 1.
+    A server that fails, or samples wrongly, ends the command with its message and code 1.
     """
     try:
         yield
@@ -21,6 +21,7 @@ def exit_on_bad_input() -> Iterator[None]:
         if isinstance(error, OSError):
             text = f"{error.strerror}: {error.filename}" if error.filename else text
         else:
+            from qurl_megatron.algorithm.proof import WrongRollouts
             from qurl_megatron.config.schema import ConfigError
             from qurl_megatron.data.problems import DataError
             from qurl_megatron.model.architecture import ArchitectureError
@@ -28,10 +29,10 @@ def exit_on_bad_input() -> Iterator[None]:
             from qurl_megatron.rollout.server import ServerFailed
 
             # The errors whose text is the line that a user sees.
-            shown = (ArchitectureError, ConfigError, DataError, NonFiniteWeight, ServerFailed)
-            if not isinstance(error, shown):
+            of_input = (ArchitectureError, ConfigError, DataError, NonFiniteWeight)
+            if not isinstance(error, (*of_input, ServerFailed, WrongRollouts)):
                 raise
-            code = 1 if isinstance(error, ServerFailed) else 2
+            code = 2 if isinstance(error, of_input) else 1
         if code == 2 and not text.isprintable():  # what it quotes is the user's
             text = ascii(text)[1:-1]
         print(f"qurl: {text}", file=sys.stderr)

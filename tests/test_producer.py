@@ -53,7 +53,7 @@ class Servers:
             self.cancelled += 1
             raise
         versions = [first] * 3 + [self.version]
-        return [Completion([5] * 4, [-1.0] * 4, "", False, versions)] * (
+        return [Completion([5] * 4, [0.0] * 4, "", False, versions)] * (
             settings.completions_per_prompt
         )
 

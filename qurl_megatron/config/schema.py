@@ -497,6 +497,10 @@ class RolloutConfig(AgentConfig):
     experts of the pass that computed its context again. Recording takes 4 bytes per layer and
     chosen expert for each token of the KV cache, in a server's main memory."""
 
+    accept_mismatch: bool = False
+    """Train although the servers' log-probs are further from the learner's than the weight format
+    explains. Otherwise the run ends before it trains on them."""
+
     placement: Literal["separate", "shared"] = "separate"
     """Which GPUs the servers have. separate: others than the learner. shared: the learner's, in
     turn: while servers sample, the learner is in the host's memory, and while it trains they sleep.

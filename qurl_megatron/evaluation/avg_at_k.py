@@ -38,6 +38,7 @@ from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient, with_own_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.proof import check_differ
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import (
     AgentConfig,
@@ -196,6 +197,9 @@ def measure(
 
     The greedy answers are scored while others are sampled. `answered` is called when a prompt has
     its greedy answer, and again when it has the others.
+
+    Raises:
+        WrongRollouts: sampled answers are equal that cannot be.
     """
 
     def ask(count: int, **sampling: float) -> list[tuple[list[Completion], Future[list[Score]]]]:
@@ -210,6 +214,7 @@ def measure(
 
     greedy = ask(1, temperature=0.0)
     sampled = ask(k, temperature=temperature, top_p=top_p) if k else []
+    check_differ(completions for completions, _ in sampled)
     sampled_answers = [_answers(*scored) for scored in sampled] or [[] for _ in prompts]
     greedy_answers = [_answers(*scored)[0] for scored in greedy]
     return [

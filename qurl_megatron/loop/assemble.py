@@ -25,7 +25,8 @@ from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.measurements import Evaluator, measure_mismatch
+from qurl_megatron.loop.measurements import Evaluator
+from qurl_megatron.loop.proof import Proof
 from qurl_megatron.loop.sampling import Sampler
 from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.quantization import uaq
@@ -49,7 +50,7 @@ class Run:
     publisher: Publisher  # publishes to the rollout servers
     sampler: Sampler
     evaluator: Evaluator | None  # None if the run evaluates nothing
-    measure_mismatch: Callable[[], dict[str, dict[str, float]]]
+    proof: Proof
     checkpoints: Checkpoints
     log: RunLog
 
@@ -194,7 +195,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         publisher=publishers["rollout"],
         sampler=sampler,
         evaluator=evaluator,
-        measure_mismatch=partial(measure_mismatch, clients, publishers, training, learner, config),
+        proof=Proof(clients, publishers, training, learner, config, log),
         checkpoints=checkpoints,
         log=log,
     )

@@ -1,4 +1,4 @@
-"""What a run measures: each step, the policy in BF16, and the train-inference mismatch."""
+"""What a run measures: each step, and the policy in BF16."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -6,17 +6,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from torch import Tensor
-
 from qurl_megatron import device
-from qurl_megatron.agents.client import AgentFailed
-from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
-from qurl_megatron.algorithm.objective import (
-    add_up,
-    mismatch_sums,
-    rollout_statistics,
-    statistics_by_lag,
-)
+from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.algorithm.objective import add_up, rollout_statistics, statistics_by_lag
 from qurl_megatron.config.schema import HELD_OUT, Config
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.evaluation.avg_at_k import (
@@ -25,7 +17,7 @@ from qurl_megatron.evaluation.avg_at_k import (
     measure,
     write_answers,
 )
-from qurl_megatron.learner.learner import Learner, Update
+from qurl_megatron.learner.learner import Update
 from qurl_megatron.report.metrics import PHASES, Evaluation, StepMetrics
 from qurl_megatron.report.run_log import evaluation_directory
 from qurl_megatron.rollout.client import RolloutClient
@@ -86,61 +78,6 @@ class Evaluator:
     def _answer(self) -> Callable[..., list[ProblemResult]]:
         limit = self.config.rollout.longest_response
         return partial(measure, self.client, self.score, max_response_length=limit)
-
-
-def measure_mismatch(
-    clients: dict[str, RolloutClient],
-    publishers: dict[str, Publisher],
-    prompts: list[Prompt],
-    learner: Learner,
-    config: Config,
-) -> dict[str, dict[str, float]]:
-    """Return, by server set, the `rollout_statistics` of one completion of a step's prompts.
-
-    Each set answers the first of `prompts`, with the weights that its publisher sent last. The
-    learner scores the sampled tokens. The BF16 evaluation servers show the noise of the engine
-    alone. Any larger mismatch of the rollout servers comes from quantization.
-
-    Collective over learner ranks; `clients` and `prompts` are used on global rank 0 only.
-    """
-    rollout = config.rollout
-    prompts = prompts[: rollout.prompts_per_step]
-
-    def sample(client: RolloutClient) -> TrainBatch:
-        completions = client.generate(
-            prompts,
-            completions_per_prompt=1,
-            temperature=rollout.temperature,
-            max_response_length=rollout.max_response_length,
-            top_p=rollout.top_p,
-            records_masks=rollout.top_p < 1,
-        )
-        groups = [
-            RolloutGroup(prompt, group, [0.0])
-            for prompt, group in zip(prompts, completions, strict=True)
-            if not group[0].has_failed
-        ]
-        if not groups:
-            raise AgentFailed("every episode before the first step has failed")
-        return pack(groups).only("behaviour_logprobs", "mask_sizes", "mask_ids")
-
-    def mismatch(rows: TrainBatch) -> dict[str, Tensor]:
-        assert rows.proximal_logprobs is not None and rows.behaviour_logprobs is not None
-        return mismatch_sums(
-            rows.proximal_logprobs,
-            rows.behaviour_logprobs,
-            rows.loss_mask,
-            config.objective.ratio_cap,
-        )
-
-    measured = {}
-    for name, client in clients.items():
-        batches = [TrainBatch.empty()]
-        publishers[name].while_serving(lambda: batches.append(sample(client)))  # noqa: B023
-        share = learner.share(batches[-1])
-        learner.score(share, ["proximal_logprobs"], temperature=rollout.temperature)
-        measured[name] = rollout_statistics(learner.measure(share, mismatch))
-    return measured
 
 
 @dataclass(frozen=True)

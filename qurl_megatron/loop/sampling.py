@@ -27,6 +27,7 @@ from qurl_megatron.algorithm.batch import (
     TrainBatch,
     pack,
 )
+from qurl_megatron.algorithm.proof import check_differ
 from qurl_megatron.algorithm.score import mean_parts
 from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
@@ -170,6 +171,7 @@ class Sampler:
             sampled += replacements
             for row, replacement in zip(rows, replacements, strict=True):
                 chosen[row] = replacement
+        check_differ(group.completions for group in sampled)
         producer.end_step()
         if not any(group.completions for group in chosen):
             raise AgentFailed(f"no episode of step {step} has a reward; {_failures(chosen)[0]}")

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
+from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.config.schema import STOPPED_EARLY, Config
 from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints
@@ -69,6 +70,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             clock = Clock()
             with clock("rollout"):
                 batch, summary = run.sampler.sample(step, publisher.version)
+                run.proof.of_new_servers()
             with clock("critic"):
                 critic_metrics = critic.step(batch) if critic else None
             with clock("proximal"):
@@ -119,7 +121,7 @@ def start_or_resume(config: Config, run: Run) -> int:
         run.log.start(run.evaluate(step=0))
     run.publisher.publish()
     if steps_done == 0:
-        run.log.write_mismatch(run.measure_mismatch())
+        run.proof.before_training()
     return steps_done
 
 
@@ -162,6 +164,9 @@ def run_rank(
         is_complete = train(config, rosters, lambda: bool(stop_signals))
     except NonFinite as error:  # on every rank
         print(f"qurl: {error}: qurl resume {run_dir}", file=sys.stderr)
+        return 1
+    except WrongRollouts as error:  # on every rank
+        print(f"qurl: {error}", file=sys.stderr)
         return 1
     except (CheckpointError, OSError) as error:
         # To the console if there is one: the logs may be on the disk that is full.

@@ -5,10 +5,10 @@ import contextlib
 import itertools
 import weakref
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import pydantic
@@ -20,6 +20,8 @@ from qurl_megatron.process import raise_open_file_limit
 from qurl_megatron.rollout.asking import LARGEST_ANSWER_BYTES, NoAnswer, connect
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.server import POLL_S, Server
+
+T = TypeVar("T")
 
 # The largest sizes in the JSON of an answer.
 TOKEN_BYTES = 2**10  # a token's id, log-prob and version
@@ -97,7 +99,7 @@ class RolloutClient:
         self.fleet = fleet
         self._routing_shape = routing_shape
         self._tokenizer = tokenizer
-        self._stop_token_ids = list(stop_token_ids)
+        self.stop_token_ids = list(stop_token_ids)
         self._connectors: weakref.WeakKeyDictionary[
             asyncio.AbstractEventLoop, aiohttp.TCPConnector
         ] = weakref.WeakKeyDictionary()
@@ -120,7 +122,18 @@ class RolloutClient:
             FleetTooSmall: too few servers serve.
             RequestRefused: a server refused a request.
         """
-        return asyncio.run(self._generate(prompts, self.sampling(**settings), answered))
+        sampling = self.sampling(**settings)
+
+        async def ask(prompt: Prompt) -> list[Completion]:
+            completions = await self.group(prompt, sampling)
+            answered()
+            return completions
+
+        return self.gather(map(ask, prompts))
+
+    def gather(self, answers: Iterable[Awaitable[T]]) -> list[T]:
+        """Wait for answers of the fleet, in order; the exceptions are those of `generate`."""
+        return asyncio.run(self._gather(answers))
 
     def sampling(
         self,
@@ -145,8 +158,13 @@ class RolloutClient:
             "top_p": top_p,
             "top_k": LARGEST_MASK if records_masks else -1,
             "max_new_tokens": max_response_length,
-            "stop_token_ids": self._stop_token_ids,
+            "stop_token_ids": self.stop_token_ids,
         }
+
+    def ends(self) -> list[tuple[int, str]]:
+        """Return the tokens that end an answer: ids and texts."""
+        texts = self._tokenizer.convert_ids_to_tokens(self.stop_token_ids)
+        return list(zip(self.stop_token_ids, texts, strict=True))
 
     async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
         """Return the completions of one prompt; see `complete`."""
@@ -190,23 +208,16 @@ class RolloutClient:
                 )
         return [self._completion(answer, len(token_ids)) for answer in answers], asked[-1]
 
-    async def _generate(
-        self, prompts: Sequence[Prompt], sampling: dict[str, Any], answered: Callable[[], None]
-    ) -> list[list[Completion]]:
-        async def ask(prompt: Prompt) -> list[Completion]:
-            completions = await self.group(prompt, sampling)
-            answered()
-            return completions
-
-        groups = asyncio.gather(*map(ask, prompts))
-        while not groups.done():
-            await asyncio.wait({groups}, timeout=POLL_S)
-            if not groups.done() and self.fleet.needs_admission():
-                groups.cancel()
+    async def _gather(self, answers: Iterable[Awaitable[T]]) -> list[T]:
+        gathered = asyncio.gather(*answers)
+        while not gathered.done():
+            await asyncio.wait({gathered}, timeout=POLL_S)
+            if not gathered.done() and self.fleet.needs_admission():
+                gathered.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
-                    await groups
+                    await gathered
                 raise AdmissionNeeded
-        return groups.result()
+        return gathered.result()
 
     async def _post(self, body: dict[str, Any], server: Server) -> list[_Sampled]:
         """Return a server's answers to one request, one for each completion."""
@@ -316,7 +327,7 @@ class RolloutClient:
             text=self._tokenizer.decode(token_ids, skip_special_tokens=True),
             # SGLang also says "length" when the last allowed token is a stop token.
             truncated=meta.finish_reason.type == "length"
-            and token_ids[-1] not in self._stop_token_ids,
+            and token_ids[-1] not in self.stop_token_ids,
             token_versions=meta.token_versions,
             routed_experts=routed_experts,
             sampling_masks=meta.output_token_sampling_mask,

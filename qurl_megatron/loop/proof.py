@@ -1,0 +1,161 @@
+"""A run proves its rollouts: what servers say of their samples, against what the learner computes.
+
+Before the first step, after a resume, and before a step is trained on that a new server has sampled
+for, the train-inference mismatch is measured. A run ends there if its format does not explain it.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+from torch import Tensor
+
+from qurl_megatron import device
+from qurl_megatron.agents.client import AgentFailed
+from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
+from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch
+from qurl_megatron.config.schema import Config
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.report.console import KL
+from qurl_megatron.report.run_log import RunLog
+from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.fleet import Member
+from qurl_megatron.weight_sync.publish import Publisher
+
+
+class Proof:
+    """Compares the servers' log-probs with the learner's. Collective over all learner ranks."""
+
+    def __init__(
+        self,
+        clients: dict[str, RolloutClient],
+        publishers: dict[str, Publisher],
+        prompts: list[Prompt],
+        learner: Learner,
+        config: Config,
+        log: RunLog,
+    ) -> None:
+        """Store the parts; only global rank 0 uses `clients`, by server set, and `prompts`."""
+        self._clients = clients
+        self._publishers = publishers
+        self._prompts = prompts[: config.rollout.prompts_per_step]
+        self._learner = learner
+        self._config = config
+        self._log = log
+        self._proven: set[Member] = set()  # rollout servers that were compared
+
+    def before_training(self) -> None:
+        """Compare each set with one completion of a step's prompts; write mismatch.json.
+
+        The BF16 evaluation servers show the noise of the engine alone. Any larger mismatch of the
+        rollout servers comes from quantization. All sets hold the learner's weights.
+
+        Raises:
+            WrongRollouts: the format of a set does not explain its mismatch.
+        """
+        measured = {name: self._measure(name, self._sample) for name in self._clients}
+        self._log.write_mismatch(measured)
+        for name, statistics in measured.items():
+            self._check(name, statistics)
+
+    def of_new_servers(self) -> None:
+        """Compare rollout servers that serve since the last call, if there are any.
+
+        Raises:
+            WrongRollouts: the format does not explain their mismatch.
+        """
+        fleet = self._clients["rollout"].fleet
+        if device.from_rank_zero(lambda: self._proven.issuperset(fleet.members("serving"))):
+            return
+        if statistics := self._measure("rollout", self._sample_from_new):
+            self._check("rollout", statistics)
+
+    def _check(self, name: str, statistics: dict[str, float]) -> None:
+        format = self._config.quantization.format if name == "rollout" else "bf16"
+        has_experts = self._learner.architecture.num_experts > 0
+        try:
+            check_mismatch(name, format, has_experts, statistics[KL])
+        except WrongRollouts as wrong:
+            if not self._config.rollout.accept_mismatch:
+                raise
+            self._log.say(f"warning: {wrong}")
+
+    def _measure(
+        self, name: str, sample: Callable[[RolloutClient], list[RolloutGroup]]
+    ) -> dict[str, float]:
+        """Return the `rollout_statistics` of what rank 0 samples; without samples, nothing."""
+        rollout = self._config.rollout
+        batches = [TrainBatch.empty()]
+
+        def work() -> bool:
+            groups = sample(self._clients[name])
+            if groups:
+                masks = ("mask_sizes", "mask_ids")
+                batches.append(pack(groups).only("behaviour_logprobs", *masks))
+            return bool(groups)
+
+        def mismatch(rows: TrainBatch) -> dict[str, Tensor]:
+            assert rows.proximal_logprobs is not None and rows.behaviour_logprobs is not None
+            logprobs = (rows.proximal_logprobs, rows.behaviour_logprobs)
+            return mismatch_sums(*logprobs, rows.loss_mask, self._config.objective.ratio_cap)
+
+        if not self._publishers[name].while_serving(work):
+            return {}
+        share = self._learner.share(batches[-1])
+        self._learner.score(share, ["proximal_logprobs"], temperature=rollout.temperature)
+        return rollout_statistics(self._learner.measure(share, mismatch))
+
+    def _sample(self, client: RolloutClient) -> list[RolloutGroup]:
+        servers = client.fleet.members("serving")
+        completions = client.generate(self._prompts, **self._settings)
+        groups = [
+            RolloutGroup(prompt, group, [0.0])
+            for prompt, group in zip(self._prompts, completions, strict=True)
+            if not group[0].has_failed
+        ]
+        if not groups:
+            raise AgentFailed("every episode before the first step has failed")
+        if client is self._clients["rollout"]:
+            self._proven.update(servers)
+            self._say_if_all_are_cut(client, groups)
+        return groups
+
+    def _sample_from_new(self, client: RolloutClient) -> list[RolloutGroup]:
+        """Ask the new servers, also of an agent's run for answers: tokens are tokens."""
+        new = [each for each in client.fleet.members("serving") if each not in self._proven]
+        by_server = {id(member.server): member for member in new}
+        sampling = client.sampling(**self._settings)
+        answers = client.gather(
+            client.complete(prompt.token_ids, sampling, member.server)
+            for prompt, member in zip(self._prompts, cycle(new), strict=False)
+        )
+        groups = []
+        for prompt, (completions, server) in zip(self._prompts, answers, strict=False):
+            if id(server) in by_server:  # another server answers for one that is lost, or busy
+                groups.append(RolloutGroup(prompt, completions, [0.0]))
+                self._proven.add(by_server[id(server)])
+        return groups
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        rollout = self._config.rollout
+        return {
+            "completions_per_prompt": 1,
+            "temperature": rollout.temperature,
+            "max_response_length": rollout.max_response_length,
+            "top_p": rollout.top_p,
+            "records_masks": rollout.top_p < 1,
+        }
+
+    def _say_if_all_are_cut(self, client: RolloutClient, groups: Sequence[RolloutGroup]) -> None:
+        answers = [group.completions[0] for group in groups]
+        if any(answer.episode or not answer.truncated for answer in answers):
+            return
+        ends = ", ".join(f"{number} {text!r}" for number, text in client.ends())
+        self._log.say(
+            f"warning: all {len(answers)} answers before the first step were cut off after "
+            f"{self._config.rollout.max_response_length} tokens. These tokens end an answer: "
+            f"{ends}. Should the model end with another, set rollout.stop_token_ids; else raise "
+            "rollout.max_response_length"
+        )
