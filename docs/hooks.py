@@ -52,7 +52,8 @@ def recipes_page() -> Iterator[str]:
     yield (
         "A recipe is a module in `recipes/` whose function `recipe()` returns a complete "
         "[configuration](configuration.md). `qurl train NAME` runs it, and `field=value` words "
-        "after the name change single fields.\n"
+        "after the name change single fields. A [file of your own](own-model.md#file) can stand in "
+        "the name's place.\n"
     )
     for module in sorted(pkgutil.iter_modules(recipes.__path__), key=lambda module: module.name):
         docstring = inspect.getdoc(importlib.import_module(f"qurl_megatron.recipes.{module.name}"))
@@ -64,7 +65,7 @@ def configuration_page() -> Iterator[str]:
     yield "# Configuration\n"
     yield (
         "Every field of a run, with its default. Set one with a word on the command line, "
-        "`rollout.servers=4`; values are written as in YAML, and `null` is none. "
+        "`rollout.servers=4`, or in a [file of your own](own-model.md#file); `null` is none. "
         "`data_options.size=9` sets one key of a dict, `data_options={size: 9}` the whole dict, "
         "and `data_options={}` empties it. A recipe sets some of these fields itself: a run's "
         "`config.yaml` holds all values as resolved.\n"

@@ -3,9 +3,11 @@
 import dataclasses
 import hashlib
 import json
+import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +219,17 @@ def test_a_recipe_of_the_package_wins_over_what_has_its_name() -> None:
     written("steps: 7\n", "grpo.yaml")
     assert load_recipe("grpo").config == grpo.recipe()
     assert load_recipe("grpo.yaml").config.steps == 7
+
+
+def test_the_files_of_the_documentation_are_recipes() -> None:
+    page = (Path(cli.__file__).parents[1] / "docs" / "own-model.md").read_text()
+    blocks = [textwrap.dedent(text) for text in re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.M)]
+    (ten_lines,) = [block for block in blocks if block.strip().startswith("recipe: ")]
+    assert len(ten_lines.split("\n\n")[0].splitlines()) <= 12
+    (program,) = [block for block in blocks if block.strip().startswith("from qurl_megatron")]
+    for file in (written(ten_lines), f"{written(program, 'my.py')}:recipe"):
+        config = load_recipe(file).config
+        assert (config.data, config.rollout.prompts_per_step) == ("problems.jsonl", 64)
 
 
 def test_a_plan_and_a_rehearsal_take_a_file() -> None:
