@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from qurl_megatron.model.architecture import Architecture, ArchitectureError, Llama3RopeScaling
+from qurl_megatron.model.architecture import (
+    SUPPORTED_ARCHITECTURES,
+    Architecture,
+    ArchitectureError,
+    Llama3RopeScaling,
+)
 
 OLD_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -34,9 +39,13 @@ LLAMA3_SCALING = {
 
 def read(directory: Path, **changes: Any) -> Architecture:
     """Read OLD_LLAMA from a directory, with some fields changed, or left out if 'absent'."""
-    config = {k: v for k, v in {**OLD_LLAMA, **changes}.items() if v != "absent"}
-    (directory / "config.json").write_text(json.dumps(config))
-    return Architecture.from_directory(directory)
+    return Architecture.from_directory(write_config(directory, {**OLD_LLAMA, **changes}))
+
+
+def write_config(directory: Path, fields: dict[str, Any]) -> Path:
+    given = {name: value for name, value in fields.items() if value != "absent"}
+    (directory / "config.json").write_text(json.dumps(given))
+    return directory
 
 
 def test_a_config_with_the_old_field_names_is_read(tmp_path: Path) -> None:
@@ -95,6 +104,42 @@ def test_a_config_that_transformers_writes_is_read(tmp_path: Path, family: str) 
     (tmp_path / "config.json").write_text(json.dumps(written))
     assumed = getattr(AutoConfig.from_pretrained(tmp_path), "head_dim", 96 // 12)
     assert Architecture.from_directory(tmp_path).head_dim == assumed
+
+
+FIELDS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+
+
+@pytest.mark.parametrize("name", SUPPORTED_ARCHITECTURES)
+@pytest.mark.parametrize("field", [*FIELDS, "norm_topk_prob"])
+def test_a_missing_or_null_field_is_what_transformers_takes_it_for(
+    tmp_path: Path, name: str, field: str
+) -> None:
+    from transformers import AutoConfig
+
+    traits = SUPPORTED_ARCHITECTURES[name]
+    experts = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 8)
+    config = {"architectures": [name], "model_type": traits.family, "norm_topk_prob": True}
+    config |= {"hidden_size": 512, "num_attention_heads": 32, **(experts if "Moe" in name else {})}
+    for changes in ({field: "absent"}, {field: None}):
+        given = {**OLD_LLAMA, **config, "tie_word_embeddings": False, **changes}
+        try:
+            expected = AutoConfig.from_pretrained(write_config(tmp_path, given))
+            head_dim = getattr(expected, "head_dim", 512 // 32)
+            numbers = [head_dim, *expected.rope_parameters.values()]
+            if None in numbers:  # transformers builds no model of it
+                raise ValueError
+        except Exception:
+            with pytest.raises(ArchitectureError, match=f"'{field}'"):
+                read(tmp_path, **given)
+            continue
+        architecture = read(tmp_path, **given)
+        assert architecture.num_key_value_heads == expected.num_key_value_heads
+        assert architecture.head_dim == head_dim
+        assert architecture.rms_norm_eps == expected.rms_norm_eps
+        assert architecture.rope_theta == expected.rope_parameters["rope_theta"]
+        assert architecture.tie_word_embeddings == expected.tie_word_embeddings
+        if architecture.num_experts:
+            assert architecture.normalize_topk == expected.norm_topk_prob
 
 
 MOE = {

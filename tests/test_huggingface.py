@@ -82,7 +82,35 @@ def test_a_redundant_copy_of_a_tied_embedding_is_ignored(write_changed: WriteCha
     def add_copy(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
-    open_weights(write_changed(add_copy))
+    check_model(write_changed(add_copy))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda head: head.index_put_((torch.tensor(130), torch.tensor(63)), torch.tensor(9.0)),
+        lambda head: head[:130],
+    ],
+    ids=["one value", "a row less"],
+)
+def test_another_head_than_a_tied_embedding_is_refused(
+    write_changed: WriteChanged, change: Change, sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add_other(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"].float())
+
+    monkeypatch.setattr(huggingface, "MAX_BYTES_READ", 1)  # in models of any size
+    monkeypatch.setattr(huggingface, "ROWS_READ", 50)
+    with pytest.raises(ArchitectureError, match="'lm_head.weight' is not its 'model.embed_tokens"):
+        check_model(write_changed(add_other, sharded))
+
+
+def test_a_copy_of_a_tied_embedding_may_have_another_dtype(write_changed: WriteChanged) -> None:
+    def add_copy(tensors: dict[str, Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].float()
+
+    check_model(write_changed(add_copy))
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -120,6 +148,38 @@ def test_a_missing_file_is_named(write_changed: WriteChanged) -> None:
         open_weights(directory)
     (directory / "model.safetensors.index.json").unlink()
     with pytest.raises(ArchitectureError, match="neither model.safetensors nor"):
+        open_weights(directory)
+
+
+def test_weights_of_two_saves_in_one_directory_are_refused(
+    model: Path, write_changed: WriteChanged
+) -> None:
+    directory = write_changed(sharded=True)
+    single = directory / "model.safetensors"
+    shutil.copy(model / "model.safetensors", single)
+    with pytest.raises(
+        ArchitectureError, match="model.safetensors.index.json, which does not name"
+    ):
+        open_weights(directory)
+    single.rename(directory / "model-00003-of-00003.safetensors")  # which the index does not name
+    with pytest.raises(ArchitectureError, match="in model-00003-of-00003.safetensors and in part-"):
+        open_weights(directory)
+    (directory / "model-00003-of-00003.safetensors").rename(single)
+    (directory / "model.safetensors.index.json").unlink()
+    with pytest.raises(ArchitectureError, match="in model.safetensors and in part-0.safetensors"):
+        open_weights(directory)
+    for part in ("part-0.safetensors", "part-1.safetensors"):
+        (directory / part).unlink()
+    save_file({"lora_A.weight": torch.zeros(1)}, directory / "adapter_model.safetensors")
+    open_weights(directory)
+
+
+def test_shards_that_overlap_are_refused(write_changed: WriteChanged) -> None:
+    directory = write_changed(sharded=True)
+    first, second = (load_file(directory / f"part-{number}.safetensors") for number in (0, 1))
+    name = min(first)
+    save_file({**second, name: first[name]}, directory / "part-1.safetensors")
+    with pytest.raises(ArchitectureError, match=f"tensor '{name}' in part-0.* and in part-1"):
         open_weights(directory)
 
 
