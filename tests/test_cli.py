@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
@@ -126,6 +127,21 @@ def test_run_directory_keeps_the_summary_of_its_data(tmp_path: Path) -> None:
     (config.run_dir / "data.txt").unlink()
     prepare_resume(config.run_dir, ["steps=7"])
     assert (config.run_dir / "data.txt").read_text() == kept
+
+
+def test_a_resumed_run_keeps_its_stop_tokens_and_its_day(tmp_path: Path) -> None:
+    words = [*grpo_words(tmp_path, good_problems()), "name=first", "template_date=2024-02-29"]
+    config, _ = prepare_new("grpo", words)
+    generation = Path(config.model) / "generation_config.json"
+    generation.write_text('{"eos_token_id": 7}')
+    resumed, _ = prepare_resume(config.run_dir, [])
+    assert resumed.rollout.stop_token_ids == [EOS_TOKEN_ID]
+    assert resumed.template_date == "2024-02-29"
+    given = [*words[:-2], "name=second", "rollout.stop_token_ids=[9,8]"]
+    config, summary = prepare_new("grpo", given)
+    assert config.rollout.stop_token_ids == [9, 8]
+    assert config.template_date == date.today().isoformat()
+    assert "\nan answer ends with: '(' (9), \"'\" (8)\n" in summary
 
 
 def test_dry_run_prints_the_summary_and_starts_and_writes_nothing(tmp_path: Path) -> None:

@@ -414,6 +414,21 @@ def test_summary_counts_the_prompts_with_a_system_message_of_their_own(tmp_path:
     assert "\nsystem_prompt: given to 3 prompts; 1 have their own\n" in shown
 
 
+def test_end_tokens_behind_prompts_are_cut_off_and_counted(tmp_path: Path) -> None:
+    entries = [
+        *numbered(1),
+        {"question": "Say 5.", "answer": "5"},
+        {"question": "2??", "answer": "2"},
+    ]
+    source = read_problems(write_lines(tmp_path / "a.jsonl", *entries), {})
+    read = tokenize(source, character_tokenizer(), 9, ends=[ord("?")])
+    assert [text(prompt) for prompt in read] == ["1 + 1", "Say 5.", "2"]
+    assert source.notes == ["end tokens, or a second beginning, cut off: 2 prompts"]
+    nothing = read_problems(write_lines(tmp_path / "b.jsonl", {"question": "?", "answer": "5"}), {})
+    with pytest.raises(DataError, match="b.jsonl line 1: its prompt is nothing but an end token"):
+        tokenize(nothing, character_tokenizer(), 9, ends=[ord("?")])
+
+
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=60))
 def test_histogram_counts_every_length_once(lengths: list[int]) -> None:
     title, *bins = length_lines(lengths)

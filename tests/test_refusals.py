@@ -146,6 +146,10 @@ FIELDS = rows(r"""
     rollout.prompts_per_step=1000000000     problems to train on
     objective.kl_coefficient=0 & warmup.max_steps=1  after the warm-up set 256 aside
     rollout.completions_per_prompt=1        needs at least two; advantage_estimator=gae takes one
+    rollout.stop_token_ids=[1,256]          rollout.stop_token_ids: the model has no token 256
+    rollout.stop_token_ids=[-1]             greater than or equal to 0
+    template_date=2026-13-01                template_date=2026-13-01: a day is YYYY-MM-DD
+    chat_template_options.a=1               chat_template_options.a=1: the chat template of 'model'
     rollout.max_response_length=5000        with rollout.max_prompt_length=100 that is 5100 tokens
     rollout.max_prompt_length=512           a response needs some of them; set it lower
     rollout.soft_overlong_tokens=100        must be less than rollout.max_response_length=100
