@@ -13,7 +13,7 @@ happens on the machine happens to all. Tokens per second are the sampled tokens 
 whole request. Every measurement is a line of `--rows`. The table and the picture are of all lines
 there, so that several calls, such as one for each shape, add up.
 
-The default takes about ten minutes and 12 GB on two cores. The shape of 1.5B takes three times as
+The default takes about ten minutes and 16 GB on two cores. The shape of 1.5B takes three times as
 much of both: choose `--engines`. All batches and lengths: `--batches 1 16 64 --prompts 64 512`.
 """
 
@@ -25,7 +25,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -51,7 +50,7 @@ def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument("--python", type=Path, help="of the peers' environment")
     parser.add_argument("--engines", nargs="+", choices=OWN + PEERS)
-    parser.add_argument("--shapes", nargs="+", choices=policy.SHAPES, default=["0.5B"])
+    parser.add_argument("--shape", choices=policy.SHAPES, default="0.5B")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--prompts", nargs="+", type=int, default=[64], help="their lengths")
     parser.add_argument("--answers", type=int, default=32, help="their length")
@@ -66,17 +65,16 @@ def main() -> None:
         parser.error("--python must name the Python of the peers' environment")
     machine.print_machine("torch", "sglang")
     print(f"{arguments.threads} threads each", flush=True)
-    publish.initialize_single_rank()
-    for shape in arguments.shapes:
-        measure(shape, arguments)
+    measure(arguments)
     rates = read_rates(arguments.rows)
     print_table(rates)
     if arguments.picture:
         draw(rates, arguments.picture)
 
 
-def measure(shape: str, arguments: argparse.Namespace) -> None:
+def measure(arguments: argparse.Namespace) -> None:
     """Start all engines, let them take turns, and append a row for each measurement."""
+    shape = arguments.shape
     directory = arguments.rows.absolute().parent / shape
     directory.mkdir(parents=True, exist_ok=True)
     policy.write_config(shape, directory)
@@ -84,25 +82,28 @@ def measure(shape: str, arguments: argparse.Namespace) -> None:
     with ExitStack() as running:
         engines: dict[str, Sample] = {}
         for name in arguments.engines:
-            start = run_peer if name in PEERS else run_own
-            engines[name] = running.enter_context(start(name, shape, directory, arguments))
-            for batch, prompt in batches:  # starts threads, and makes room for the cache
-                engines[name](batch, prompt, WARM_UP_TOKENS)
+            if name in OWN:
+                engines[name] = running.enter_context(run_own(name, directory, arguments))
+        publish.initialize_single_rank()  # starts threads, and who has some cannot fork a server
+        for name in arguments.engines:
+            if name in PEERS:
+                engines[name] = running.enter_context(run_peer(name, directory, arguments))
+        for answer, (batch, prompt) in itertools.product(engines.values(), batches):
+            answer(batch, prompt, WARM_UP_TOKENS)
         for number, (batch, prompt) in itertools.product(range(arguments.rounds), batches):
             for name, answer in engines.items():
                 start_s = time.perf_counter()
                 answer(batch, prompt, arguments.answers)
                 rate = batch * arguments.answers / (time.perf_counter() - start_s)
                 row = {"shape": shape, "batch": batch, "prompt": prompt, "engine": name}
-                append_lines(arguments.rows, [row | {"round": number, "tokens_per_s": rate}])
+                row |= {"round": number, "tokens_per_s": rate}
+                append_lines(arguments.rows, [row])
                 print(f"{shape} {batch} x {prompt} {name}: {rate:.1f} tokens/s", flush=True)
 
 
 @contextmanager
-def run_own(
-    name: FormatName, shape: str, directory: Path, arguments: argparse.Namespace
-) -> Iterator[Sample]:
-    """Start a server and publish weights to it; stop it at the end."""
+def run_own(name: FormatName, directory: Path, arguments: argparse.Namespace) -> Iterator[Sample]:
+    """Start a server, which gets weights before its first answer; stop it at the end."""
     length = max(arguments.prompts) + arguments.answers
     batch = max(arguments.batches)
     server = ServerConfig(
@@ -111,18 +112,23 @@ def run_own(
         threads=arguments.threads,
     )
     log = directory / f"{name}.log"
-    with policy.run_server(shape, name, server, length, log) as (running, architecture):
-        fleet = Fleet("rollout", {0: running})
-        publisher = Publisher(random_learner(architecture), fleet, QuantizationConfig(name))
-        assert publisher.publish().num_servers == 1
-        publisher.close()
-        yield partial(sample, running, vocabulary=architecture.vocab_size)
+    with policy.run_server(arguments.shape, name, server, length, log) as (running, architecture):
+        has_weights = False
+
+        def answer(*sizes: int) -> None:
+            nonlocal has_weights
+            if not has_weights:
+                fleet = Fleet("rollout", {0: running})
+                publisher = Publisher(random_learner(architecture), fleet, QuantizationConfig(name))
+                has_weights = publisher.publish().num_servers == 1
+                publisher.close()
+            sample(running, *sizes, vocabulary=architecture.vocab_size)
+
+        yield answer
 
 
 @contextmanager
-def run_peer(
-    name: str, shape: str, directory: Path, arguments: argparse.Namespace
-) -> Iterator[Sample]:
+def run_peer(name: str, directory: Path, arguments: argparse.Namespace) -> Iterator[Sample]:
     """Start a peer's process and print its versions; end it at the end."""
     fields = {"engine": name, "directory": str(directory), "threads": arguments.threads}
     with (
