@@ -52,6 +52,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks import machine
 from benchmarks.deployment import (
     COMPLETIONS,
+    FEW_RECORDS,
     PER_STEP,
     PROMPT_LENGTH,
     RESPONSE_LENGTH,
@@ -89,9 +90,6 @@ STARTER_POLL_S = 0.2
 # Largest mean |behaviour - learner's log-prob| over a completion, in nats. INT8 makes 0.03; weights
 # that a server has drawn at random make 0.6 on the mean, and 0.3 or more over five tokens.
 LARGEST_DIFFERENCE = 0.2
-# torch keeps a record of each of the last collectives of a process, 2,000 unless this says
-# otherwise. They fill up in hundreds of publishes, and look like growth until then.
-FEW_RECORDS = {"TORCH_FR_BUFFER_SIZE": "20"}
 MARK = "QURL_SOAK"  # variable in the environment of every process of this command
 
 

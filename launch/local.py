@@ -23,8 +23,16 @@ from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.launch.serve import release_servers_at, save_servers_at
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.launch.status import claim, how_to_resume
+from qurl_megatron.planning.host import servers_here, settle_run
 from qurl_megatron.process import NO_THREADS, ending_signals, free_port, outlive_output, tail
-from qurl_megatron.rollout.preload import PreloadFailed, Program, Started, preload, start
+from qurl_megatron.rollout.preload import (
+    PreloadFailed,
+    Program,
+    Started,
+    how_it_ended,
+    preload,
+    start,
+)
 from qurl_megatron.rollout.server import ServerFailed, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
@@ -124,9 +132,11 @@ def _start_servers(servers: Servers, received: list[int]) -> None:
     because each takes a fraction of the memory it finds free.
 
     Raises:
+        ConfigError: they do not fit in the memory of a machine without a GPU.
         ServerFailed: a server that others had to wait for did not start.
     """
     config = servers.attempt.config
+    settle_run(config, servers_here(config), config.learner.world_size)
     placed = place_servers(config, device.num_gpus())
     used = set(range(config.learner.world_size))
     for spec in server_specs(config):
@@ -189,8 +199,8 @@ def _watch(ranks: list[Started], servers: Servers, received: list[int]) -> int:
         if failed is not None:
             log = servers.attempt.rank_log(failed)
             print(
-                f"\nqurl: learner rank {failed} ended with code {codes[failed]}; the end of {log}:"
-                f"\n{tail(log)}",
+                f"\nqurl: learner rank {failed} ended ({how_it_ended(ranks[failed].pid)}); the end "
+                f"of {log}:\n{tail(log)}",
                 file=sys.stderr,
             )
             return 1

@@ -31,8 +31,10 @@ from qurl_megatron.config.validate import check_group_size, validate_server
 from qurl_megatron.config.values import Count, GroupSize, Seed, Text
 from qurl_megatron.files import check_output
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.planning.host import ServerSet, settle_caches
 from qurl_megatron.process import free_port
 from qurl_megatron.rollout.elsewhere import Unreachable, check_servers, release, remote_server
+from qurl_megatron.rollout.preload import how_it_ended
 from qurl_megatron.rollout.roster import SERVERS_AT, read_set, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S, Server, ServerPlan
 
@@ -126,7 +128,7 @@ def run(config: ServeConfig) -> int:
         print(f"ready: rollout.servers_at=[{url}]", flush=True)
         while server.alive():
             time.sleep(POLL_S)
-        print(f"qurl: {server.failed('ended')}", file=sys.stderr)
+        print(f"qurl: {server.failed(f'ended ({how_it_ended(server.pid)})')}", file=sys.stderr)
         return 1
 
 
@@ -140,6 +142,8 @@ def _check(config: ServeConfig) -> None:
     check_group_size(config.format, config.group_size, "group_size=")
     validate_server("server", config.server, architecture, config.weight_format, config.max_length)
     kept_layers(config.keep, architecture, "keep")
+    of_model = architecture, config.weight_format, config.max_length, config.keep
+    settle_caches([ServerSet(config.server, *of_model, length_field="max_length")])
     if config.records_routing and not architecture.num_experts:
         raise ConfigError("records_routing=True: the model has no experts; leave it out")
     if not config.host:

@@ -20,7 +20,7 @@ from qurl_megatron.config.schema import Config
 from qurl_megatron.launch.placement import ServerSpec
 from qurl_megatron.process import TurnLock, make_key, tail
 from qurl_megatron.rollout.control import RELEASED, ServerControl
-from qurl_megatron.rollout.preload import exit_code
+from qurl_megatron.rollout.preload import exit_code, how_it_ended
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, Server, ServerFailed, ServerPlan, answers
 
@@ -211,7 +211,7 @@ class Servers:
             if is_alive and code is None:
                 return "does not answer the learner"
             starting = "" if slot.is_ready else "while starting "
-            return f"died {starting}({how_it_ended(code)})"
+            return f"died {starting}({how_it_ended(server.pid)})"
         timeout_s = slot.spec.server.start_timeout_s
         if not slot.is_ready and answers(server):
             if self._takes_turns:
@@ -261,10 +261,3 @@ class Servers:
             for other in self._slots
             if other is not slot and not other.waits and not other.is_ready
         )
-
-
-def how_it_ended(code: int | None) -> str:
-    """Describe a process's exit code; None if it is not known."""
-    if code is None:
-        return "exit code unknown"
-    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,7 @@ def rollout(logs: Path) -> int:
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.launch.placement import server_specs
     from qurl_megatron.launch.servers import Servers
+    from qurl_megatron.planning.host import settle_run
     from qurl_megatron.rollout.preload import PreloadFailed, preload
     from qurl_megatron.rollout.server import ServerFailed
 
@@ -113,6 +115,7 @@ def rollout(logs: Path) -> int:
     roster = roster_of(logs, own.name)
     with contextlib.closing(Servers(attempt, roster, host, plan.api_key)) as servers:
         try:
+            settle_run(attempt.config, Counter(name for name, _, _ in own.servers), own.ranks)
             preload(logs / f"preload_{own.name}.log")
             for set_name, index, first_gpu in own.servers:
                 spec = specs[set_name, index]

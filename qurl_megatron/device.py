@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.process import bind_stores, installed_gpus, trim_heap
+from qurl_megatron.process import bind_stores, installed_gpus, memory_limits, trim_heap
 
 T = TypeVar("T")
 
@@ -83,10 +83,14 @@ def memory_bytes() -> int:
 
 def machine_memory_bytes() -> int:
     """Return the memory of this machine, or what its container may use of it."""
-    limit = Path("/sys/fs/cgroup/memory.max")  # a number, or `max`
-    text = limit.read_text().strip() if limit.exists() else ""
     total = int(psutil.virtual_memory().total)
-    return min(total, int(text)) if text.isdecimal() else total
+    return min([total, *(limit for limit, _ in memory_limits())])
+
+
+def free_memory_bytes() -> int:
+    """Return the memory that processes can still take on this machine, or in its container."""
+    available = int(psutil.virtual_memory().available)
+    return min([available, *(free for _, free in memory_limits())])
 
 
 def pinned(num_bytes: int) -> Tensor:
@@ -173,13 +177,23 @@ def local_rank() -> int:
     return _from_environment("LOCAL_RANK", "SLURM_LOCALID", 0)
 
 
-def child_environment(additions: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with `additions`, for a child process."""
-    return {**os.environ, **additions}
+def variables(prefixes: tuple[str, ...]) -> set[str]:
+    """Return the names of this process's variables that begin with one of the prefixes."""
+    return {name for name in os.environ if name.startswith(prefixes)}
 
 
-def extend_environment(additions: Mapping[str, str]) -> None:
-    """Add variables to this process's environment."""
+def child_environment(
+    additions: Mapping[str, str], without: Collection[str] = ()
+) -> dict[str, str]:
+    """Return this process's environment for a child: `without` some names, with `additions`."""
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    return {**inherited, **additions}
+
+
+def extend_environment(additions: Mapping[str, str], without: Collection[str] = ()) -> None:
+    """Add variables to this process's environment, and remove those of the names `without`."""
+    for name in without:
+        os.environ.pop(name, None)
     os.environ.update(additions)
 
 

@@ -43,6 +43,10 @@ NO_THREADS = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+KERNEL_EVENTS = Path("/proc/vmstat")
+
 _drawn: set[int] = set()  # the ports that `free_port` has returned
 
 
@@ -375,6 +379,42 @@ def trim_heap() -> None:
     sizes come and go, as in a server that computes on a CPU, that becomes more and more.
     """
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def memory_limits() -> list[tuple[int, int]]:
+    """Return what each cgroup around this process may take, and what is free of it, in bytes.
+
+    In a container the own cgroup is the root of what is mounted. What the kernel has in memory of
+    files counts as free, because it gives that up.
+    """
+    limits = []
+    for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []:
+        _, controllers, own = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = 1 if controllers else 2
+        root = CGROUPS / "memory" if version == 1 else CGROUPS
+        names = {1: ("limit_in_bytes", "usage_in_bytes", "total_"), 2: ("max", "current", "")}
+        of_limit, of_usage, prefix = names[version]
+        for parent in (Path(own), *Path(own).parents):
+            group = root / parent.relative_to("/")
+            limit = group / f"memory.{of_limit}"  # a number, or `max`
+            if not limit.exists() or not (text := limit.read_text().strip()).isdecimal():
+                continue
+            usage = int((group / f"memory.{of_usage}").read_text())
+            counts = dict(map(str.split, (group / "memory.stat").read_text().splitlines()))
+            files = int(counts[f"{prefix}active_file"]) + int(counts[f"{prefix}inactive_file"])
+            limits.append((int(text), max(0, int(text) - usage + files)))
+    return limits
+
+
+def oom_kills() -> int | None:
+    """Return how many processes the kernel has killed since boot because memory ran out.
+
+    None if it does not say so.
+    """
+    lines = KERNEL_EVENTS.read_text().splitlines() if KERNEL_EVENTS.exists() else []
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def installed_gpus() -> int | None:

@@ -22,6 +22,7 @@ from qurl_megatron import process
 from qurl_megatron.cli import app
 from qurl_megatron.commands import scaling
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
+from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
@@ -29,9 +30,11 @@ from qurl_megatron.launch.placement import server_specs, smallest_plan
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.launch.status import claim
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import host
 from qurl_megatron.planning.gpus import Node
+from qurl_megatron.planning.memory import kv_bytes_per_token
 from qurl_megatron.planning.plan import plan
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES
@@ -476,14 +479,13 @@ def test_a_run_of_slurm_jobs_is_resumed_here_only_in_a_job_or_if_told_so(
 def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(host.device, "machine_memory_bytes", lambda: 10_000_000)
+    monkeypatch.setattr(host.device, "free_memory_bytes", lambda: 100_000_000)
     with pytest.raises(ConfigError) as refused:
         prepare_new("quickstart", ["name=first"], num_gpus=0)
-    # 16 B for each of 1.27M parameters; three servers, in INT8 and in BF16. And the processes.
-    assert (
-        "without a GPU the learner takes 0.43 GB of memory (2 ranks) and the servers 0.905 GB "
-        "(rollout.servers=2), at least; this machine has 0.01 GB"
-    ) in str(refused.value)
+    assert str(refused.value) == (
+        "memory: without a GPU this needs 1.71 GB, and 0.1 GB are free here; lower what takes "
+        "most: rollout.servers (0.613 GB), model (0.436 GB), evaluation.server (0.308 GB)"
+    )
     assert not Path("runs").exists()
     prepare_new("quickstart", ["name=first"], num_gpus=0, writes=False)  # only checks
     prepare_new("quickstart", ["name=first"])  # a Slurm job's nodes have memory of their own
@@ -492,7 +494,8 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("rollout.servers=200", r"the servers 60\.\d GB \(rollout.servers=200\), at least"),
+        ("rollout.servers=200", r"lower what takes most: rollout.servers \(61\.\d GB\), "),
+        ("rollout.server.max_total_tokens=100000000", r"\.server\.max_total_tokens \(230 GB\), "),
         ("learner.context_parallel_size=32", "64 learner ranks and 3 of servers compute on 2 co"),
         ("scoring_workers=1000000000", r"scoring_workers=1000000000: they take 5e\+04 TB of mem"),
     ],
@@ -500,11 +503,40 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
 def test_numbers_that_are_absurd_on_this_machine_are_refused_with_the_estimate(
     monkeypatch: pytest.MonkeyPatch, word: str, message: str
 ) -> None:
-    monkeypatch.setattr(host.device, "machine_memory_bytes", lambda: 24_000_000_000)
+    monkeypatch.setattr(host.device, "free_memory_bytes", lambda: 24_000_000_000)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     with pytest.raises(ConfigError, match=message):
         prepare_new("quickstart", ["name=first", word], num_gpus=0)
     assert not Path("runs").exists()
+
+
+def test_caches_without_a_gpu_share_what_the_learner_leaves_of_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ["name=first", "rollout.server.max_total_tokens=none"]
+    words.append(f"rollout.server.max_running_requests={(most := 60_000)}")
+    config, _ = prepare_new("quickstart", words, num_gpus=0)
+    assert config.rollout.server.max_total_tokens is None  # each start decides
+    longest = config.rollout.max_length + CONTEXT_RESERVE
+    token_bytes = kv_bytes_per_token(Architecture.from_directory(config.model))
+
+    def settled(free: int, *words: str) -> list[int | None]:
+        monkeypatch.setattr(host.device, "free_memory_bytes", lambda: free)
+        changed = with_overrides(config, list(words))
+        host.settle_run(changed, host.servers_here(changed), changed.learner.world_size)
+        return [changed.rollout.server.max_total_tokens, changed.evaluation.server.max_total_tokens]
+
+    evaluation = config.evaluation.server.max_total_tokens
+    assert settled(10**11) == [most * longest, evaluation]
+    # Half of what is added goes to each of two servers; SHARE of it may be used.
+    small, larger = (settled(free)[0] or 0 for free in (30 * 10**8, 31 * 10**8))
+    assert longest < small < larger < most * longest
+    assert larger - small == pytest.approx(host.SHARE * 10**8 / 2 / token_bytes, abs=1)
+    assert (
+        settled(10**11, "rollout.server.options.page_size=64")[0] == most * -(-longest // 64) * 64
+    )
+    with pytest.raises(ConfigError, match="lower what takes most: rollout.servers"):
+        settled(10**9)
 
 
 def test_status_tells_a_finished_run_from_one_that_was_extended(no_slurm: None) -> None:

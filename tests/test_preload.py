@@ -45,6 +45,7 @@ def main(name):
     atexit.register(print, "at its end")
     print(os.environ["COLOUR"], os.getsid(0) == os.getpid(), sys.stdin.read() == "")
     print("written to standard error", file=sys.stderr)
+    print("inherited:", [name for name in ("COLD", "WARM") if name in os.environ])
     print("imported before the fork:", imported_by == os.getppid())
     print("USR1 ignored:", signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
     print("TERM by default:", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
@@ -66,7 +67,7 @@ class Starter:
 
     def begin(self, code: str, *words: str) -> subprocess.Popen[str]:
         path = os.pathsep.join([str(self.directory), *sys.path])
-        environment = os.environ | NO_THREADS | {"PYTHONPATH": path}
+        environment = os.environ | NO_THREADS | {"PYTHONPATH": path, "COLD": "", "WARM": ""}
         return subprocess.Popen(
             [sys.executable, "-c", STARTER + code, *words],
             cwd=self.directory,
@@ -110,6 +111,7 @@ def test_a_program_has_its_own_session_environment_log_signals_and_exit_code(
     assert set(starter.log("describe").splitlines()) == {
         "green True True",
         "written to standard error",
+        "inherited: ['COLD', 'WARM']",
         f"imported before the fork: {how == 'preload'}",
         "USR1 ignored: True",
         "TERM by default: True",
@@ -124,6 +126,14 @@ def test_a_process_with_threads_starts_fresh_ones(starter: Starter) -> None:
     begin_thread = "threading.Thread(target=time.sleep, args=(600,), daemon=True).start()\n"
     assert starter.run(begin_thread + DESCRIBE, "preload") == ["7 7"]
     assert "imported before the fork: False" in starter.log("describe")
+
+
+def test_a_program_can_be_started_afresh_without_some_variables(starter: Starter) -> None:
+    """A fork may have read them when it imported something."""
+    without = DESCRIBE.replace("**signals", "**signals, without={'COLD'}, is_fresh=True")
+    assert starter.run(without, "preload") == ["7 7"]
+    log = starter.log("describe")
+    assert "inherited: ['WARM']" in log and "imported before the fork: False" in log
 
 
 def test_a_process_that_has_asked_a_server_still_forks(starter: Starter) -> None:

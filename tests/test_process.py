@@ -14,6 +14,7 @@ from subprocess import PIPE
 import psutil
 import pytest
 
+from qurl_megatron import device
 from qurl_megatron import process as processes
 from qurl_megatron.process import (
     LOCK,
@@ -227,3 +228,41 @@ def test_memory_that_was_freed_between_pieces_in_use_goes_back_to_the_kernel() -
     for piece in pieces[1::2]:
         libc.free(piece)
     assert kept - trimmed > 0.8 * number * size / 2
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "files"),
+    [
+        ("0::/job/step\n", {"job/memory.max": "5000", "job/memory.current": "4000"}),
+        (
+            "3:cpu:/x\n4:memory:/a/b\n0::/\n",
+            {
+                "memory/a/memory.limit_in_bytes": "5000",
+                "memory/a/memory.usage_in_bytes": "4000",
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),  # has no limit
+                "memory/memory.usage_in_bytes": "100",
+            },
+        ),
+    ],
+)
+def test_a_cgroup_around_the_own_one_limits_memory_and_pages_of_files_are_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroups: str, files: dict[str, str]
+) -> None:
+    (tmp_path / "own").write_text(cgroups)
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+        prefix = "total_" if "memory/" in name else ""
+        stat = f"cache 9\n{prefix}inactive_file 200\n{prefix}active_file 50\n"
+        (path.parent / "memory.stat").write_text(stat)
+    no_limit = tmp_path / "job/step"
+    no_limit.mkdir(parents=True)
+    (no_limit / "memory.max").write_text("max\n")
+    monkeypatch.setattr(processes, "CGROUPS", tmp_path)
+    monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "own")
+    assert min(processes.memory_limits()) == (5000, 1250)
+    assert device.free_memory_bytes() == 1250
+    assert device.machine_memory_bytes() == 5000
+    monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "no such file")
+    assert processes.memory_limits() == []

@@ -18,8 +18,9 @@ from qurl_megatron.config.schema import Config, ServerConfig
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.placement import server_specs
-from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers, how_it_ended
+from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers
 from qurl_megatron.process import start_ticks
+from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.roster import read_roster, report_lost
 from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan
 
@@ -43,6 +44,7 @@ class Machine:
         pid = process.pid
         self.seeds.append(plan.seed)
         self.processes[pid] = process
+        preload._started[pid] = preload.Started(pid, process.poll)
         scratch = self.config.run_dir / f"scratch{pid}"
         scratch.mkdir()
         return Server(
@@ -75,7 +77,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     save(config, config.run_dir / "config.yaml")
     machine = Machine(config)
     monkeypatch.setattr(ServerPlan, "start", lambda plan: machine.start(plan))
-    monkeypatch.setattr(servers, "exit_code", lambda pid: machine.processes[pid].poll())
     monkeypatch.setattr(servers, "answers", lambda server: server.url in machine.answering)
     yield machine
     for pid in machine.processes:
@@ -228,10 +229,21 @@ def test_a_starter_in_place_of_a_dead_one_continues_its_logs_and_seeds(machine: 
         check_until(again, lambda: machine.listed(0) != starting)
 
 
-def test_an_exit_code_is_described() -> None:
-    assert how_it_ended(None) == "exit code unknown"
-    assert how_it_ended(-11) == "killed by signal 11"
-    assert how_it_ended(1) == "exit code 1"
+def test_an_exit_code_is_described_and_whether_memory_ran_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ended(code: int | None, before: int | None = 2, now: int | None = 2) -> str:
+        monkeypatch.setattr(preload, "oom_kills", lambda: now)
+        monkeypatch.setitem(preload._started, 0, preload.Started(0, lambda: code, before))
+        return preload.how_it_ended(0)
+
+    monkeypatch.setattr(preload.device, "machine_memory_bytes", lambda: 3_000_000_000)
+    killed = "; most likely memory ran out, and the kernel killed it: the limit here is 3 GB"
+    assert ended(None) == "exit code unknown"
+    assert ended(-11) == "killed by signal 11"
+    assert ended(-9) == "killed by signal 9"  # by somebody
+    assert ended(-9, None, None) == f"killed by signal 9{killed}"
+    assert ended(1, now=3) == f"exit code 1{killed}"  # a part of a server was killed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has memory of its own")

@@ -6,7 +6,9 @@ SGLang's server is not started here; `tests/e2e/test_servers_at.py` does that.
 import asyncio
 import dataclasses
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +36,7 @@ from qurl_megatron.launch.serve import (
     save_servers_at,
 )
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.rollout import elsewhere, preload
+from qurl_megatron.rollout import elsewhere, preload, server
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
@@ -242,6 +244,38 @@ def test_a_server_asks_no_proxy_when_it_asks_itself(
         monkeypatch.setenv(name, given[name])
         assert proxy_bypass("127.0.0.1")
         monkeypatch.delenv(name)
+
+
+def test_a_server_gets_variables_of_engines_only_if_they_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs: list[preload.Program] = []
+
+    def start(program: preload.Program) -> preload.Started:
+        programs.append(program)
+        return preload.Started(os.getpid(), lambda: None)
+
+    monkeypatch.setattr(preload, "start", start)
+    monkeypatch.setattr(server, "_said_dropped", set())
+    of_shell = {"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGL_X", "TORCH_LOGS", "DNNL_X", "ONEDNN_X"}
+    for name in [*of_shell, "NCCL_DEBUG", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"]:
+        monkeypatch.setenv(name, "1")
+    for environment in {}, {"TORCH_LOGS": "+dynamo"}:
+        given = ServerConfig(environment=environment)
+        plan = ServerPlan(tmp_path, given, "bf16", 10, tmp_path / "log", seed=0)
+        shutil.rmtree(plan.start().scratch_dir)
+    assert set(programs[0].without) == of_shell and programs[0].is_fresh
+    assert programs[0].environment["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == "0"
+    assert set(programs[1].without) == of_shell - {"TORCH_LOGS"}
+    assert programs[1].environment["TORCH_LOGS"] == "+dynamo"
+    said = f"qurl: servers do not get {', '.join(sorted(of_shell))} from this shell; "
+    assert capsys.readouterr().err.startswith(said)
+    for name in of_shell:
+        monkeypatch.delenv(name)
+    plan = ServerPlan(tmp_path, ServerConfig(), "bf16", 10, tmp_path / "log", seed=0)
+    shutil.rmtree(plan.start().scratch_dir)
+    assert not programs[2].without and not programs[2].is_fresh
+    assert not capsys.readouterr().err
 
 
 def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(

@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -22,7 +23,7 @@ from qurl_megatron.quantization.quantize import (
     quantize,
     scale_dtype,
 )
-from qurl_megatron.sglang_plugin import attention, platform, products, sampling, weights
+from qurl_megatron.sglang_plugin import attention, memory, platform, products, sampling, weights
 from qurl_megatron.sglang_plugin.formats import (
     CONFIGS,
     Fp8BlockConfig,
@@ -368,3 +369,17 @@ def test_an_emptied_cache_is_freed_at_once_although_its_nodes_refer_to_each_othe
     assert freed() is not None
     platform.CpuPlatform().empty_cache()
     assert freed() is None
+
+
+def test_a_kv_cache_takes_memory_only_where_it_is_written() -> None:
+    def create(pool: Any) -> None:
+        pool.buffer = torch.zeros((2**17, 2, 512), dtype=torch.bfloat16, device=pool.device)
+
+    pool, process = SimpleNamespace(device="cpu"), psutil.Process()
+    before = process.memory_info().rss
+    memory.create_cache(create, pool)
+    pool.buffer[7] = 1
+    assert process.memory_info().rss - before < 2**24 < pool.buffer.nbytes / 8
+    assert pool.buffer[7].sum() == 1024 and pool.buffer[6].sum() == pool.buffer[-1].sum() == 0
+    memory.give_back(pool.buffer)
+    assert pool.buffer[7].sum() == 0

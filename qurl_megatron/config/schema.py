@@ -43,6 +43,8 @@ from qurl_megatron.config.values import (
     Threads,
     TopP,
     Url,
+    VariableName,
+    VariableText,
     matching,
 )
 
@@ -354,13 +356,15 @@ class ServerConfig:
     """Number of GPUs (without GPUs: processes) that share the model."""
 
     mem_fraction_static: Fraction = 0.85
-    """Fraction of a GPU's free memory, at start, for weights and KV cache."""
+    """Fraction of a GPU's free memory, at start, for weights and KV cache. Of no effect without
+    GPUs."""
 
     max_running_requests: Sequences = 256
     """Maximum number of sequences decoded at once."""
 
     max_total_tokens: Count | None = None
-    """Size of the KV cache, in tokens. None: as many as fit in the memory."""
+    """Size of the KV cache, in tokens. None: as many as fit in the memory; without GPUs as many as
+    `max_running_requests` of the maximum length need, if the free memory holds them."""
 
     threads: Threads = 1
     """Number of CPU threads of each process without a GPU. More than the machine has free slows
@@ -378,6 +382,11 @@ class ServerConfig:
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
     true gives a flag. A refusal lists those that cannot falsify log-probs or weight versions."""
+
+    environment: dict[VariableName, VariableText] = dataclasses.field(default_factory=dict)
+    """Variables in the server's environment: environment.NAME=value. It gets no `SGLANG_*`,
+    `SGL_*`, `TORCH*`, `ONEDNN*` and `DNNL_*` of the shell, which change what it samples or says of
+    it, but these."""
 
     expert_parallel_size: Ranks = 1
     """Mixture of experts: over how many groups of the server's ranks whole experts are divided. It

@@ -128,6 +128,12 @@ def _objection(name: str, value: OptionValue) -> str:
     return ""
 
 
+def tokens_of_requests(server: ServerConfig, max_length: int, requests: int) -> int:
+    """Return the tokens in a KV cache that holds so many requests of `max_length` tokens each."""
+    page = int(server.options.get("page_size", 1))
+    return requests * -(-(max_length + CONTEXT_RESERVE) // page) * page
+
+
 def command_line(options: Mapping[str, object]) -> list[str]:
     """Return options, by name with underscores, as words of a command line.
 

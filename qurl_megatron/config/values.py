@@ -1,5 +1,6 @@
 """What a field of a configuration may hold."""
 
+import json
 import re
 from datetime import date
 from pathlib import Path
@@ -107,6 +108,17 @@ OptionName = Annotated[
     matching(
         r"[^\W\d]\w*",
         "an option's name has letters, digits and _ only, and begins with a letter or _",
+    ),
+]
+
+VariableName = Annotated[
+    str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name has letters, digits and _ only")
+]
+# A number or a truth value, which is what a command line gives, is the text that it was.
+VariableText = Annotated[
+    Text,
+    pydantic.BeforeValidator(
+        lambda given: json.dumps(given) if isinstance(given, int | float) else given
     ),
 ]
 

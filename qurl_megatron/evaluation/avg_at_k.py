@@ -78,7 +78,7 @@ from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
-from qurl_megatron.planning.host import check_workers
+from qurl_megatron.planning.host import ServerSet, check_workers, settle_caches
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
@@ -237,6 +237,12 @@ def _answers(completions: list[Completion], scores: Future[list[Score]]) -> list
     ]
 
 
+def settle_cache(config: EvalConfig, architecture: Architecture) -> None:
+    """Set the size of the server's KV cache without a GPU, as `settle_caches`."""
+    of_model = architecture, config.weight_format, config.max_length, config.keep
+    settle_caches([ServerSet(config.server, *of_model)])
+
+
 def write_answers(results: list[ProblemResult], path: Path) -> None:
     """Write `results` as jsonl, one problem per line."""
     lines = (json.dumps(dataclasses.asdict(result)) + "\n" for result in results)
@@ -300,6 +306,7 @@ def run(config: EvalConfig) -> None:
         check_model(model_dir)
         check_agent(config, str(model_dir))
         architecture = Architecture.from_directory(model_dir)
+        settle_cache(config, architecture)
         template = (config.chat_template_options, date.today().isoformat())
         tokenizer = load_tokenizer(model_dir, *template)
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)

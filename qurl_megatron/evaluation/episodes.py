@@ -19,7 +19,7 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.data.problems import Fields, read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.data.rewards import absolute
-from qurl_megatron.evaluation.avg_at_k import EvalConfig, serving
+from qurl_megatron.evaluation.avg_at_k import EvalConfig, serving, settle_cache
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
@@ -41,9 +41,11 @@ def run(config: EvalConfig, count: int) -> None:
     config.agent, model = absolute(config.agent), Path(config.model)
     check_model(model)
     check_agent(config, config.model)
+    architecture = Architecture.from_directory(model)
+    settle_cache(config, architecture)
     template = (config.chat_template_options, date.today().isoformat())
     tokenizer = load_tokenizer(model, *template)
-    stops = config.stop_token_ids or stop_token_ids(Architecture.from_directory(model), tokenizer)
+    stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
     fields = Fields(config.question_key, config.answer_key)
     source = read_problems(config.data[0], {}, seed=config.seed, fields=fields)
     prompts = tokenize(

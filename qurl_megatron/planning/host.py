@@ -1,49 +1,169 @@
 """What a run needs of a machine without a GPU, where learner and servers share memory and cores."""
 
+import copy
+import dataclasses
 import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from qurl_megatron import device
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
+from qurl_megatron.config.server_options import tokens_of_requests
 from qurl_megatron.files import gigabytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
-from qurl_megatron.planning.memory import server_weight_bytes
+from qurl_megatron.planning.memory import (
+    kv_bytes_per_token,
+    kv_value_bytes,
+    learner_memory,
+    peaks,
+    server_weight_bytes,
+    total_bytes,
+)
 
 # What a process takes beside weights, without the pages that it shares with others: learner and
 # server on a model of 2 layers, a worker with math-verify.
 RANK_BYTES = 200_000_000
 SERVER_BYTES = 300_000_000  # with its scheduler and its detokenizer
 WORKER_BYTES = 50_000_000
+KEPT_BYTES = 4  # of a weight in the form that a server's products take, at most
+LOGIT_BYTES = 12  # of a logit from which a server draws a token
+SHARE = 0.8  # of the free memory, in which caches may fill what is left
 MAX_PROCESSES_PER_CORE = 16  # that compute; more wait for each other longer than they compute
 
 
-def check_host(config: Config) -> None:
-    """Check that this machine can hold a run's processes and their weights, and compute with them.
+@dataclasses.dataclass
+class ServerSet:
+    """Equal servers on this machine, and the fields that make them smaller."""
 
-    Activations, keys and values are not counted: a run that passes may still be too large.
+    server: ServerConfig
+    architecture: Architecture
+    weight_format: WeightFormat
+    max_length: int  # prompt plus response, in tokens
+    keep: Sequence[str] = ()  # as in `quantization.keep`
+    number: int = 1
+    section: str = "server"  # in messages
+    number_field: str = "model"
+    length_field: str = "max_response_length"
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token's keys and values on all ranks of a server."""
+        ranks, value_bytes = self.server.tensor_parallel_size, kv_value_bytes(self.server)
+        return ranks * kv_bytes_per_token(self.architecture, ranks, value_bytes)
+
+    def tokens(self, requests: int) -> int:
+        """Return the tokens in a KV cache for so many requests."""
+        return tokens_of_requests(self.server, self.max_length, requests)
+
+    def least_bytes(self) -> dict[str, int]:
+        """Return the bytes that the servers take at least, by the field that shrinks them."""
+        ranks, given = self.server.tensor_parallel_size, self.server.max_total_tokens
+        by_part = server_weight_bytes(
+            self.architecture, self.weight_format, ranks, tuple(self.keep)
+        )
+        weights = sum(by_part.values()) + KEPT_BYTES * num_parameters(self.architecture) // ranks
+        logits = LOGIT_BYTES * self.server.max_running_requests * self.architecture.vocab_size
+        cache = f"{self.section}.max_total_tokens" if given else self.length_field
+        return {
+            self.number_field: self.number * ranks * (SERVER_BYTES + weights),
+            f"{self.section}.max_running_requests": self.number * ranks * logits,
+            cache: self.number * self.token_bytes * (given or self.tokens(1)),
+        }
+
+
+def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None = None) -> None:
+    """Set the size of each KV cache that is left open, on a machine without a GPU.
+
+    A cache holds all requests that its server decodes at once, or fewer, if that is more than its
+    part: what the learner and the servers leave of `SHARE` of the free memory is divided equally.
+
+    Args:
+        sets: all servers of this machine; their `server.max_total_tokens` are set.
+        learner: the bytes of its processes here, by the field that shrinks them.
+
+    Raises:
+        ConfigError: the learner, the servers and the caches that are given do not fit, or not even
+            one sequence for each of the others.
+    """
+    if device.num_gpus():
+        return  # a GPU has memory of its own
+    parts = Counter(learner or {})
+    for one in sets:
+        parts.update(one.least_bytes())
+    free = device.free_memory_bytes()
+    if parts.total() > free:
+        most = ", ".join(f"{field} ({gigabytes(size)})" for field, size in parts.most_common(3))
+        raise ConfigError(
+            f"memory: without a GPU this needs {gigabytes(parts.total())}, and {gigabytes(free)} "
+            f"are free here; lower what takes most: {most}"
+        )
+    are_open = [one for one in sets if one.server.max_total_tokens is None]
+    for one in are_open:
+        more = max(0, int(SHARE * free) - parts.total())
+        room = one.tokens(1) + more // sum(other.number for other in are_open) // one.token_bytes
+        one.server.max_total_tokens = min(one.tokens(one.server.max_running_requests), room)
+
+
+def settle_run(config: Config, servers: Mapping[str, int], ranks: int) -> None:
+    """Set the size of KV caches as `settle_caches`, of a run's servers on this machine.
+
+    Args:
+        config: the run's; changed.
+        servers: the number of servers here of each set, rollout and evaluation.
+        ranks: the number of learner ranks here.
+    """
+    architecture = Architecture.from_directory(config.model)
+    weights, max_length = config.quantization, config.rollout.max_length
+    length_field = "rollout.max_response_length"
+    sets = {
+        "rollout": ServerSet(
+            config.rollout.server,
+            architecture,
+            weights.weight_format,
+            max_length,
+            weights.keep,
+            section="rollout.server",
+            number_field="rollout.servers",
+            length_field=length_field,
+        ),
+        "evaluation": ServerSet(
+            config.evaluation.server,
+            architecture,
+            "bf16",
+            max_length,
+            section="evaluation.server",
+            number_field="evaluation.server",
+            length_field=length_field,
+        ),
+    }
+    for name, number in servers.items():
+        sets[name].number = number
+    settle_caches([sets[name] for name in servers], learner_bytes(config, architecture, ranks))
+
+
+def check_host(config: Config) -> None:
+    """Check that this machine can hold a run's processes, and compute with them.
 
     Raises:
         ConfigError: it cannot; the message has the estimate.
     """
-    ranks, servers = config.learner.world_size, config.rollout.servers
-    evaluates = config.evaluation.enabled
-    learner = learner_bytes(config) + ranks * RANK_BYTES
-    serving = server_bytes(config) + (servers + evaluates) * SERVER_BYTES
-    has = device.machine_memory_bytes()
-    if learner + serving > has:
-        raise ConfigError(
-            f"model={config.model}: without a GPU the learner takes {gigabytes(learner)} of memory "
-            f"({ranks} ranks) and the servers {gigabytes(serving)} (rollout.servers={servers}), at "
-            f"least; this machine has {gigabytes(has)}"
-        )
-    own = servers * config.rollout.server.tensor_parallel_size
-    own += evaluates * config.evaluation.server.tensor_parallel_size
+    ranks, servers = config.learner.world_size, servers_here(config)
+    settle_run(copy.deepcopy(config), servers, ranks)
+    sizes = {name: getattr(config, name).server.tensor_parallel_size for name in servers}
+    own = sum(number * sizes[name] for name, number in servers.items())
     cores = len(os.sched_getaffinity(0))
     if ranks + own > MAX_PROCESSES_PER_CORE * cores:
         raise ConfigError(
             f"learner: without a GPU, {ranks} learner ranks and {own} of servers compute on "
             f"{cores} cores; give at most {MAX_PROCESSES_PER_CORE} a core"
         )
+
+
+def servers_here(config: Config) -> dict[str, int]:
+    """Return the number of servers of each set, if all are on this machine."""
+    servers = {"rollout": config.rollout.servers, "evaluation": int(config.evaluation.enabled)}
+    return {name: number for name, number in servers.items() if number}
 
 
 def check_workers(scoring_workers: int) -> None:
@@ -60,27 +180,20 @@ def check_workers(scoring_workers: int) -> None:
         )
 
 
-def learner_bytes(config: Config) -> int:
-    """Return the bytes of weights, gradients and optimizer of all ranks of the learner together.
+def learner_bytes(config: Config, architecture: Architecture, ranks: int) -> dict[str, int]:
+    """Return the bytes that so many ranks of the learner take, by the field that shrinks them.
 
-    Each replica has weights and float32 gradients. Adam's moments, and with bfloat16 the masters,
-    are there once.
+    They are taken for ranks of the fullest stage. A critic takes as much as the policy.
     """
-    parameters = num_parameters(Architecture.from_directory(config.model))
-    weight, optimizer = (4, 8) if config.learner.dtype == "float32" else (2, 12)
-    reference = weight if config.objective.kl_coefficient else 0
-    replicas = config.learner.data_parallel_size
-    critics = 1 if config.advantage_estimator == "gae" else 0
-    policy = optimizer + replicas * (weight + 4 + reference)
-    return parameters * (policy + critics * (optimizer + replicas * (weight + 4)))
-
-
-def server_bytes(config: Config) -> int:
-    """Return the bytes of weights of all servers that the run starts."""
-    architecture = Architecture.from_directory(config.model)
-    rollout, weights = config.rollout, config.quantization
-    each = server_weight_bytes(architecture, weights.weight_format, 1, tuple(weights.keep))
-    own = rollout.servers * sum(each.values())
-    if config.evaluation.enabled:
-        own += sum(server_weight_bytes(architecture, "bf16", 1).values())
-    return own
+    learner, static, most = config.learner, 0, 0
+    for stage in range(learner.pipeline_parallel_size):
+        parts = learner_memory(architecture, config, stage, fused=False)
+        parts |= {"runtime": RANK_BYTES, "workspaces": 0, "placeholders": 0}  # those of a GPU
+        # Logits are computed in pieces; of the output layer there is a gradient.
+        if parts["logits"]:
+            rows = -(-architecture.vocab_size // learner.tensor_parallel_size)
+            parts["logits"] = 6 * rows * architecture.hidden_size
+        static, most = max(static, peaks(parts)["kept"]), max(most, total_bytes(parts))
+    batch = "tokens_per_micro_batch" if learner.tokens_per_micro_batch else "micro_batch_size"
+    models = ranks * (2 if config.advantage_estimator == "gae" else 1)
+    return {"model": models * static, f"learner.{batch}": models * (most - static)}

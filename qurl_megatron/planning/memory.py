@@ -434,8 +434,13 @@ def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     return total
 
 
-def learner_memory(architecture: Architecture, config: Config, stage: int) -> dict[str, int]:
-    """Return the bytes by part on one rank of a pipeline stage; not all are there at once."""
+def learner_memory(
+    architecture: Architecture, config: Config, stage: int, *, fused: bool = True
+) -> dict[str, int]:
+    """Return the bytes by part on one rank of a pipeline stage; not all are there at once.
+
+    `fused` is as for `layer_activation_bytes`.
+    """
     learner = config.learner
     element, size = element_bytes(learner), learner.tensor_parallel_size
     parameters = list(_rank_parameters(architecture, learner, stage))
@@ -447,10 +452,10 @@ def learner_memory(architecture: Architecture, config: Config, stage: int) -> di
     longest = config.rollout.max_length  # the case in which most memory is taken
     in_flight = _layers_in_flight(config, layers[stage], stage)
     hidden = architecture.hidden_size
-    whole = layer_activation_bytes(architecture, learner, tokens, longest)
-    kept = layer_activation_bytes(
-        architecture, learner, tokens, longest, recompute=learner.recompute
+    of_layer = functools.partial(
+        layer_activation_bytes, architecture, learner, tokens, longest, fused=fused
     )
+    whole, kept = of_layer(), of_layer(recompute=learner.recompute)
     recomputed = recomputed_layers(learner, layers[stage])
     activations = int(in_flight * (whole - recomputed / layers[stage] * (whole - kept)))
     if recomputed == layers[stage]:  # else a layer is recomputed when others are already freed

@@ -29,8 +29,12 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from qurl_megatron import device
-from qurl_megatron.process import die_with_parent, tail
+from qurl_megatron.files import gigabytes
+from qurl_megatron.process import die_with_parent, oom_kills, tail
 
+# Begin the names of variables that change what a server computes, or what it says of that.
+ENGINE_VARIABLES = ("SGLANG_", "SGL_", "TORCH", "ONEDNN", "DNNL_")
+SET_BY_LIBRARIES = "TORCHINDUCTOR_CACHE_DIR"  # in their own process; changes no result
 PLATFORM = "qurl_cpu"  # SGLang's without a GPU; an entry point in pyproject.toml
 
 
@@ -50,6 +54,8 @@ class Program:
     title: str  # of a fork, shown by ps
     log_file: Path  # receives standard error, and standard output unless it is inherited
     environment: Mapping[str, str] = field(default_factory=dict)  # added to the starter's
+    without: Collection[str] = ()  # variables of the starter that it does not get
+    is_fresh: bool = False  # no fork: an import may have read the starter's variables
     inherits_stdout: bool = False
     ignored_signals: Collection[int] = ()
     blocked_signals: Collection[int] = ()
@@ -69,6 +75,7 @@ class Started:
     pid: int
     poll: Callable[[], int | None]
     """Return the exit code, negative for a signal, or None while the process runs."""
+    oom_kills: int | None = field(default_factory=oom_kills)  # before
 
     def send_signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended."""
@@ -83,7 +90,8 @@ _started: dict[int, Started] = {}  # by process id
 def start(program: Program) -> Started:
     """Start a program, which dies with this process."""
     with program.log_file.open("wb") as log:
-        if _has_preloaded and len(os.listdir("/proc/self/task")) == 1:
+        can_fork = _has_preloaded and not program.is_fresh
+        if can_fork and len(os.listdir("/proc/self/task")) == 1:
             fork = multiprocessing.get_context("fork").Process(
                 target=run_in_fork, args=(program, os.getpid())
             )
@@ -93,7 +101,7 @@ def start(program: Program) -> Started:
         else:
             fresh = subprocess.Popen(
                 [sys.executable, "-m", program.module, *program.arguments],
-                env=device.child_environment(program.environment),
+                env=device.child_environment(program.environment, program.without),
                 stdin=subprocess.DEVNULL,
                 stdout=None if program.inherits_stdout else log,
                 stderr=log,
@@ -117,6 +125,22 @@ def exit_code(pid: int) -> int | None:
     return code
 
 
+def how_it_ended(pid: int) -> str:
+    """Describe how a program that this process has started ended, and whether memory ran out.
+
+    The kernel may have killed any of a server's processes, and the others end then.
+    """
+    if pid not in _started or (code := exit_code(pid)) is None:
+        return "exit code unknown"
+    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+    before, now = _started[pid].oom_kills, oom_kills()
+    ran_out = code == -signal.SIGKILL if before is None or now is None else now > before
+    if not ran_out:
+        return how
+    limit = gigabytes(device.machine_memory_bytes())
+    return f"{how}; most likely memory ran out, and the kernel killed it: the limit here is {limit}"
+
+
 def import_sglang() -> None:
     """Load this package's plugin, then import the modules that a server's three processes use."""
     from sglang.srt.plugins import load_plugins
@@ -126,6 +150,11 @@ def import_sglang() -> None:
     import sglang.srt.managers.detokenizer_manager
     import sglang.srt.managers.scheduler
     import sglang.srt.models.registry  # noqa: F401
+
+
+def shell_variables() -> set[str]:
+    """Return the names of the user's variables that change what engines compute or say of it."""
+    return device.variables(ENGINE_VARIABLES) - {SET_BY_LIBRARIES}
 
 
 def preload(log_file: Path, *modules: str) -> None:
@@ -177,7 +206,7 @@ def run_in_fork(program: Program, parent: int) -> None:
         if not program.inherits_stdout:
             os.dup2(log.fileno(), 1)
     setproctitle(program.title)  # it finds its place by the environment, so before that changes
-    device.extend_environment(program.environment)
+    device.extend_environment(program.environment, program.without)
     tempfile.tempdir = None  # TMPDIR may have changed
     sys.argv = [program.module, *program.arguments]
     try:

@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,11 @@ import psutil
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import ConfigError, Releases, ServerConfig, WeightFormat
-from qurl_megatron.config.server_options import CONTEXT_RESERVE, command_line
+from qurl_megatron.config.server_options import (
+    CONTEXT_RESERVE,
+    command_line,
+    tokens_of_requests,
+)
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
@@ -50,6 +55,7 @@ from qurl_megatron.rollout.wire import RUN_HEADER
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 OWN_RUN = "own"  # names the run that started a server to it
+_said_dropped: set[str] = set()
 _locks: dict[str, int] = {}  # of the scratch directories of servers that this process has started
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
 
@@ -176,13 +182,18 @@ class ServerPlan:
         write_whole(key_file, f"api-key: {json.dumps(self.api_key)}\n", private=True)
         options["config"] = key_file
         words = command_line({**options, **self.config.options})
+        environment = {**self.environment(), "TMPDIR": scratch_dir, **self.config.environment}
+        dropped = preload.shell_variables() - set(environment)
+        say_dropped(dropped)
         on_cpu = device.accelerator() == "cpu"
         program = preload.Program(
             preload.__name__ if on_cpu else "sglang.launch_server",
             [str(self.config.threads), *words] if on_cpu else words,
             title=f"sglang::server {host}:{self.port}",
             log_file=self.log_file,
-            environment={**self.environment(), "TMPDIR": scratch_dir},
+            environment=environment,
+            without=dropped,
+            is_fresh=bool(dropped or self.config.environment),
             blocked_signals=LAUNCHER_SIGNALS,
         )
         pid = preload.start(program).pid
@@ -249,8 +260,11 @@ class ServerPlan:
                 override = {"quantization_config": quantization}
                 options["json_model_override_args"] = json.dumps(override)
         if device.accelerator() == "cpu":
-            # SGLang would fill that fraction of the machine's memory, and write to all of it.
-            options["max_total_tokens"] = self.cache_tokens
+            # SGLang would fill a fraction of the machine's memory, beside what others need.
+            requests = config.max_running_requests
+            needed = tokens_of_requests(config, self.context_length, requests)
+            options["max_total_tokens"] = config.max_total_tokens or needed
+            options["mem_fraction_static"] = 1.0
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.
             flags = ("disable_overlap_schedule", "sleep_on_idle")
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}
@@ -263,12 +277,6 @@ class ServerPlan:
         if device.lacks_flash_attention():
             options["attention_backend"] = "triton"
         return options
-
-    @property
-    def cache_tokens(self) -> int:
-        """Tokens in the KV cache without a GPU: as given, or of all requests at their longest."""
-        tokens = self.config.max_running_requests * (self.context_length + CONTEXT_RESERVE)
-        return self.config.max_total_tokens or tokens
 
     def environment(self) -> dict[str, str]:
         """Return what the server needs in its environment."""
@@ -302,6 +310,17 @@ class ServerPlan:
         return variables
 
 
+def say_dropped(names: set[str]) -> None:
+    """Say which of the user's variables servers do not get, once for each."""
+    if new := names - _said_dropped:
+        _said_dropped.update(new)
+        print(
+            f"qurl: servers do not get {', '.join(sorted(new))} from this shell; to set a variable "
+            "in one, give the server's environment.NAME=value",
+            file=sys.stderr,
+        )
+
+
 def wait_ready(
     servers: Sequence[Server],
     timeout_s: float,
@@ -321,7 +340,7 @@ def wait_ready(
                 waiting.remove(server)
                 ready(server)
             elif not server.alive():
-                raise server.failed("died while starting")
+                raise server.failed(f"died while starting ({preload.how_it_ended(server.pid)})")
             elif time.monotonic() > deadline:
                 raise server.failed(f"did not come up in {timeout_s:.0f} s")
         if waiting:

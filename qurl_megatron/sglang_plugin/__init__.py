@@ -1,12 +1,13 @@
 """The SGLang plugin: every process of a server loads it, through two entry points.
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
-SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds seven things:
+SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds eight things:
 the reloadable quantized linear layers and experts `qurl_int8`, `qurl_int4`, `qurl_int4_g32`,
 `qurl_fp8` and `qurl_fp8_block`;
 checksums of the weights a server holds; receiving weights with a time limit, also from the
 learner's memory; a weight version for every sampled token; sampling masks of several answers to a
-prompt; memory that a sleeping server gives back; weights over HTTP, and a door before all routes
+prompt; memory that a sleeping server gives back, and a KV cache that takes none before it is
+written; weights over HTTP, and a door before all routes
 (`door.py`). Importing this package does nothing.
 """
 
@@ -77,6 +78,7 @@ def add_hooks() -> list[str]:
         "managers.tokenizer_manager.TokenizerManager._send_one_request": sampling.send,
         "utils.auth.add_api_key_middleware": weight_routes.add_routes,
         "entrypoints.engine._server_args_for_logging": weight_routes.without_key,
+        "mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": memory.create_cache,
         f"{scheduler}.continue_generation": platform.resume,
         f"{scheduler}._record_scheduler_state_for_paused_engine": platform.rest,
         f"{scheduler}.run_batch": weights.run_batch,

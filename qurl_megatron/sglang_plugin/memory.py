@@ -10,6 +10,7 @@ sleeping server, into which the learner's ranks write, are therefore allocated o
 """
 
 import ctypes
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from qurl_megatron.process import trim_heap
 from qurl_megatron.sglang_plugin.products import forget
@@ -49,6 +51,30 @@ def region(
     if enable_cpu_backup:
         return nullcontext()
     return original(adapter, tag, enable_cpu_backup)
+
+
+def create_cache(original: Callable[..., None], pool: Any) -> None:
+    """Create the tensors of keys and values, around SGLang's `_create_buffers_normal`.
+
+    Without a GPU SGLang would write zeros to all of a cache that is as large as its requests can
+    need. So the kernel gives a page when it is first written.
+    """
+    with _Unwritten() if torch.device(pool.device).type == "cpu" else nullcontext():
+        original(pool)
+
+
+class _Unwritten(TorchFunctionMode):
+    """Makes tensors of zeros of memory that the kernel has not given yet."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is not torch.zeros:
+            return function(*args, **(kwargs or {}))
+        (shape,), dtype = args, kwargs["dtype"]
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+        return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def give_back(tensor: Tensor) -> None:

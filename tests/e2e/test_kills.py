@@ -146,7 +146,7 @@ def assert_says_why_it_ended(kill: Kill, run: Command) -> None:
     assert "Traceback" not in text
     if kill.to_rank:
         attempts = len([*run.run_dir.glob("logs/resumed_*")])
-        assert "learner rank 0 ended with code -9" in text
+        assert "learner rank 0 ended (killed by signal 9)" in text
         assert f"logs/resumed_{attempts}/learner_rank0.log" in text
     elif kill.signal in (signal.SIGINT, signal.SIGTERM):
         assert f"interrupted by {kill.signal.name}" in text

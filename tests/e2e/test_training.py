@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-import reasoning_gym
 from safetensors.torch import load_file
 
-from e2e.running import COMPLETIONS, PER_STEP, QUICK, SMALL, Command, Start, metrics_of
+from e2e.running import COMPLETIONS, PER_STEP, QUICK, Command, Start, metrics_of
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
@@ -23,6 +23,17 @@ def reward(completion, problem):
         raise ValueError("it begins with e")
     is_right = completion.strip() == problem.answer
     return {"reward": is_right - 0.5, "accuracy": is_right, "length": len(completion)}
+"""
+TEN_LINES = """
+recipe: grpo
+name: run
+model: model
+data: train.jsonl
+reward: gsm8k
+steps: 2
+learner: {dtype: float32, tensor_parallel_size: 2}
+rollout: {prompts_per_step: 8, completions_per_prompt: 4, max_response_length: 8}
+evaluation: {problems: 0}
 """
 
 
@@ -100,33 +111,35 @@ def test_a_run_whose_time_is_up_saves_its_last_step(stopped: Command) -> None:
     assert (run.run_dir / "summary.json").exists()
 
 
-def test_grpo_trains_experts_and_problems_given_by_path(start: Start, tmp_path: Path) -> None:
+def peak_bytes(process: psutil.Process) -> int:
+    """Return the most memory that a process has had, with pages that it shares."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+
+
+def test_grpo_trains_experts_with_a_large_vocabulary_on_a_file_and_says_nothing_of_memory(
+    start: Start, tmp_path: Path
+) -> None:
     """The servers verify every expert's tensors at each publish, or the run would end.
 
     Prompt and response may be as long as the model's positions.
     """
-    model = build_tiny_model(
-        tmp_path / "model", "qwen3_moe", max_position_embeddings=1032, num_hidden_layers=1
-    )
-    tasks = reasoning_gym.create_dataset("number_sorting", size=100, seed=0, max_numbers=3)
-    with (tmp_path / "problems.jsonl").open("w") as file:
-        file.writelines(json.dumps(entry) + "\n" for entry in tasks)
-    run = start(
-        "train",
-        "grpo",
-        f"model={model}",
-        f"data={tmp_path / 'problems.jsonl'}",
-        "reward=reasoning_gym",
-        *SMALL,
-        "quantization.format=int8",
-        "quantization.publish=delta",
-        "learner.dtype=float32",
-        "rollout.routing=compare",
-        "rollout.max_prompt_length=1024",
-        "rollout.max_response_length=8",
-        "rollout.server.mem_fraction_static=0.2",
-        "rollout.server.max_total_tokens=16384",
-    )
+    sizes = {"vocab_size": 150_000, "max_position_embeddings": 1032, "num_hidden_layers": 1}
+    model = build_tiny_model(tmp_path / "model", "qwen3_moe", **sizes)
+    problems = [
+        {
+            "question": f"Ann has {n} eggs and buys 2 more. How many?",
+            "answer": f"{n}+2\n#### {n + 2}",
+        }
+        for n in range(100)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    (tmp_path / "my.yaml").write_text(TEN_LINES)
+    run = start("train", "my.yaml", "rollout.routing=compare", "quantization.publish=delta")
+    run.wait_for("step 1/")
+    server = psutil.Process(run.server_pid("rollout", 0))
+    peaks = [peak_bytes(process) for process in (server, *server.children())]
+    assert len(peaks) == 3 and max(peaks) < 1.5e9, peaks
     assert run.exit_code() == 0, run.text()
     steps = metrics_of(run)
     assert len(steps) == 2
