@@ -28,7 +28,7 @@ from qurl_megatron.config.schema import (
     with_group_size,
 )
 from qurl_megatron.config.validate import check_group_size, validate_server
-from qurl_megatron.config.values import Count, GroupSize, Seed, Text
+from qurl_megatron.config.values import Count, GroupSize, Place, Seed, Text
 from qurl_megatron.files import check_output
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.host import ServerSet, settle_caches
@@ -47,7 +47,7 @@ HOW_TO_MAKE_A_KEY = "make one with: (umask 077; openssl rand -hex 32 > qurl.key)
 class ServeConfig:
     """The settings of `qurl serve`."""
 
-    model: Text = ""
+    model: Place = ""
     """Hugging Face directory with the configuration and tokenizer of the run's model. Its weights
     are not read."""
 
@@ -67,10 +67,10 @@ class ServeConfig:
     port: Annotated[int, Ge(0), Le(65535)] = 0
     """Port to listen on. 0: a free one."""
 
-    key_file: Text = ""
+    key_file: Place = ""
     """File with the key that every request needs. Empty: the variable QURL_SERVERS_KEY."""
 
-    log_file: Text = "server.log"
+    log_file: Place = "server.log"
     """Log of the server."""
 
     seed: Seed = 0

@@ -171,8 +171,17 @@ def test_a_recipe_is_valid_field_by_field_and_loads_back_equal_from_yaml(
 def test_names_and_directories_that_are_safe_in_a_path_and_a_shell_are_accepted() -> None:
     for name in ("", "sweep-acr-int8-1.5", "grpo-20261122-101500", "_x", "1e-6", "a+b"):
         assert with_overrides(Config(), [f"name={name}"]).name == name
-    for path in ("runs", "/data/my runs", "../runs", "~/runs_2.0", "a=b,c"):
+    for path in ("runs", "/data/my runs", "../runs", "a~/runs_2.0", "a=b,c"):
         assert with_overrides(Config(), [f"output_dir={path}"]).output_dir == path
+
+
+def test_a_home_is_found_where_no_shell_has_replaced_it() -> None:
+    words = ["model=~/model", "data=~/data:main:test", "output_dir=~/runs", "reward=~/own.py:score"]
+    config = with_overrides(Config(), [*words, "evaluation.data.test=~/test.jsonl"])
+    home = str(Path.home())
+    assert (config.model, config.data) == (f"{home}/model", f"{home}/data:main:test")
+    assert (config.run_dir, config.reward) == (Path(home, "runs"), f"{home}/own.py:score")
+    assert config.evaluation.data == {"test": f"{home}/test.jsonl"}
 
 
 def test_blocks_of_experts_must_lie_on_one_rank_of_a_server() -> None:
@@ -261,7 +270,7 @@ def test_settings_of_agents_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{expected}"):
         validate(runnable(model_dir, *words.split()))
-    with pytest.raises(ConfigError, match=r"^rollout.agent=play: an agent is FILE.py:NAME or"):
+    with pytest.raises(ConfigError, match=r"^rollout.agent=play: a function is FILE.py:NAME or"):
         runnable(model_dir, "rollout.agent=play")
 
 

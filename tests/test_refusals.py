@@ -158,11 +158,13 @@ FIELDS = rows(r"""
     rollout.stages.9={max_response_length: 9, completions_per_prompt: 1}  stages.9.completions_per
     STAGE & optimizer.minibatches_per_step=64  x rollout.stages.9.completions_per_prompt) do not
     rollout.stages.9={max_response_length: 9}  completions_per_prompt
+    rollout.stages.9={max_response_length: 9, completions_per_prompt: 2, x: 1}  stages.9.x=1
+    quantization.keep=null                  quantization.keep=null: input should be a valid list
     rollout.stages.9={max_resp              not readable as YAML
     rollout.stages.9=[1]                    rollout.stages.9=[1]: input should be a dictionary
     rollout.max_staleness=2 & objective.objective=on_policy  on_policy treats every token as sampled
     rollout.routing=replay                  rollout.routing=replay: the model has no experts
-    rollout.agent=play                      rollout.agent=play: an agent is FILE.py:NAME or
+    rollout.agent=play                      rollout.agent=play: a function is FILE.py:NAME or
     rollout.agent=nowhere.py:play           nowhere.py
     rollout.agent=no_such_module:play       No module named 'no_such_module'
     rollout.agent=json:play                 agent=json:play: ImportError: json has no function play
@@ -299,7 +301,7 @@ FILES = rows(r"""
     steps: 1e3                              , line 1: steps=1e3: input should be a valid integer
     steps:                                  , line 1: steps=null: input should be a valid integer
     model: [a, b]                           , line 1: model: takes one value
-    quantization: {keep: [[a]]}             , line 1: quantization.keep: takes a list of texts
+    quantization: {keep: [[a]]}             , line 1: quantization.keep: takes a list of single
     quantization: {keep: *.down_proj}       a text that begins with * needs quotes
     data_options: 7                         , line 1: data_options=7: not of the form {key: value}
     steps: 7\nsteps: 8                      line 2: steps is given twice, also in line 1

@@ -29,6 +29,7 @@ from qurl_megatron.config.values import (
     NonNegative,
     OptionName,
     OptionValue,
+    Place,
     Positive,
     Ranks,
     RunName,
@@ -45,6 +46,7 @@ from qurl_megatron.config.values import (
     Url,
     VariableName,
     VariableText,
+    at_home,
     matching,
 )
 
@@ -66,13 +68,11 @@ RewardName = Annotated[
         f"no such verifier; there are {', '.join(VERIFIER_NAMES)}, and a function of your own is "
         "FILE.py:NAME or MODULE:NAME",
     ),
+    at_home,
 ]
 
-AgentName = Annotated[
-    str, matching(r"([^:]+:[^\W\d]\w*)?", "an agent is FILE.py:NAME or MODULE:NAME")
-]
-BuilderName = Annotated[
-    str, matching(r"([^:]+:[^\W\d]\w*)?", "a function is FILE.py:NAME or MODULE:NAME")
+FunctionName = Annotated[
+    str, matching(r"([^:]+:[^\W\d]\w*)?", "a function is FILE.py:NAME or MODULE:NAME"), at_home
 ]
 
 # Exit code of a run that was asked to stop early and can be resumed: EX_TEMPFAIL of sysexits.h.
@@ -239,7 +239,7 @@ class CriticConfig:
     ranks divided by the critic's tensor and pipeline sizes.
     """
 
-    model: Text = ""
+    model: Place = ""
     """Hugging Face directory that the critic starts from. Empty: the policy's."""
 
     tensor_parallel_size: Ranks | None = None
@@ -409,7 +409,7 @@ class StageConfig:
 class AgentConfig:
     """An agent: a function of the user that plays episodes of several turns."""
 
-    agent: AgentName = ""
+    agent: FunctionName = ""
     """FILE.py:NAME or MODULE:NAME of an `async def NAME(policy, problem)` that plays an episode of
     several turns and returns its reward. Empty: a completion is a single answer."""
 
@@ -521,7 +521,7 @@ class RolloutConfig(AgentConfig):
     weights over the same HTTP or HTTPS connection as prompts. Without answers from one, the run
     goes on and asks it again. Empty: none."""
 
-    servers_key_file: Text = ""
+    servers_key_file: Place = ""
     """File with the key of the servers of `servers_at`. Empty: the variable QURL_SERVERS_KEY."""
 
     servers_plain_http: bool = False
@@ -583,7 +583,7 @@ class EvaluationConfig:
     """Fraction of the data held out of training, chosen by a hash of each question. 0 holds out
     none, and so does `problems` of 0."""
 
-    data: dict[DataName, Text] = dataclasses.field(default_factory=dict)
+    data: dict[DataName, Place] = dataclasses.field(default_factory=dict)
     """Data files to evaluate on, by the name they are reported under; each value has the form of
     the run's `data`."""
 
@@ -639,14 +639,14 @@ class CheckpointConfig:
 class Config:
     """A training run."""
 
-    model: Text = ""
+    model: Place = ""
     """Hugging Face directory: config.json, tokenizer files and safetensors."""
 
-    model_builder: BuilderName = ""
+    model_builder: FunctionName = ""
     """FILE.py:NAME or MODULE:NAME of a function that writes the model to a given directory, with
     random weights by a given seed, when a run without `model` begins. Empty: none."""
 
-    data: Text = ""
+    data: Place = ""
     """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR, DIR:SPLIT,
     DIR:CONFIG or DIR:CONFIG:SPLIT), or reasoning_gym:TASK."""
 

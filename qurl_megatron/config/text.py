@@ -52,7 +52,7 @@ def from_tree(kind: type[T], tree: Any, *, extra: Literal["ignore", "forbid"] = 
         raise ConfigError("not a mapping of fields to values")
     reason = first["msg"].removeprefix("Value error, ")
     path = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    value = "null" if first["input"] is None else first["input"]
+    value = "null" if first["input"] is None else str(first["input"])[:_WIDTH]
     word = path if first["loc"][-1] == "[key]" else f"{path}={value}"
     if not word.isprintable():
         word = ascii(word)
@@ -89,11 +89,11 @@ def with_overrides(config: T, overrides: list[str]) -> T:
                 raise ConfigError(f"{override}: {error}") from None
             if not is_key and not isinstance(node[leaf], dict):
                 raise ConfigError(f"{override}: not of the form {{key: value}}; {{}} leaves no key")
-        elif isinstance(leaves[path], list):
-            node[leaf] = _items(value)
+        elif value in ("null", "none", "None"):
+            node[leaf] = None
         else:
-            node[leaf] = None if value in ("null", "none", "None") else value
-    return from_tree(type(config), tree)
+            node[leaf] = _items(value) if isinstance(leaves[path], list) else value
+    return from_tree(type(config), tree, extra="forbid")
 
 
 def overrides_between(config: T, changed: T) -> list[str]:

@@ -1,6 +1,7 @@
 """What a field of a configuration may hold."""
 
 import json
+import os
 import re
 from datetime import date
 from pathlib import Path
@@ -63,6 +64,10 @@ Text = Annotated[
     str, matching(r"[^\x00-\x1f\x7f]*", "must not have line breaks or other control characters")
 ]
 
+# `~/` is the home directory, also where no shell has replaced it: in a file.
+at_home = pydantic.AfterValidator(os.path.expanduser)
+Place = Annotated[Text, at_home]
+
 
 def _not_of_system(directory: str) -> str:
     if is_of_system(Path(directory)):
@@ -77,6 +82,7 @@ Directory = Annotated[
         "a directory's name must not begin with - or have control characters, quotes or any of "
         "` $ \\ ; & | < >",
     ),
+    at_home,
     pydantic.AfterValidator(_not_of_system),
 ]
 Url = Annotated[

@@ -158,7 +158,7 @@ def _text(node: yaml.Node, example: Any, is_key: bool) -> str:
     if not isinstance(example, list):
         raise ConfigError("takes one value")
     if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
-        raise ConfigError("takes a list of texts")
+        raise ConfigError("takes a list of single values")
     return f"[{', '.join(item.value for item in node.value)}]"
 
 

@@ -63,6 +63,7 @@ from qurl_megatron.config.values import (
     Directory,
     GroupSize,
     OptionName,
+    Place,
     Seconds,
     Seed,
     SequencesOrZero,
@@ -90,9 +91,9 @@ from qurl_megatron.rollout.server import ServerPlan
 class EvalConfig(AgentConfig):
     """The settings of `qurl eval`."""
 
-    model: Text = ""
+    model: Place = ""
     """Hugging Face directory, or a checkpoint of a run."""
-    data: list[Text] = dataclasses.field(default_factory=list)
+    data: list[Place] = dataclasses.field(default_factory=list)
     """Files, dataset directories or reasoning_gym:TASK, each measured separately."""
     reward: RewardName = "math"
     """Verifier of the answers, as in a run. Avg@1 and Avg@k are averages of its `accuracy`; with a
