@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece as spm
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import normalizers as norms
 from tokenizers.processors import TemplateProcessing
@@ -150,6 +151,33 @@ def test_without_a_tokenizer_json_a_class_that_loses_spaces_is_refused(tmp_path:
             continue
         with pytest.raises(ArchitectureError, match="without a tokenizer.json transformers takes"):
             load_tokenizer(directory)
+
+
+@pytest.mark.parametrize("joins_spaces", [False, True])
+def test_a_sentencepiece_file_that_its_class_does_not_follow_is_refused(
+    tmp_path: Path, joins_spaces: bool
+) -> None:
+    directory = write(tmp_path, sentence_piece())
+    (directory / "tokenizer.json").unlink()
+    lines = (f"{n} clips, of which she sold {n * n} in {n % 12} months" for n in range(500))
+    (directory / "text").write_text("\n".join(lines))
+    spm.SentencePieceTrainer.train(
+        input=str(directory / "text"),
+        model_prefix=str(directory / "tokenizer"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,  # as the others Llama 2's
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=joins_spaces,
+        minloglevel=2,
+    )
+    if joins_spaces:  # LlamaTokenizer does not
+        with pytest.raises(ArchitectureError, match="has other tokens for"):
+            load_tokenizer(directory)
+        return
+    file = spm.SentencePieceProcessor(str(directory / "tokenizer.model"))
+    for text in map(str.strip, SAMPLES):
+        assert load_tokenizer(directory).encode(text, add_special_tokens=False) == file.encode(text)
 
 
 def stops(directory: Path) -> list[int]:

@@ -90,14 +90,25 @@ def _loaded(directory: Path) -> Any:
             directory, added_tokens_decoder={}, **_AS_IT_IS
         )
     from transformers import AutoTokenizer
+    from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
     tokenizer: Any = AutoTokenizer.from_pretrained(directory, **_AS_IT_IS)
-    for text in SAMPLES[:-1]:  # some classes normalize what the last one has
-        decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
-        if decoded.split() != text.split():
+    try:
+        reference: Any = SentencePieceBackend.from_pretrained(
+            directory,
+            legacy=True,  # SentencePiece's own ids
+            **_AS_IT_IS,
+        )
+    except Exception:  # it has no tokenizer.model, or another kind of file under that name
+        reference = None
+    for text in map(str.strip, SAMPLES[:-1]):  # some classes normalize what the last one has
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        decoded = tokenizer.decode(ids)
+        differs = reference and reference.encode(text, add_special_tokens=False) != ids
+        if differs or decoded.split() != text.split():
             raise ValueError(
                 f"without a tokenizer.json transformers takes it for a {type(tokenizer).__name__}, "
-                f"which makes {decoded!r} of {text!r}"
+                f"which has other tokens for {text[:30]!r} than its own file"
             )
     return tokenizer
 
