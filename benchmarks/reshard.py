@@ -96,7 +96,11 @@ def change_weights(learner: Learner) -> None:
 
 def place_server(converter: Converter) -> tuple[list[Bucket], ServerParameters]:
     """Allocate the parameters of a server of one rank, on rank 0; attach all ranks to them."""
-    held = [Bucket.empty(manifest, device.device()) for manifest in converter.manifests()]
+    held = [
+        Bucket.empty(manifest, device.device())
+        for team in converter.manifests()
+        for manifest in team
+    ]
     views = [view for bucket in held for view in bucket.tensors()]
     described: list[Any] = [{part_key(name, 0, 0): describe(view) for name, view in views}]
     dist.broadcast_object_list(described)

@@ -50,13 +50,18 @@ def test_tensors_are_views_of_the_buffer() -> None:
     assert bucket.flat.tolist() == [0] * 6 + [1] * 4
 
 
+# The buckets of two senders, by team. A rank of the first's team sends experts, too.
 BUCKETS = [
-    [Bucket.pack({"a": torch.zeros(2, 3), "a codes": torch.zeros(4, dtype=torch.int8)})],
-    [Bucket.pack({name: torch.zeros(5)}) for name in ("b", "c", "d")],
+    [
+        [Bucket.pack({"a": torch.zeros(2, 3), "a codes": torch.zeros(4, dtype=torch.int8)})],
+        [Bucket.pack({"of experts": torch.zeros(5)})],
+    ],
+    [[Bucket.pack({name: torch.zeros(5)}) for name in ("b", "c", "d")]],
+    [[], [Bucket.pack({"of other experts": torch.zeros(5)})]],
 ]
 
 
-def test_the_senders_of_a_key_frame_take_turns_and_each_bucket_is_described() -> None:
+def test_the_senders_of_a_key_frame_take_turns_team_after_team() -> None:
     request = announce(BUCKETS)
     assert is_key_frame(request.names) and base_version(request.names) is None
     sent = Manifest.read(request.names, dtype_names(request.dtypes), request.shapes)
@@ -66,11 +71,13 @@ def test_the_senders_of_a_key_frame_take_turns_and_each_bucket_is_described() ->
         (1, ["b"]),
         (1, ["c"]),
         (1, ["d"]),
+        (0, ["of experts"]),
+        (2, ["of other experts"]),
     ]
     first = read[0][1]
     assert list(first.dtypes) == [torch.float32, torch.int8]
     assert list(first.shapes) == [(2, 3), (4,)]
-    whole = BUCKETS[0][0]
+    whole = BUCKETS[0][0][0]
     assert first.num_bytes == whole.num_bytes == whole.flat.numel() == 28
 
 

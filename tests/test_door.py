@@ -177,7 +177,7 @@ def requests_of_a_run(model_dir: Path) -> list[tuple[str, dict[str, Any]]]:
     control.sleep(RELEASED["all"])
     control.wake(["kv_cache"])
     bucket = Bucket.pack(quantized(model_dir, "int8"))
-    for manifest in (announce([[bucket]]), announce_delta(3, 2), announce_in_place()):
+    for manifest in (announce([[[bucket]]]), announce_delta(3, 2), announce_in_place()):
         control.update_weights(
             manifest.names,
             manifest.dtypes,

@@ -1,6 +1,6 @@
 """Several senders publish to servers of several ranks, by every transport.
 
-The learner is real, on four ranks. The servers are SGLang's models and its receiver
+The learner is real, on up to eight ranks. The servers are SGLang's models and its receiver
 of weights, in processes of their own (`served.py`).
 """
 
@@ -15,9 +15,10 @@ import torch.distributed as dist
 import sglang_loader
 from distributed import run_ranks
 from fleets import make_server
+from learner_reference import DP2, EP2, PP2, TP2, VPP2
 from qurl_megatron.config.schema import LearnerConfig
 from served import connect, serving
-from tiny import UNEVEN, build_tiny_model
+from tiny import UNEVEN, Family, build_tiny_model
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the models of forked processes are on the CPU"
@@ -117,3 +118,62 @@ def test_every_stage_sends_its_own_and_a_lost_server_costs_nothing(tmp_path: Pat
     assert leader["key frame"][1] == whole
     assert 0 < leader["delta"][1] < whole / 5, leader["said"]
     assert leader["direct"][1] == 0
+
+
+# With experts, the ranks that send them have parts of what other senders gather.
+LAYOUTS: dict[str, tuple[Family, dict[str, Any]]] = {
+    "TP2xPP2": ("qwen2", {**TP2, **PP2}),
+    "PP2 in 2 parts": ("qwen2", VPP2),
+    "TP2, EP2": ("qwen3_moe", {**TP2, **EP2}),
+    "TP2xPP2, EP2": ("qwen3_moe", {**TP2, **PP2, **EP2}),
+    "TP2xDP2, EP2, ETP2": ("qwen3_moe", {**TP2, **DP2, **EP2, "expert_tensor_parallel_size": 2}),
+}
+# All tensors in one bucket; some, and one in each; deltas of some buckets; nothing gathered.
+WAYS: list[dict[str, Any]] = [
+    {"bucket_bytes": 2**30},
+    {"bucket_bytes": 4000},
+    {"bucket_bytes": 1},
+    {"bucket_bytes": 500, "publish": "delta"},
+    {"bucket_bytes": 1, "transport": "direct"},
+]
+
+
+def publish_each_way(
+    model_dir: Path, layout: dict[str, Any], pipes: dict[str, list[Connection]]
+) -> list[int]:
+    """Publish twice in each of the `WAYS`; return how many servers held it each time."""
+    from sglang.srt.utils import init_custom_process_group  # noqa: F401  # before the time counts
+
+    from qurl_megatron.config.schema import OptimizerConfig, QuantizationConfig
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.rollout.fleet import Fleet
+    from qurl_megatron.weight_sync.publish import Publisher
+
+    learner = Learner(model_dir, LearnerConfig(dtype="float32", **layout), OptimizerConfig())
+    is_first = dist.get_rank() == 0
+    connect(pipes if is_first else {})
+    held = []
+    for way in WAYS:
+        (url,) = pipes
+        server = make_server(0, model_dir, url=url, tensor_parallel_size=SIZES[url])
+        fleet = Fleet("rollout", {0: server} if is_first else {})
+        publisher = Publisher(learner, fleet, QuantizationConfig(**way), timeout_s=TIMEOUT_S / 10)
+        for _ in range(2):
+            for *_, shard in learner.shards():
+                shard.neg_()
+            held.append(publisher.publish().num_servers)
+        publisher.close()
+    learner.close()
+    return held
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_no_sender_waits_for_what_the_server_takes_later(name: str, tmp_path: Path) -> None:
+    """Whatever the number of buckets; else transfers would end after their time, and be lost."""
+    family, layout = LAYOUTS[name]
+    build_tiny_model(tmp_path, family, num_hidden_layers=4)
+    num_ranks = LearnerConfig(**layout).world_size
+    with serving(sglang_loader.build_ranks(tmp_path, "int8", SIZES[TWO])) as pipes:
+        leader, *_ = run_ranks(publish_each_way, num_ranks, tmp_path, layout, {TWO: pipes})
+    assert leader == [1] * 2 * len(WAYS)

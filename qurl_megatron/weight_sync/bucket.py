@@ -279,17 +279,24 @@ def channel_name(token: str, sender: int) -> str:
     return f"{token}.{sender}" if sender else token
 
 
-def announce(senders: Sequence[Sequence[Manifest]]) -> Manifest:
-    """Announce a key frame: the buckets of each sender. The senders take turns."""
+def announce(senders: Sequence[Sequence[Sequence[Manifest]]]) -> Manifest:
+    """Announce a key frame: the buckets of each sender's teams, in the order of its teams.
+
+    A server receives them in this order, so no sender may wait for one that comes later. All
+    senders' buckets of the first team come before any of the second, since a rank may be needed to
+    gather the first team's buckets, and send those of the second (experts). Within a team the
+    senders take turns: each gathers from ranks that no other sender needs.
+    """
     names: list[str] = []
     dtypes: list[torch.dtype] = []
     shapes: list[Sequence[int]] = []
-    for turn in itertools.zip_longest(*senders):
-        for number, bucket in enumerate(turn):
-            if bucket is not None:
-                names += [f"{_MARKER}{number}", *bucket.names]
-                dtypes += [torch.uint8, *bucket.dtypes]
-                shapes += [[bucket.num_bytes], *bucket.shapes]
+    for team in itertools.zip_longest(*senders, fillvalue=()):
+        for turn in itertools.zip_longest(*team):
+            for number, bucket in enumerate(turn):
+                if bucket is not None:
+                    names += [f"{_MARKER}{number}", *bucket.names]
+                    dtypes += [torch.uint8, *bucket.dtypes]
+                    shapes += [[bucket.num_bytes], *bucket.shapes]
     return Manifest(names, dtypes, shapes)
 
 

@@ -127,10 +127,11 @@ class Converter:
         dist.all_gather_object(flags, any(team.sends for team in self.teams))
         return [rank for rank, sends in enumerate(flags) if sends]
 
-    def manifests(self) -> list[Manifest]:
-        """Return the buckets that this rank sends in every pass that is no delta, in order."""
+    def manifests(self) -> list[list[Manifest]]:
+        """Return the buckets that this rank sends in every pass that is no delta, by team."""
         return [
-            planned.manifest() for team in self.teams if team.sends for planned in self._plan(team)
+            [planned.manifest() for planned in self._plan(team)] if team.sends else []
+            for team in self.teams
         ]
 
     def convert(

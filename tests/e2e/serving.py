@@ -69,7 +69,7 @@ class Sender:
     def send(self, weights: Weights, version: int = 1) -> None:
         """Pause the server, replace these tensors, and resume under `version`."""
         bucket = Bucket.pack(weights)
-        request = announce([[bucket]])
+        request = announce([[[bucket]]])
         self.control.pause()
         receiving = self._thread.submit(
             self.control.update_weights,
