@@ -30,10 +30,18 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 def print_machine(*packages: str) -> None:
     """Print on one line the machine, and the versions of Python and of these packages."""
     versions = {"Python": platform.python_version(), **package_versions(packages)}
-    instructions = torch.backends.cpu.get_cpu_capability()  # that torch uses, such as AVX512
-    words = [f"{processor()} ({instructions})", f"{os.cpu_count()} cores"]
+    words = [f"{processor()} ({instructions()})", f"{os.cpu_count()} cores"]
     words += [f"{name} {number}" for name, number in versions.items()]
     print(", ".join(words), flush=True)
+
+
+def instructions() -> str:
+    """Return the instruction set that torch uses, such as AVX512, and what multiplies INT8."""
+    names = [torch.backends.cpu.get_cpu_capability()]
+    if names == ["AVX512"]:  # else torch was told to use less than there is
+        names += ["VNNI"] * torch.cpu._is_vnni_supported()
+        names += ["AMX"] * torch.cpu._is_amx_tile_supported()
+    return ", ".join(names)
 
 
 def processor() -> str:

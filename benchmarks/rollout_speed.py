@@ -115,14 +115,14 @@ def run_own(name: FormatName, directory: Path, arguments: argparse.Namespace) ->
     with policy.run_server(arguments.shape, name, server, length, log) as (running, architecture):
         has_weights = False
 
-        def answer(*sizes: int) -> None:
+        def answer(batch: int, prompt: int, output: int) -> None:
             nonlocal has_weights
             if not has_weights:
                 fleet = Fleet("rollout", {0: running})
                 publisher = Publisher(random_learner(architecture), fleet, QuantizationConfig(name))
                 has_weights = publisher.publish().num_servers == 1
                 publisher.close()
-            sample(running, *sizes, vocabulary=architecture.vocab_size)
+            sample(running, batch, prompt, output, architecture.vocab_size)
 
         yield answer
 
