@@ -176,6 +176,15 @@ def test_thoughts_that_the_template_drops_open_a_branch_without_them() -> None:
     assert len(plain.sequences) == 1
 
 
+def test_an_empty_thought_that_opens_each_turn_does_not_stay_in_the_history() -> None:
+    opens = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    template = DROPS_THOUGHTS.replace("<|im_start|>assistant\n{% endif", opens + "{% endif")
+    assert template != DROPS_THOUGHTS
+    without = chat_tokenizer(template)
+    server, _ = conversation(without, "first", "second")
+    assert [text_of(without, each).count("</think>") for each in server.sequences] == [1, 1]
+
+
 def test_messages_may_be_written_down_again_as_openai_clients_do() -> None:
     server = Server([[*write(KEEPS, CALL), EOS_TOKEN_ID], [*write(KEEPS, "42"), EOS_TOKEN_ID]])
 

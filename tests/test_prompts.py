@@ -223,7 +223,7 @@ def test_a_text_of_more_characters_than_a_prompt_can_have_never_reaches_the_toke
     seen: list[int] = []
 
     class Watched:
-        chat_template = bos_token_id = None
+        chat_template = bos_token_id = eos_token_id = None
 
         def get_vocab(self) -> dict[str, int]:
             return tokenizer.get_vocab()

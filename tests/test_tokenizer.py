@@ -230,7 +230,7 @@ def test_a_prompt_has_one_beginning_and_no_end(tmp_path: Path) -> None:
     assert tokenizer("<s>a").input_ids == [BOS, BOS, letter, EOS]
     assert without_end([BOS, BOS, letter, EOS, END], tokenizer, [EOS, END]) == [BOS, letter]
     assert without_end([EOS, letter], tokenizer, [EOS]) == [EOS, letter]
-    assert without_end([EOS, EOS], tokenizer, [EOS]) == []
+    assert without_end([EOS, EOS], tokenizer, []) == []
 
 
 def test_a_chat_template_gets_its_options_and_one_day(tmp_path: Path) -> None:

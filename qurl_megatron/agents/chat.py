@@ -69,16 +69,17 @@ class Chat:
         if goes_on:
             end = turn_end(self._tokenizer)
             is_open = self._policy.ids[-1] != end  # it was cut off, or ended by another token
-            added = self._policy.encode(_added(self._tokenizer, new, schemas))
-            self._policy.observe([*([end] if is_open else []), *added])
+            written = _added(self._tokenizer, new, schemas)
+            self._policy.observe([*([end] if is_open else []), *self._policy.encode(written)])
         else:
-            text = render(self._tokenizer, messages, schemas)
-            self._policy.begin(self._policy.encode(text))
+            written = render(self._tokenizer, messages, schemas)
+            self._policy.begin(self._policy.encode(written))
             self._has_thought = False
         turn = await self._policy.generate(max_tokens=max_tokens)
         text = self._policy.decode(turn.ids[:-1] if turn.finish == "stop" else turn.ids)
         message = parse(text, self._tokenizer.chat_template)
-        self._has_thought |= _THOUGHT_END in text
+        # A template may open the turn behind an empty thought, as Qwen3's without enable_thinking.
+        self._has_thought |= _THOUGHT_END in text or written.rstrip().endswith(_THOUGHT_END)
         self._known, self._tools = [*plain, _plain(message)], schemas
         return message
 

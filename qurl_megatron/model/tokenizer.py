@@ -188,7 +188,7 @@ def stop_token_ids(architecture: Architecture, tokenizer: Any) -> list[int]:
 def without_end(token_ids: list[int], tokenizer: Any, ends: Collection[int]) -> list[int]:
     """Return the tokens of a prompt without end tokens behind it, and with one beginning."""
     last = len(token_ids)
-    while last and token_ids[last - 1] in ends:
+    while last and token_ids[last - 1] in (*ends, tokenizer.eos_token_id):
         last -= 1
     begin = tokenizer.bos_token_id
     first = 1 if begin is not None and token_ids[:2] == [begin, begin] else 0
