@@ -105,12 +105,12 @@ def test_int8_products_are_exact(width: int) -> None:
     codes[0], weight[0] = 127, 127  # the largest possible sum
     weight[1] = 127
     weight[1, ::2] = 126  # odd sums are the first to be rounded in float32
-    expected, weight = (codes @ weight.t()).float(), weight.to(torch.int8)
-    method = Int8LinearMethod(Int8Config())
-    products.forget()
-    assert torch.equal(method.sum_products(codes.float(), weight), expected)
-    products.forget()
-    assert torch.equal(products.in_float32(codes.float(), weight), expected)
+    scale = torch.rand(7, 1, generator=generator)
+    expected = (codes @ weight.t()).float() * scale.t()
+    factors = codes.float(), weight.to(torch.int8), scale
+    for multiply in (Int8LinearMethod(Int8Config()).multiply_codes, products.in_float32):
+        products.forget()
+        assert torch.equal(multiply(*factors), expected)
 
 
 @pytest.mark.parametrize("name", ["qurl_int8", "qurl_int4", "qurl_fp8", "qurl_fp8_block"])

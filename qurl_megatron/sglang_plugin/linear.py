@@ -49,6 +49,7 @@ from qurl_megatron.sglang_plugin.products import (
     sum_bfloat16,
 )
 
+MAX_TOKENS = 256  # of a CPU product: its sums, and what they are made of, stay in a core's cache
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 
 
@@ -63,8 +64,10 @@ def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     largest = 127.0 if code_dtype == torch.int8 else torch.finfo(code_dtype).max
     x = x.float()
     scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / largest
-    codes = (x / scale).clamp_(-largest, largest)
-    return codes.round_() if code_dtype == torch.int8 else codes.to(code_dtype).float(), scale
+    codes = x / scale
+    if code_dtype == torch.int8:  # rounding also takes back what division may exceed 127 by
+        return codes.round_(), scale
+    return codes.clamp_(-largest, largest).to(code_dtype).float(), scale
 
 
 class QuantizedLinearMethod(LinearMethodBase):
@@ -132,16 +135,19 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply `x` [tokens, in] by weight codes [out, in] and both scales, in float32."""
+        if len(x) > MAX_TOKENS:
+            parts = [self.multiply_cpu(part, weight, scale, bias) for part in x.split(MAX_TOKENS)]
+            return torch.cat(parts)
         codes, x_scale = quantize_tokens(x, self.code_dtype)
-        out = self.sum_products(codes, weight).mul_(x_scale).mul_(scale.t())
+        out = self.multiply_codes(codes, weight, scale).mul_(x_scale)
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
-    def sum_products(self, codes: Tensor, weight: Tensor) -> Tensor:
-        """Multiply the values of activation codes [tokens, in] by weight codes [out, in].
+    def multiply_codes(self, codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """Multiply the values of activation codes [tokens, in] by a weight and its scale.
 
         Returns [tokens, out] float32.
         """
-        return sum_bfloat16(codes, weight)
+        return sum_bfloat16(codes, weight).mul_(scale.t())
 
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
@@ -155,8 +161,8 @@ class Int8LinearMethod(QuantizedLinearMethod):
 
     code_dtype = torch.int8
 
-    def sum_products(self, codes: Tensor, weight: Tensor) -> Tensor:
-        return int8_product(*weight.shape)(codes, weight)
+    def multiply_codes(self, codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return int8_product(*weight.shape)(codes, weight, scale)
 
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None

@@ -19,13 +19,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-Product = Callable[[Tensor, Tensor], Tensor]
-"""(codes' values [tokens, in] float32, weight [out, in] int8) -> [tokens, out] float32, exact."""
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(codes' values [tokens, in] float32, weight [out, in] int8, scales [out, 1]) -> [tokens, out].
+
+The sums are exact and then, as float32, multiplied by the scale of the output channel.
+"""
 
 # A product of two INT8 codes is at most 127 * 127, so float32 sums 1040 of them exactly.
 EXACT_TERMS = 1024
 
-TIMED_TOKENS, TIMED_ROWS = 16, 1024  # of products that are timed
+TIMED_TOKENS = 16
+TIMED_WEIGHTS = 1 << 22  # more than a core's cache holds
 
 _kept: dict[int, tuple[Tensor, Tensor]] = {}  # by address: a weight, and what is kept of it
 
@@ -43,37 +47,27 @@ def forget() -> None:
     _kept.clear()
 
 
-def in_float32(codes: Tensor, weight: Tensor) -> Tensor:
+def in_float32(codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Multiply INT8 codes in float32, as many terms at once as it sums exactly."""
     weight = kept(weight, Tensor.float)
     if codes.shape[1] <= EXACT_TERMS:
-        return codes @ weight.t()
+        return (codes @ weight.t()).mul_(scale.t())
     parts = zip(codes.split(EXACT_TERMS, dim=1), weight.split(EXACT_TERMS, dim=1), strict=True)
-    return torch.stack([a @ b.t() for a, b in parts]).to(torch.int32).sum(dim=0).float()
+    sums = torch.stack([a @ b.t() for a, b in parts]).to(torch.int32).sum(dim=0)
+    return sums.float().mul_(scale.t())
 
 
-def in_int8(codes: Tensor, weight: Tensor) -> Tensor:
+def in_int8(codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Multiply INT8 codes as they are."""
-    return torch._int_mm(codes.to(torch.int8), weight.t()).float()
+    return torch._int_mm(codes.to(torch.int8), weight.t()) * scale.t()
 
 
-def packed_int8(codes: Tensor, weight: Tensor) -> Tensor:
+def packed_int8(codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Multiply INT8 codes by a copy of the weight in the order in which oneDNN reads it."""
-    ones, zeros = _factors(len(weight))
+    packed, scales = kept(weight, _pack), scale.flatten()
+    of_weight = packed, scales, _zeros(len(scales)), None
     return torch.ops.onednn.qlinear_pointwise(
-        codes.to(torch.int8),
-        1.0,
-        0,
-        kept(weight, _pack),
-        ones,
-        zeros,
-        None,
-        1.0,
-        0,
-        torch.float32,
-        "none",
-        [],
-        "",
+        codes.to(torch.int8), 1.0, 0, *of_weight, 1.0, 0, torch.float32, "none", [], ""
     )
 
 
@@ -83,25 +77,27 @@ def _pack(weight: Tensor) -> Tensor:
 
 
 @functools.cache
-def _factors(rows: int) -> tuple[Tensor, Tensor]:
-    """Return scales 1 and zero points 0 of output channels."""
-    return torch.ones(rows), torch.zeros(rows, dtype=torch.int64)
+def _zeros(rows: int) -> Tensor:
+    """Return the zero points of output channels."""
+    return torch.zeros(rows, dtype=torch.int64)
 
 
 @functools.cache
 def int8_product(rows: int, columns: int) -> Product:
     """Return the fastest exact product of weights [rows, columns] on this machine."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (TIMED_TOKENS, columns), (min(rows, TIMED_ROWS), columns)
+    shapes = (TIMED_TOKENS, columns), (min(rows, TIMED_WEIGHTS // columns), columns)
     codes, weight = (
         torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8) for shape in shapes
     )
     codes[0], weight[0] = 127, 127  # 16 bits do not hold the sum of two products
-    values, expected = codes.float(), codes.double() @ weight.double().t()
+    scale = torch.rand(len(weight), 1, generator=generator)
+    factors = codes.float(), weight, scale
+    expected = (codes.double() @ weight.double().t()).float() * scale.t()
 
     def seconds(product: Product) -> float:
-        is_exact = torch.equal(product(values, weight), expected.float())
-        duration = _seconds(lambda: product(values, weight)) if is_exact else math.inf
+        is_exact = torch.equal(product(*factors), expected)
+        duration = _seconds(lambda: product(*factors)) if is_exact else math.inf
         _kept.pop(weight.data_ptr(), None)
         return duration
 
@@ -111,16 +107,16 @@ def int8_product(rows: int, columns: int) -> Product:
 @functools.cache
 def multiplies_bfloat16() -> bool:
     """Return whether bfloat16 products are faster than float32 products on this machine."""
-    x, weight = torch.ones(TIMED_TOKENS, TIMED_ROWS), torch.ones(TIMED_ROWS, TIMED_ROWS)
+    x, weight = torch.ones(TIMED_TOKENS, 1024), torch.ones(1024, 1024)
     rounded = x.bfloat16(), weight.bfloat16()
     return _seconds(lambda: linear(*rounded)) < _seconds(lambda: linear(x, weight))
 
 
 def _seconds(product: Callable[[], Tensor]) -> float:
-    """Return the shortest of five times that a product takes, after a first one."""
+    """Return the shortest of ten times that a product takes, after a first one."""
     product()
     times = []
-    for _ in range(5):
+    for _ in range(10):
         start = time.perf_counter()
         product()
         times.append(time.perf_counter() - start)
