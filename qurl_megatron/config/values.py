@@ -94,14 +94,15 @@ Url = Annotated[
 ]
 
 
-def _day(text: str) -> str:
+def _day(given: object) -> str:
+    text = str(given)  # YAML makes a date of one without quotes
     try:
         return text and date.fromisoformat(text).isoformat()
     except ValueError:
         raise ValueError("a day is YYYY-MM-DD") from None
 
 
-Day = Annotated[str, pydantic.AfterValidator(_day)]
+Day = Annotated[str, pydantic.BeforeValidator(_day)]
 DataName = Annotated[
     str,
     matching(
