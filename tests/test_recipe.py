@@ -107,7 +107,7 @@ def test_a_file_holds_what_differs_from_its_recipe_or_from_the_defaults() -> Non
         ("quantization:\n  uaq.layer_scales: {3: 2}", "quantization.uaq.layer_scales", {3: 2.0}),
         ("data_options: {b: 1e-6, c: 1:30}", "data_options", {"b": 1e-6, "c": "1:30"}),
         ("data_options.a: '010'\ndata_options.b: 010", "data_options", {"a": "010", "b": 10}),
-        ("data_options: {a: 0x10, b: 2026-11-26}", "data_options", {"a": 16, "b": "2026-11-26"}),
+        ("data_options: {b: 2026-11-26}", "data_options", {"b": "2026-11-26"}),
         ("evaluation:\n  data:\n    amc: a.jsonl", "evaluation.data", {"amc": "a.jsonl"}),
         ("rollout:\n  # servers: 3\nsteps: 3", "rollout.servers", 1),
     ],

@@ -1,8 +1,8 @@
 """YAML as configurations have it: read as its writer meant it, or refused.
 
-Of texts without quotes, numbers are those of YAML 1.2: 010 is ten, 1e-6 is a number, and 1:30 or a
-date is a text. Aliases are refused, because nine lines of them can be a billion values, and so are
-tags, and a key that is given twice.
+Of texts without quotes, numbers are decimal, as in YAML 1.2: 010 is ten, 1e-6 is a number, and 1:30
+or a date is a text. Refused are aliases, because nine lines of them can be a billion values, tags,
+and a key that is given twice.
 """
 
 import json
@@ -51,19 +51,14 @@ for _kind in (_Loader, _Dumper):
         for first, resolvers in _kind.yaml_implicit_resolvers.items()
     }
     for _tag, _pattern in (
-        (_INT, r"[-+]?([0-9][0-9_]*|0x[0-9a-fA-F_]+|0o[0-7_]+|0b[01_]+)$"),
+        (_INT, r"[-+]?[0-9][0-9_]*$"),
         (_FLOAT, r"[-+]?([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9_]+)([eE][-+]?[0-9]+)?$"),
         (_FLOAT, r"([-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
     ):
         _kind.add_implicit_resolver(_tag, re.compile(_pattern), [*"-+.0123456789"])
 
 
-def _whole_number(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    names_a_base = node.value.lstrip("+-")[1:2].isalpha()
-    return int(node.value, 0 if names_a_base else 10)
-
-
-_Loader.add_constructor(_INT, _whole_number)
+_Loader.add_constructor(_INT, lambda loader, node: int(node.value))
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
