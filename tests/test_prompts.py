@@ -418,15 +418,18 @@ def test_end_tokens_behind_prompts_are_cut_off_and_counted(tmp_path: Path) -> No
     entries = [
         *numbered(1),
         {"question": "Say 5.", "answer": "5"},
-        {"question": "2??", "answer": "2"},
+        {"question": "2?<system><system>", "answer": "2"},
     ]
     source = read_problems(write_lines(tmp_path / "a.jsonl", *entries), {})
-    read = tokenize(source, character_tokenizer(), 9, ends=[ord("?")])
-    assert [text(prompt) for prompt in read] == ["1 + 1", "Say 5.", "2"]
-    assert source.notes == ["end tokens, or a second beginning, cut off: 2 prompts"]
-    nothing = read_problems(write_lines(tmp_path / "b.jsonl", {"question": "?", "answer": "5"}), {})
+    end = character_tokenizer().convert_tokens_to_ids("<system>")
+    read = tokenize(source, character_tokenizer(), 9, stops=[ord("?"), end])
+    assert [text(prompt) for prompt in read] == ["1 + 1?", "Say 5.", "2?"]
+    assert source.notes == ["end tokens, or a second beginning, cut off: 1 prompts"]
+    nothing = read_problems(
+        write_lines(tmp_path / "b.jsonl", {"question": "<system>", "answer": "5"}), {}
+    )
     with pytest.raises(DataError, match="b.jsonl line 1: its prompt is nothing but an end token"):
-        tokenize(nothing, character_tokenizer(), 9, ends=[ord("?")])
+        tokenize(nothing, character_tokenizer(), 9, stops=[end])
 
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=60))

@@ -17,6 +17,7 @@ from qurl_megatron.model.architecture import (
 )
 from qurl_megatron.model.tokenizer import (
     SAMPLES,
+    end_tokens,
     load_tokenizer,
     opens_turn,
     stop_token_ids,
@@ -230,7 +231,8 @@ def test_a_prompt_has_one_beginning_and_no_end(tmp_path: Path) -> None:
     assert tokenizer("<s>a").input_ids == [BOS, BOS, letter, EOS]
     assert without_end([BOS, BOS, letter, EOS, END], tokenizer, [EOS, END]) == [BOS, letter]
     assert without_end([EOS, letter], tokenizer, [EOS]) == [EOS, letter]
-    assert without_end([EOS, EOS], tokenizer, []) == []
+    assert without_end([EOS, EOS], tokenizer, [EOS]) == []
+    assert end_tokens(tokenizer, [END, letter]) == {EOS, END}
 
 
 def test_a_chat_template_gets_its_options_and_one_day(tmp_path: Path) -> None:

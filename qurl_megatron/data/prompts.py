@@ -11,7 +11,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from qurl_megatron.data.problems import (
     keep_verifiable,
     read_problems,
 )
-from qurl_megatron.model.tokenizer import opens_turn, what_differs, without_end
+from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
 
 BINS = 8
 COMPARED_PROMPTS = 32  # with what the tokenizer that transformers chooses makes of them
@@ -66,7 +66,7 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
             config.rollout.max_prompt_length,
             system_prompt=config.system_prompt,
             overlong=config.overlong_prompts if field == "data" else "refuse",
-            ends=config.rollout.stop_token_ids,
+            stops=config.rollout.stop_token_ids,
         )
         for field, source in sources.items()
     }
@@ -89,14 +89,14 @@ def tokenize(
     *,
     system_prompt: str = "",
     overlong: OverlongPrompts = "refuse",
-    ends: Collection[int] = (),
+    stops: Iterable[int] = (),
 ) -> list[Prompt]:
     """Return the prompts that the policy continues, in the order of the source's problems.
 
     A tokenizer with a chat template renders the messages and opens the assistant's turn. Without a
     template, the prompt is the text of the question. `system_prompt` is put before the messages of
     a problem that has no system message. The source counts the prompts that `overlong` drops. No
-    prompt ends with one of `ends`: the policy would go on behind the end of a text.
+    prompt ends with an end token, which those of `stops` are that are special.
 
     Raises:
         DataError: a prompt that is not dropped is longer than `max_prompt_length` tokens, or all
@@ -105,7 +105,7 @@ def tokenize(
     prompts: list[Prompt] = []
     questions: set[str] = set()
     shortest = math.inf
-    num_cut = 0
+    num_cut, ends = 0, end_tokens(tokenizer, stops)
     longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
     for problem in source.problems:
         messages = problem.messages

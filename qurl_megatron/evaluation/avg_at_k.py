@@ -435,7 +435,7 @@ def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[st
             tokenizer,
             config.max_prompt_length,
             system_prompt=config.system_prompt,
-            ends=config.stop_token_ids,
+            stops=config.stop_token_ids,
         )
         for line in source_lines("data", source, {"to evaluate on": prompts[data]}):
             print(line, flush=True)

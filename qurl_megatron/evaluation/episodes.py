@@ -49,7 +49,7 @@ def run(config: EvalConfig, count: int) -> None:
     fields = Fields(config.question_key, config.answer_key)
     source = read_problems(config.data[0], {}, seed=config.seed, fields=fields)
     prompts = tokenize(
-        source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, ends=stops
+        source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, stops=stops
     )[:count]
     console = Console(stderr=True, highlight=False)
     with (

@@ -187,7 +187,7 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
         tokenizer,
         min(longest_prompt, Config().rollout.max_prompt_length),
         overlong="drop",
-        ends=stop_token_ids(architecture, tokenizer),
+        stops=stop_token_ids(architecture, tokenizer),
     )[: options.prompts]
     if len(prompts) < 4:
         raise ConfigError(

@@ -185,10 +185,20 @@ def stop_token_ids(architecture: Architecture, tokenizer: Any) -> list[int]:
     return ids
 
 
+def end_tokens(tokenizer: Any, stop_token_ids: Iterable[int]) -> set[int]:
+    """Return the tokens that no prompt ends with: the tokenizer's end, and special ones that stop.
+
+    Others that stop, such as a line break, may belong to a template.
+    """
+    return {token for token in stop_token_ids if _is_special(tokenizer, token)} | {
+        tokenizer.eos_token_id
+    }
+
+
 def without_end(token_ids: list[int], tokenizer: Any, ends: Collection[int]) -> list[int]:
-    """Return the tokens of a prompt without end tokens behind it, and with one beginning."""
+    """Return the tokens of a prompt without `ends` behind it, and with one beginning."""
     last = len(token_ids)
-    while last and token_ids[last - 1] in (*ends, tokenizer.eos_token_id):
+    while last and token_ids[last - 1] in ends:
         last -= 1
     begin = tokenizer.bos_token_id
     first = 1 if begin is not None and token_ids[:2] == [begin, begin] else 0
