@@ -72,7 +72,7 @@ def load_tokenizer(directory: Path, options: Mapping[str, Any] = _NOTHING, day: 
     if unknown:
         has = f"has {', '.join(sorted(known))}" if known else "has none"
         raise ArchitectureError(
-            f"chat_template_options.{unknown[0]}={options[unknown[0]]}: the chat template of "
+            f"chat_template_options.{unknown[0]}={options[unknown[0]]!r:.80}: the chat template of "
             f"'{directory}' has no such option; it {has}"
         )
     now = date.fromisoformat(day) if day else date.today()
