@@ -118,7 +118,11 @@ def test_a_missing_or_null_field_is_what_transformers_takes_it_for(
 
     traits = SUPPORTED_ARCHITECTURES[name]
     experts = dict.fromkeys(("num_experts", "num_experts_per_tok", "moe_intermediate_size"), 8)
-    config = {"architectures": [name], "model_type": traits.family, "norm_topk_prob": True}
+    config: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": traits.family,
+        "norm_topk_prob": True,
+    }
     config |= {"hidden_size": 512, "num_attention_heads": 32, **(experts if "Moe" in name else {})}
     for changes in ({field: "absent"}, {field: None}):
         given = {**OLD_LLAMA, **config, "tie_word_embeddings": False, **changes}

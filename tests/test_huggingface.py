@@ -95,7 +95,10 @@ def test_a_redundant_copy_of_a_tied_embedding_is_ignored(write_changed: WriteCha
     ids=["one value", "a row less"],
 )
 def test_another_head_than_a_tied_embedding_is_refused(
-    write_changed: WriteChanged, change: Change, sharded: bool, monkeypatch: pytest.MonkeyPatch
+    write_changed: WriteChanged,
+    change: Callable[[Tensor], Tensor],
+    sharded: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def add_other(tensors: dict[str, Tensor]) -> None:
         tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"].float())

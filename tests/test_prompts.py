@@ -421,7 +421,7 @@ def test_end_tokens_behind_prompts_are_cut_off_and_counted(tmp_path: Path) -> No
         {"question": "2?<system><system>", "answer": "2"},
     ]
     source = read_problems(write_lines(tmp_path / "a.jsonl", *entries), {})
-    end = character_tokenizer().convert_tokens_to_ids("<system>")
+    (end,) = character_tokenizer().encode("<system>")
     read = tokenize(source, character_tokenizer(), 9, stops=[ord("?"), end])
     assert [text(prompt) for prompt in read] == ["1 + 1?", "Say 5.", "2?"]
     assert source.notes == ["end tokens, or a second beginning, cut off: 1 prompts"]
