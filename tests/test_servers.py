@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -248,7 +249,7 @@ def test_an_exit_code_is_described_and_whether_memory_ran_out(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has memory of its own")
 def test_without_a_gpu_a_cache_holds_what_a_servers_requests_can_need(tmp_path: Path) -> None:
-    def tokens(**fields: int) -> object:
+    def tokens(**fields: Any) -> object:
         server = ServerConfig(max_running_requests=4, **fields)
         plan = ServerPlan(tmp_path, server, "bf16", 10, tmp_path / "log", seed=0)
         return plan.options()["max_total_tokens"]

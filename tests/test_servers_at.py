@@ -260,8 +260,7 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
     of_shell = {"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGL_X", "TORCH_LOGS", "DNNL_X", "ONEDNN_X"}
     for name in [*of_shell, "NCCL_DEBUG", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"]:
         monkeypatch.setenv(name, "1")
-    for environment in {}, {"TORCH_LOGS": "+dynamo"}:
-        given = ServerConfig(environment=environment)
+    for given in ServerConfig(), ServerConfig(environment={"TORCH_LOGS": "+dynamo"}):
         plan = ServerPlan(tmp_path, given, "bf16", 10, tmp_path / "log", seed=0)
         shutil.rmtree(plan.start().scratch_dir)
     assert set(programs[0].without) == of_shell and programs[0].is_fresh
