@@ -218,6 +218,7 @@ FIXED = """
     model=other learner.dtype=float32 critic.model=other quantization.uaq.scale=2
     quantization.uaq.through_up=true advantage_estimator=gae data=other.jsonl data_options.size=7
     question_key=text answer_key=text overlong_prompts=refuse rollout.max_prompt_length=9 seed=1
+    incomplete=drop
     evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE warmup.max_steps=9 name=other
     output_dir=elsewhere evaluation.problems=0 evaluation.problems=9
 """.split()

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -64,7 +66,18 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         (b'{"question": "\xff", "answer": "2"}', "not JSON"),
         ([1, 2], "a JSON list; expected an object"),
         ({"question": "3 + 3?", "answer": " "}, "answer is missing or empty"),
-        ({"question": "3 + 3?", "answer": ["6"]}, "answer is a list; expected a string"),
+        (
+            {"question": "3 + 3?", "answer": {"x": 6}},
+            "answer is a dict; expected a string or a num",
+        ),
+        ({"question": "3 + 3?", "answer": True}, "answer is a bool; expected a string or a number"),
+        ({"question": "3 + 3?", "answer": [["6"]]}, "answer[0] is a list; expected a string or"),
+        ({"question": "3 + 3?", "answer": ["6", ""]}, "answer[1] is missing or empty"),
+        (
+            {"question": "3 + 3?", "answer": []},
+            "answer is an empty list; expected at least one answer; 1 of 3 entries have no answer; "
+            "incomplete=drop leaves such entries out",
+        ),
         ({"prompt": "", "answer": "6"}, "prompt is missing or empty"),
         ({"prompt": [{"role": "user"}], "answer": "6"}, "prompt[0].content is missing"),
         ({"prompt": [], "answer": "6"}, "prompt is a list, but not of chat messages"),
@@ -87,7 +100,18 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         ({"messages": CHAT}, "answer is missing or empty"),
         (
             {"question": "3 + 3?", "answer": float("nan")},
-            "answer is nan; expected text or a finite",
+            "answer is missing or empty; the entry has question, answer (name another field with "
+            "answer_key=); 1 of 3 entries have no answer; incomplete=drop leaves such entries out",
+        ),
+        ({"question": "3 + 3?", "answer": float("inf")}, "answer is inf; expected text or a fin"),
+        ({"prompt": json.dumps(CHAT), "answer": "6"}, "prompt is a text with a list of chat messa"),
+        (
+            {"question": f" {CHAT}", "answer": "6"},
+            "question is a text with a list of chat messages",
+        ),
+        (
+            {"messages": json.dumps(CHAT[0]), "answer": "6"},
+            "messages is a text with a list of chat",
         ),
         ({"question": float("inf"), "answer": "6"}, "question is inf; expected text or a finite"),
         ({"prompt": "3?", "reward_model": {}}, "reward_model.ground_truth is missing or empty"),
@@ -153,6 +177,114 @@ def test_published_file_formats_are_read(tmp_path: Path) -> None:
             (problem,) = read_problems(data, {}).problems
             assert (problem.question, problem.answer) == (question, answer)
             assert problem.messages[-1]["content"] == question
+
+
+NUMBERS: dict[str, Any] = {
+    "27": 27.0,
+    "-3": -3,
+    "0": -0.0,
+    "0.1": 0.1,
+    "0.00001": 1e-5,
+    "10000000000000000000000": 1e22,
+    "12345678901234567890": 12345678901234567890,
+    "2.5": Decimal("2.50"),
+    "1234567890123456789012345678.12345": Decimal("1234567890123456789012345678.12345"),
+    "16777216": np.float32(16777216),
+    "0.3": np.float32(0.3),
+    "0.0000001": np.float32(1e-7),
+    "0.7": np.float16(0.7),
+    "2047": np.float16(2047),
+    "100000000000": np.float32(1e11),
+}
+
+
+@pytest.mark.parametrize("text", NUMBERS)
+def test_a_number_has_the_same_text_in_every_file(text: str, tmp_path: Path) -> None:
+    """Also in a struct and in a list, and the shortest decimal is that of its own type."""
+    number = NUMBERS[text]
+    if isinstance(number, int) and number > 2**63:  # no Arrow type of so many bits
+        assert [problem.answer for problem in read(tmp_path, {**GOOD, "answer": number})] == [text]
+        return
+    column = pa.array([number])
+    structs = pa.StructArray.from_arrays([column], names=["ground_truth"])
+    lists = pa.array([[number]], pa.list_(column.type))
+    question = pa.array(["How many?"])
+    for name, values in {"answer": column, "reward_model": structs, "list": lists}.items():
+        table = pa.table({"question": question, "answer" if name == "list" else name: values})
+        pq.write_table(table, tmp_path / "a.parquet")
+        datasets.Dataset(table).save_to_disk(tmp_path / name)
+        for data in (f"{tmp_path}/a.parquet", f"{tmp_path}/{name}"):
+            (problem,) = read_problems(data, {}).problems
+            assert (problem.answer, problem.answers) == (text, (text,) if name == "list" else ())
+    if isinstance(number, int | float) and not isinstance(number, np.generic):
+        assert [problem.answer for problem in read(tmp_path, {**GOOD, "answer": number})] == [text]
+
+
+def test_every_answer_of_a_list_is_kept_and_the_first_is_the_answer(tmp_path: Path) -> None:
+    several = {"question": "x^2 = 4?", "answer": ["2", -2.0]}
+    for data in (
+        write_lines(tmp_path / "a.jsonl", several, several, {**several, "answer": ["2"]}),
+        write_lines(tmp_path / "a.json", [several, {**several, "answer": "2"}]),
+    ):
+        problems = read_problems(data, {}).problems
+        assert [(p.answer, p.answers) for p in problems][0] == ("2", ("2", "-2"))
+        assert len(problems) == 2
+    alone = read(tmp_path, {**several, "answer": ["2"]}, {**several, "answer": "2"})
+    assert [(p.answer, p.answers) for p in alone] == [("2", ("2",))]  # the second repeats it
+
+
+def test_entries_without_an_answer_are_refused_with_their_number_or_dropped(
+    tmp_path: Path,
+) -> None:
+    gaps: list[Any] = [None, "", " ", float("nan"), []]
+    entries = [GOOD, *({"question": f"{n}?", "answer": gap} for n, gap in enumerate(gaps))]
+    data = write_lines(tmp_path / "a.jsonl", *entries, {"question": "no field"})
+    refusal(data, "a.jsonl line 2: answer is missing or empty; the entry has question, answer (")
+    refusal(data, "; 6 of 7 entries have no answer; incomplete=drop leaves such entries out")
+    source = read_problems(data, {}, fields=Fields(incomplete="drop"))
+    assert [problem.question for problem in source.problems] == ["1 + 1?"]
+    assert source.dropped == {"has no answer": [f"{data} line {n}" for n in range(2, 8)]}
+    column = pa.table({"question": ["1?", "2?"], "answer": pa.array([1.0, float("nan")])})
+    pq.write_table(column, tmp_path / "a.parquet")
+    source = read_problems(f"{tmp_path}/a.parquet", {}, fields=Fields(incomplete="drop"))
+    assert [problem.answer for problem in source.problems] == ["1"]
+    data = write_lines(tmp_path / "b.jsonl", {"question": "1?", "answer": None})
+    with pytest.raises(
+        DataError, match="line 1: answer is missing.*1 of 1 entries have no answer$"
+    ):
+        read_problems(data, {}, fields=Fields(incomplete="drop"))
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "BOM utf-16-be", "utf-32"],
+)
+def test_a_byte_order_mark_and_utf_16_are_read_in_every_form(encoding: str, tmp_path: Path) -> None:
+    entries = [
+        {"question": f"caf\u00e9 \u2028\u4e2d \U0001f600 {n}?", "answer": n} for n in range(9)
+    ]
+    lines = "\r\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
+    mark = "\ufeff" if encoding.startswith("BOM") else ""
+    for name, text in {
+        "a.jsonl": lines,
+        "b.json": f"\n{lines}\n",
+        "c.json": json.dumps(entries, ensure_ascii=False),
+        "d.json": "\n" + json.dumps(entries, ensure_ascii=False, indent=2),
+    }.items():
+        (tmp_path / name).write_bytes((mark + text).encode(encoding.removeprefix("BOM ")))
+        problems = read_problems(f"{tmp_path}/{name}", {}).problems
+        assert [problem.question for problem in problems] == [each["question"] for each in entries]
+
+
+def test_text_that_is_cut_or_of_two_encodings_is_refused(tmp_path: Path) -> None:
+    line = json.dumps(GOOD) + "\n"
+    cut, mixed = tmp_path / "cut.jsonl", tmp_path / "mixed.jsonl"
+    cut.write_bytes(line.encode("utf-16")[:-1])
+    refusal(str(cut), "cut.jsonl line 1: not text ('utf-16-le' codec can't decode")
+    mixed.write_bytes(line.encode() + line.encode("utf-16"))
+    refusal(str(mixed), "mixed.jsonl line 2: not JSON")
+    mixed.write_bytes(line.encode("utf-8-sig") * 2)  # two files, one behind the other
+    assert len(read_problems(str(mixed), {}).problems) == 1
 
 
 def test_broken_parquet_row_is_refused_and_its_number_is_named(tmp_path: Path) -> None:

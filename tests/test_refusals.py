@@ -150,6 +150,7 @@ FIELDS = rows(r"""
     rollout.stop_token_ids=[-1]             greater than or equal to 0
     template_date=2026-13-01                template_date=2026-13-01: a day is YYYY-MM-DD
     chat_template_options.a=1               chat_template_options.a=1: the chat template of 'model'
+    advantage_estimator=gae & rollout.dynamic_sampling_tries=2  from groups of equal rewards too
     rollout.max_response_length=5000        with rollout.max_prompt_length=100 that is 5100 tokens
     rollout.max_prompt_length=512           a response needs some of them; set it lower
     rollout.soft_overlong_tokens=100        must be less than rollout.max_response_length=100

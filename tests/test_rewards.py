@@ -1,12 +1,18 @@
 """Rewards: from a verifier's credit to a number on the scale of the run."""
 
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 import reasoning_gym
+import torch
 
 from qurl_megatron.algorithm.score import Question, Score, mean_parts
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.data.rewards import failed, load
+from qurl_megatron.data.rewards import RewardFunction, failed, load
 from qurl_megatron.data.verifiers import VERIFIERS
 from qurl_megatron.recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo
 
@@ -49,6 +55,157 @@ def test_verifier_that_raises_scores_as_wrong_and_says_why() -> None:
     without_fields = Question("", "4", {"source_dataset": "sudoku"})  # its scorer needs the grid
     failed = score(settings("reasoning_gym", wrong=-1), "4", without_fields)
     assert failed == Score(-1, {"accuracy": 0}, "KeyError: 'solution'")
+
+
+@pytest.mark.parametrize(
+    ("verifier", "answers", "right", "wrong"),
+    [
+        ("math", ["\\hbar \\omega(v+1/2)-", "2", "-2"], ["$-2$", "\\boxed{2}"], "$3$"),
+        ("gsm8k", ["none", "2", "1,000"], ["#### 1,000", "#### 2"], "#### 3"),
+        ("gsm8k_flexible", ["2", "3"], ["it is 3"], "it is 4"),
+        ("dapo", ["2", "\\frac{1}{2}"], ["Answer: \\frac{1}{2}"], "Answer: 0.5"),
+        ("deepscaler", ["2", "x+1"], ["</think>\\boxed{1+x}", "</think>\\boxed{2}"], "2"),
+        ("exact", ["a", "b"], ["b"], "c"),
+    ],
+)
+def test_any_answer_of_a_list_is_right(
+    verifier: str, answers: list[str], right: list[str], wrong: str
+) -> None:
+    """One that the verifier cannot read takes nothing from the others."""
+    reward, question = load(settings(verifier)), Question("", answers[0], {}, tuple(answers))
+    assert not reward.unverifiable(question)
+    scores = list(reward.score([*right, wrong], question))
+    assert [score.value for score in scores] == [1] * len(right) + [0]
+    assert not any(score.failure for score in scores)
+
+
+def test_a_list_without_an_answer_that_can_be_compared_is_unverifiable() -> None:
+    question = Question("", "none", {}, ("none", "some"))
+    assert "'some' is no number" in load(settings("gsm8k")).unverifiable(question)
+
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):  # type: ignore[no-untyped-def]
+    assert (data_source, extra_info) == ("gsm8k", {"index": 3})
+    return {
+        "score": float(solution_str == ground_truth),
+        "acc": solution_str == ground_truth,
+        "s": "",
+    }
+
+
+def verl_with_two(solution_str, ground_truth):  # type: ignore[no-untyped-def]
+    return solution_str in ground_truth if isinstance(ground_truth, list) else 0
+
+
+def trl(completions, solution, **columns):  # type: ignore[no-untyped-def]
+    assert columns["extra_info"] == [{"index": 3}] * 2
+    texts = [completion[0]["content"] for completion in completions]
+    return [1.0 if pair[0] == pair[1] else None for pair in zip(texts, solution, strict=True)]
+
+
+async def trl_with_prompts(prompts, completions, **columns):  # type: ignore[no-untyped-def]
+    return torch.tensor([len(prompt[0]["content"]) for prompt in prompts])
+
+
+def column_that_is_not_there(completions, level):  # type: ignore[no-untyped-def]
+    return level
+
+
+def array(completions, problem):  # type: ignore[no-untyped-def]
+    return np.array([text == problem.answer for text in completions])
+
+
+def two_dimensions(completions, problem):  # type: ignore[no-untyped-def]
+    return np.zeros((len(completions), 1))
+
+
+def values_of_a_set(completions, problem):  # type: ignore[no-untyped-def]
+    return set(range(len(completions)))
+
+
+def huge(completion, problem):  # type: ignore[no-untyped-def]
+    return 1e39 if completion == "42" else -1e38
+
+
+def times_out(completion, problem):  # type: ignore[no-untyped-def]
+    raise TimeoutError("read timed out")
+
+
+async def times_out_or_waits(completion, problem):  # type: ignore[no-untyped-def]
+    if completion == "7":
+        await asyncio.sleep(60)
+    raise TimeoutError("read timed out")
+
+
+MISSING = "TypeError: its parameter level is no field of the entry, which has prompt, data_source"
+READ = "TimeoutError: read timed out"
+RETURNED: dict[Callable[..., Any], list[float | str]] = {  # for 42 and 7: a reward or a failure
+    verl: [1.0, 0.0],
+    verl_with_two: [1.0, 1.0],
+    trl: [1.0, "it returned None, which is no score of this response"],
+    trl_with_prompts: [8.0, 8.0],
+    column_that_is_not_there: [MISSING] * 2,
+    array: [1.0, 0.0],
+    two_dimensions: ["TypeError: it returned [0.0]; expected a number"] * 2,
+    values_of_a_set: ["TypeError: it returned {0, 1}; expected a list of 2 rewards"] * 2,
+    huge: ["ValueError: it returned 1e+39, more than float32 holds", -1e38],
+    times_out: [READ] * 2,
+    times_out_or_waits: [READ, "timed out after 0.5 s"],
+}
+
+
+@pytest.mark.parametrize("function", RETURNED, ids=lambda function: function.__name__)
+def test_rewards_of_verl_and_trl_and_arrays_are_scores(function: Callable[..., Any]) -> None:
+    columns = {
+        "prompt": [{"role": "user", "content": "How many"}],
+        "data_source": "gsm8k",
+        "extra_info": {"index": 3},
+        "solution": "42",
+    }
+    answers = ("7", "42") if function is verl_with_two else ()
+    question = Question("How many", "42", {}, answers, columns)
+    reward = RewardFunction(
+        function, Config(reward="a.py:f", reward_wrong=-2, reward_timeout_s=0.5)
+    )
+    scores = list(reward.score(["42", "7"], question))
+    for score, expected in zip(scores, RETURNED[function], strict=True):
+        if isinstance(expected, str):
+            assert score.value == -2 and score.failure.startswith(expected)
+        else:
+            assert (score.value, score.failure) == (expected, "")
+        assert score.timed_out == score.failure.startswith("timed out after 0.5 s")
+    if function is verl:
+        assert [score.parts for score in scores] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
+
+
+def test_texts_of_a_plain_question_are_no_messages() -> None:
+    def trl(prompts, completions, **columns):  # type: ignore[no-untyped-def]
+        assert (prompts, completions, columns["answer"]) == (["How many?"], ["42"], [42])
+        return [1]
+
+    entry = {"question": "How many?", "answer": 42}
+    reward = RewardFunction(trl, Config(reward="a.py:f"))
+    (score,) = reward.score(["42"], Question("How many?", "42", {}, (), entry))
+    assert score == Score(1, {}, "")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "completion, answer",
+        "problem, completion",
+        "response, ground_truth",
+        "solution_str, ground_truth, method",
+        "*arguments, **named",
+        "completion, *, problem",
+        "completion, problem: str",
+    ],
+)
+def test_a_function_whose_parameters_do_not_say_what_they_are_is_refused(parameters: str) -> None:
+    defined: dict[str, Any] = {}
+    exec(f"def reward({parameters}): return 1", defined)
+    with pytest.raises(TypeError, match=r"its parameters are .*; expected|problem is no str, but"):
+        RewardFunction(defined["reward"], Config(reward="a.py:reward"))
 
 
 def test_recipes_have_the_scale_and_the_verifier_of_their_source() -> None:

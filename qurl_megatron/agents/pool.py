@@ -25,7 +25,6 @@ from typing import Any
 from qurl_megatron.agents.policy import Limits, Request, Turn
 from qurl_megatron.agents.worker import LOAD_LIMIT_S, NOBODY, Ended, Marks, Settings
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.schema import AgentConfig, ConfigError
 from qurl_megatron.process import END_CONTAINED, raise_open_file_limit, starting_a_worker
 
@@ -88,11 +87,10 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             Exception: what sampling raised.
         """
         limits = Limits(self._config.max_turns, max_turn_tokens, self._max_length)
-        question = Question(prompt.question, prompt.answer, prompt.metadata)
         for _ in range(MOST_PROCESSES):
             process = min(self._processes, key=lambda each: each.num_episodes)
             key = next(self._keys)
-            ended = await process.play(key, (question, prompt.token_ids, limits), begin())
+            ended = await process.play(key, (prompt.asked, prompt.token_ids, limits), begin())
             if ended is not None:
                 return ended
         return Ended("error", None, f"{MOST_PROCESSES} processes died while they played it")

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qurl_megatron.algorithm.score import Score
+from qurl_megatron.algorithm.score import Question, Score
 
 ENDS = ("answered", "turns", "tokens", "deadline", "error")
 """What ends an agent's episode: its function returned, or asked for more turns or tokens than there
@@ -34,6 +34,13 @@ class Prompt:
     answer: str
     token_ids: list[int]  # after the chat template, if the tokenizer has one
     metadata: dict[str, Any] = field(default_factory=dict)  # fields for the verifier
+    answers: tuple[str, ...] = ()  # if the data has a list of them: each is right
+    columns: dict[str, Any] = field(default_factory=dict)  # the entry, for a reward of one's own
+
+    @property
+    def asked(self) -> Question:
+        """What a verifier, a reward function or an agent learns of it."""
+        return Question(self.question, self.answer, self.metadata, self.answers, self.columns)
 
 
 class SamplingMasks(NamedTuple):

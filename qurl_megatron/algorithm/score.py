@@ -4,7 +4,7 @@ This file imports nothing heavy, because the processes that score import it.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,8 +17,15 @@ class Question:
     """What a verifier or a reward function learns of a problem."""
 
     question: str  # for a chat, the content of all messages
-    answer: str
+    answer: str  # the first, if there are several
     metadata: dict[str, Any]
+    answers: tuple[str, ...] = ()  # if the data has a list of them: each is right
+    columns: dict[str, Any] = field(default_factory=dict)  # the entry, for a reward of one's own
+
+    @property
+    def right_answers(self) -> tuple[str, ...]:
+        """The answers, one or more, of which any is right."""
+        return self.answers or (self.answer,)
 
 
 class Score(NamedTuple):

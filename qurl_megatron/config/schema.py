@@ -59,7 +59,8 @@ Releases = Literal["auto", "cache", "all"]
 Transport = Literal["broadcast", "direct", "auto"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
-OverlongPrompts = Literal["drop", "refuse"]
+Unusable = Literal["drop", "refuse"]
+"""What becomes of an entry of the data that cannot be used."""
 
 RewardName = Annotated[
     str,
@@ -741,6 +742,10 @@ class Config:
     """Field of `data` that holds the answer; `a.b` is field b of field a. Empty: answer,
     reward_model.ground_truth, or the assistant's last message."""
 
+    incomplete: Unusable = "refuse"
+    """What becomes of entries without an answer, of `data` and of `evaluation.data`. drop: they are
+    left out and counted. refuse: the run does not start."""
+
     system_prompt: Text = ""
     """System message put before each question that has none; the tokenizer needs a chat template.
     Empty: none."""
@@ -752,7 +757,7 @@ class Config:
     """Day that a chat template prints which prints today's date, as in 2026-11-26. Empty: the day
     on which the run begins."""
 
-    overlong_prompts: OverlongPrompts = "drop"
+    overlong_prompts: Unusable = "drop"
     """What becomes of prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
     left out and counted. refuse: the run does not start. In `evaluation.data` they are always
     refused."""

@@ -48,6 +48,7 @@ _FIXED = {
     "data": _SETS_DATA_ORDER,  # and data_options
     "question_key": _SETS_DATA_ORDER,
     "answer_key": _SETS_DATA_ORDER,
+    "incomplete": _SETS_DATA_ORDER,
     "overlong_prompts": _SETS_DATA_ORDER,
     "rollout.max_prompt_length": _SETS_DATA_ORDER,  # longer ones are dropped
     "seed": _SETS_DATA_ORDER,
@@ -444,6 +445,12 @@ def _validate_stage(config: Config, first_step: int) -> int:
         raise ConfigError(
             f"{field}.completions_per_prompt=1: grpo compares the completions of a prompt and "
             "needs at least two; advantage_estimator=gae takes one"
+        )
+    if config.advantage_estimator == "gae" and rollout.dynamic_sampling_tries:
+        raise ConfigError(
+            f"rollout.dynamic_sampling_tries={rollout.dynamic_sampling_tries}: PPO "
+            "(advantage_estimator=gae) learns from groups of equal rewards too, and with one "
+            "completion every group is one; set it to 0"
         )
     completions = rollout.prompts_per_step * rollout.completions_per_prompt
     if completions % (optimizer.minibatches_per_step * learner.data_parallel_size):

@@ -25,12 +25,15 @@ Recognized fields of an entry (others are ignored):
 `Fields` names other fields. The question is a string or a list of chat messages, which are objects
 with `role` and `content`. The last message of a conversation is no part of the question if it is
 the assistant's. What else a message has (`tool_calls`, `name`) and the `tools` of an entry are
-given to the chat template as they are.
+given to the chat template as they are. An answer is a string, a number, or a list of these, of
+which any is right.
 
 `metadata` holds fields for the verifier; reward reasoning_gym needs its `source_dataset`.
 
 Invariants:
 - A question appears once with each of its answers; later copies are dropped and counted.
+- A number has one text, whatever the file: a whole float is a whole number, and any other a decimal
+  without an exponent, the shortest that its type tells from its neighbours.
 - Nothing is downloaded, and nothing is written outside a temporary directory.
 """
 
@@ -39,20 +42,23 @@ import difflib
 import json
 import logging
 import math
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from qurl_megatron.algorithm.score import Question
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, Unusable
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import reasoning_gym_tasks
 
 REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
 DEFAULT_TASK_SIZE = 5000
+ROWS_AT_ONCE = 1000  # of an Arrow table that become Python objects
 MAX_DEPTH = 100  # of lists and objects in JSON; pickling metadata ends at a few hundred
 
 Entries = Iterator[tuple[str, Any]]
@@ -63,16 +69,22 @@ class DataError(ValueError):
     """Data that cannot be used; the text says where, what is wrong and what would be right."""
 
 
+class Incomplete(DataError):
+    """An entry has no answer."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A question and its answer, before tokenization."""
 
     question: str  # for a chat, the content of all messages
     messages: list[dict[str, Any]]  # role, content and more; a plain question is one user message
-    answer: str
+    answer: str  # the first, if there are several
     metadata: dict[str, Any]  # fields for the verifier
     location: str  # file and line, for messages
     tools: list[dict[str, Any]] | None = None  # for the chat template
+    answers: tuple[str, ...] = ()  # of a list: each is right
+    columns: dict[str, Any] = dataclasses.field(default_factory=dict)  # the entry, if it is kept
 
 
 class Fields(NamedTuple):
@@ -85,6 +97,8 @@ class Fields(NamedTuple):
     question: str = ""  # empty: the recognized ones
     answer: str = ""
     required: bool = True
+    incomplete: Unusable = "refuse"  # what becomes of entries without an answer
+    keeps_entries: bool = False  # for a reward function, which may ask for any field
 
 
 RECOGNIZED = Fields()
@@ -137,19 +151,33 @@ def read_problems(
         )
     else:
         entries = _read(data)
-    unique: dict[tuple[str, str], Problem] = {}
+    unique: dict[tuple[str, tuple[str, ...]], Problem] = {}
+    incomplete: dict[str, Incomplete] = {}  # by location
     for location, entry in entries:
         source.entries += 1
         try:
             problem = _problem(entry, location, fields)
+        except Incomplete as error:
+            incomplete[location] = error
+            continue
         except DataError as error:
             raise DataError(f"{location}: {error}") from None
-        if (problem.question, problem.answer) in unique:
+        key = problem.question, problem.answers or (problem.answer,)
+        if key in unique:
             source.dropped["repeats an earlier problem"].append(location)
             continue
-        unique[problem.question, problem.answer] = problem
+        unique[key] = problem
+    if incomplete and (fields.incomplete == "refuse" or not unique):
+        location, error = next(iter(incomplete.items()))
+        hint = "; incomplete=drop leaves such entries out" if unique else ""
+        raise DataError(
+            f"{location}: {error}; {len(incomplete):,} of {source.entries:,} entries have no "
+            f"answer{hint}"
+        )
     if not unique:
         raise DataError(f"{data}: contains no problems")
+    if incomplete:
+        source.dropped["has no answer"] += incomplete
     source.problems = list(unique.values())
     return source
 
@@ -166,7 +194,9 @@ def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str
             reasoning_gym, whose entry then lacks what its scorer needs.
     """
     every = [problem for source in sources.values() for problem in source.problems]
-    questions = [Question(each.question, each.answer, each.metadata) for each in every]
+    questions = [
+        Question(each.question, each.answer, each.metadata, each.answers) for each in every
+    ]
     answers = iter(unverifiable(config, questions))
     for name, source in sources.items():
         asked = list(zip(source.problems, answers, strict=False))  # the next source has the rest
@@ -245,20 +275,35 @@ def _read_file(path: Path) -> Entries:
 
 
 def _read_jsonl(path: Path) -> Entries:
-    # Binary: text mode would also split at the other line separators, inside a JSON string.
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            location = f"{path} line {number}"
-            if not line.strip():
-                continue
-            yield location, _from_json(line, location, "one object per line")
+    number = 0
+    try:
+        with _open(path) as lines:
+            for number, line in enumerate(lines, start=1):
+                location = f"{path} line {number}"
+                if line.strip():
+                    encoded = line.encode(errors="surrogateescape")  # with the bytes that are wrong
+                    yield location, _from_json(encoded, location, "one object per line")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} line {number + 1}: not text ({error})") from error
+
+
+def _open(path: Path) -> TextIO:
+    """Open a file of JSON, which is in UTF-8, UTF-16 or UTF-32, with a byte order mark or not.
+
+    Its lines end with a line feed only: the other separators can be inside a JSON string. Bytes
+    that are not UTF-8 become surrogates.
+    """
+    with path.open("rb") as file:
+        encoding = json.detect_encoding(file.read(4))
+    return path.open(encoding=encoding, errors="surrogateescape", newline="\n")
 
 
 def _read_json(path: Path) -> Entries:
-    with path.open("rb") as file:
-        if file.read(64).lstrip()[:1] != b"[":
-            yield from _read_jsonl(path)
-            return
+    with _open(path) as file:
+        is_list = file.read(64).lstrip()[:1] == "["
+    if not is_list:
+        yield from _read_jsonl(path)
+        return
     entries = _from_json(path.read_bytes(), str(path), "a list of objects")
     for number, entry in enumerate(entries, start=1):
         yield f"{path} entry {number}", entry
@@ -291,11 +336,36 @@ def _read_parquet(path: Path) -> Entries:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for rows in file.iter_batches():
-                for entry in rows.to_pylist():
+                for entry in _entries(rows):
                     number += 1
                     yield f"{path} row {number}", entry
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not readable as parquet after row {number} ({error})") from error
+
+
+def _entries(rows: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an Arrow table or batch."""
+    narrow = [field for field in rows.schema if "float" in str(field.type)]  # 64 bits are "double"
+    for entry in rows.to_pylist():
+        yield entry | {field.name: _shortest(entry[field.name], field.type) for field in narrow}
+
+
+def _shortest(value: Any, arrow_type: Any) -> Any:
+    """Return a value whose floats of 16 or 32 bits are the shortest decimal of their own type.
+
+    Arrow gives 0.10000000149011612 for 0.1 in 32 bits.
+    """
+    import pyarrow.types
+
+    if value is None:
+        return None
+    if pyarrow.types.is_float32(arrow_type) or pyarrow.types.is_float16(arrow_type):
+        return float(str(arrow_type.to_pandas_dtype()(value)))
+    if pyarrow.types.is_struct(arrow_type):
+        return {field.name: _shortest(value[field.name], field.type) for field in arrow_type}
+    if isinstance(value, list):
+        return [_shortest(each, arrow_type.value_type) for each in value]
+    return value
 
 
 _READERS: dict[str, Callable[[Path], Entries]] = {
@@ -319,7 +389,9 @@ def _read_directory(directory: Path, names: list[str]) -> Entries:
             saved = datasets.load_from_disk(directory)
             splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
             name = _choose_split(splits, names, str(directory))
-            for number, entry in enumerate(splits[name], start=1):
+            batches = splits[name].with_format("arrow").iter(ROWS_AT_ONCE)
+            rows = (entry for batch in batches for entry in _entries(batch))
+            for number, entry in enumerate(rows, start=1):
                 yield f"{directory} split {name} row {number}", entry
             return
         config, dataset = _choose_config(directory, names), str(directory)
@@ -384,14 +456,17 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     usual = "reward_model.ground_truth" if verl else "answer"
     name = _name(entry, fields.answer, (usual,), fields.required)
     if last and not fields.answer and _look_up(entry, name) is None:
-        answer = last
+        answer, answers = last, ()
     else:
-        answer = _text(_value(entry, name, "answer_key"), name)
+        value = _value(entry, name, "answer_key", Incomplete)
+        answers = _answers(value, name) if isinstance(value, list) else ()
+        answer = answers[0] if answers else _text(value, name)
     metadata = entry.get("metadata")
     if not isinstance(metadata, dict | None):
         raise DataError(f"metadata is a {type(metadata).__name__}; expected an object")
     tools = _tools(entry.get("tools"))
-    return Problem(question, messages, answer, metadata or {}, location, tools)
+    columns = entry if fields.keeps_entries else {}
+    return Problem(question, messages, answer, metadata or {}, location, tools, answers, columns)
 
 
 def _name(entry: dict[str, Any], given: str, usual: tuple[str, ...], required: bool) -> str:
@@ -412,22 +487,44 @@ def _look_up(entry: dict[str, Any], name: str) -> Any:
     return value
 
 
-def _value(entry: dict[str, Any], name: str, key: str) -> Any:
+def _value(entry: dict[str, Any], name: str, key: str, missing: type[DataError] = DataError) -> Any:
     value = _look_up(entry, name)
-    if value is None:
-        raise DataError(
+    if _is_missing(value):
+        raise missing(
             f"{name} is missing or empty; the entry has {', '.join(entry) or 'nothing'} (name "
             f"another field with {key}=)"
         )
     return value
 
 
+def _is_missing(value: Any) -> bool:
+    """Return whether it is nothing, blank, or NaN: what pandas puts where a column has a gap."""
+    is_blank = isinstance(value, str) and not value.strip()
+    return value is None or is_blank or (isinstance(value, float) and math.isnan(value))
+
+
+def _answers(values: list[Any], field: str) -> tuple[str, ...]:
+    if not values:
+        raise Incomplete(f"{field} is an empty list; expected at least one answer")
+    return tuple(_text(each, f"{field}[{number}]") for number, each in enumerate(values))
+
+
 def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        return [{"role": "user", "content": _text(value, field)}]
+        text = _text(value, field)
+        if _TEXT_OF_MESSAGES.match(text):
+            raise DataError(
+                f"{field} is a text with a list of chat messages in it; expected the list itself, "
+                "or the question"
+            )
+        return [{"role": "user", "content": text}]
     if not value or not all(isinstance(message, dict) for message in value):
         raise DataError(f"{field} is a list, but not of chat messages, each with role and content")
     return [_message(each, f"{field}[{number}]") for number, each in enumerate(value)]
+
+
+# As JSON, or as Python prints it, which a CSV file has.
+_TEXT_OF_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|content)["']\s*:""")
 
 
 def _message(message: dict[str, Any], field: str) -> dict[str, Any]:
@@ -463,16 +560,24 @@ def _without_none(value: Any) -> Any:
 
 
 def _text(value: Any, field: str) -> str:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise DataError(f"{field} is {value}; expected text or a finite number")
-        return str(value)
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if _is_missing(value):
         raise DataError(f"{field} is missing or empty; expected a non-empty string")
+    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
+        return _number(value, field)
     if not isinstance(value, str):
-        raise DataError(f"{field} is a {type(value).__name__}; expected a string")
+        raise DataError(f"{field} is a {type(value).__name__}; expected a string or a number")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{field} is not Unicode text ({error.reason})") from error
     return value
+
+
+def _number(value: int | float | Decimal, field: str) -> str:
+    """Return a number as a plain decimal: 27 for 27.0, 0.00001 for 1e-05."""
+    if not math.isfinite(value):
+        raise DataError(f"{field} is {value}; expected text or a finite number")
+    text = format(Decimal(str(value)), "f")
+    if "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import Config, OverlongPrompts
+from qurl_megatron.config.schema import Config, Unusable
 from qurl_megatron.data.problems import (
     DataError,
     Fields,
@@ -25,6 +25,7 @@ from qurl_megatron.data.problems import (
     keep_verifiable,
     read_problems,
 )
+from qurl_megatron.data.rewards import is_own_function
 from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
 
 BINS = 8
@@ -53,7 +54,12 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
         DataError: the data cannot be used, or no problem is left to train on.
     """
     read = functools.partial(read_problems, seed=config.seed)
-    fields = Fields(config.question_key, config.answer_key)
+    fields = Fields(
+        config.question_key,
+        config.answer_key,
+        incomplete=config.incomplete,
+        keeps_entries=is_own_function(config),
+    )
     sources = {"data": read(config.data, config.data_options, fields=fields)}
     for name, data in config.evaluation.data.items():
         sources[f"evaluation.data.{name}"] = read(data, {}, fields=fields._replace(required=False))
@@ -88,7 +94,7 @@ def tokenize(
     max_prompt_length: int,
     *,
     system_prompt: str = "",
-    overlong: OverlongPrompts = "refuse",
+    overlong: Unusable = "refuse",
     stops: Iterable[int] = (),
 ) -> list[Prompt]:
     """Return the prompts that the policy continues, in the order of the source's problems.
@@ -137,10 +143,18 @@ def tokenize(
         # The first problem with a question is known by the question alone.
         identity = problem.question
         if identity in questions:
-            identity += f"\0{problem.answer}"
+            identity += "\0" + "\0".join(problem.answers or (problem.answer,))
         questions.add(problem.question)
         prompts.append(
-            Prompt(_digest(identity), problem.question, problem.answer, token_ids, problem.metadata)
+            Prompt(
+                _digest(identity),
+                problem.question,
+                problem.answer,
+                token_ids,
+                problem.metadata,
+                problem.answers,
+                problem.columns,
+            )
         )
     if num_cut:
         source.notes.append(f"end tokens, or a second beginning, cut off: {num_cut:,} prompts")

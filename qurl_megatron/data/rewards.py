@@ -10,6 +10,13 @@ numbers become metrics. A function whose first parameter is called `completions`
 prompt's completions at once. Either form may be `async def`; the completions of a prompt are then
 scored concurrently.
 
+Functions of two other frameworks run as they are, and are known by their parameters' names:
+
+    verl    data_source, solution_str, ground_truth, extra_info; "score" is a dict's reward
+    TRL     completions and prompts of a group, and columns of the data; None is no score
+
+Rewards of a group may be anything with a length: a list, an array of numpy, a tensor.
+
 A module is imported from where Python finds modules, and from the directory where the run is
 started. A file may import its neighbours.
 
@@ -24,10 +31,11 @@ import inspect
 import math
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from qurl_megatron.algorithm.score import ACCURACY, TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config
@@ -36,6 +44,8 @@ from qurl_megatron.data.verifiers import VERIFIERS
 VERIFIER_CPU_LIMIT_S = 3.0
 MAX_FAILURE_LENGTH = 300
 REWARD = "reward"
+LARGEST_REWARD = 3.4028234e38  # of float32
+Style = Literal["single", "batch", "verl", "trl"]
 
 
 def absolute(function: str) -> str:
@@ -81,17 +91,11 @@ class RewardFunction:
             map(inspect.isasyncgenfunction, (function, call))
         ):
             raise TypeError("it yields, and so returns no rewards; return them")
-        signature = inspect.signature(function)
-        try:
-            signature.bind("", None)
-        except TypeError:
-            raise TypeError(
-                f"its parameters are {signature}; expected (completion, problem), or (completions, "
-                "problem) for all completions of a prompt at once"
-            ) from None
+        self._parameters = inspect.signature(function).parameters
+        self._style = _style(inspect.signature(function))
         self._function = function
         self._config = config
-        self._is_batch = next(iter(signature.parameters)) == "completions"
+        self._is_batch = self._style in ("batch", "trl")
         self._is_async = any(map(inspect.iscoroutinefunction, (function, call)))
         self._runner = asyncio.Runner()  # one event loop, so that a client can outlive a call
         self.whole_groups = self._is_batch or self._is_async  # all scores come at once
@@ -116,29 +120,125 @@ class RewardFunction:
 
     async def _all_at_once(self, calls: list[list[str]], question: Question) -> list[list[Score]]:
         async def one(call: list[str]) -> list[Score]:
+            limit = asyncio.timeout(self._config.reward_timeout_s)
             try:
-                async with asyncio.timeout(self._config.reward_timeout_s):
+                async with limit:
                     return self._scores(await self._call(call, question), len(call))
             except (Exception, SystemExit) as error:
+                if limit.expired():
+                    return [timed_out(self._config)] * len(call)
                 return self._failed(error, len(call))
 
         return await asyncio.gather(*map(one, calls))
 
     def _call(self, texts: list[str], question: Question) -> Any:
-        return self._function(texts if self._is_batch else texts[0], question)
+        if self._style in ("single", "batch"):
+            return self._function(texts if self._is_batch else texts[0], question)
+        offered = _offered(self._style, texts, question)
+        kinds = {each.kind for each in self._parameters.values()}
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        needed = [name for name, each in self._parameters.items() if _is_needed(each)]
+        if missing := [name for name in needed if name not in offered]:
+            raise TypeError(
+                f"its parameter {missing[0]} is no field of the entry, which has "
+                f"{', '.join(question.columns) or 'none'}"
+            )
+        given = {n: value for n, value in offered.items() if takes_all or n in self._parameters}
+        return self._function(**given)
 
     def _failed(self, error: BaseException, count: int) -> list[Score]:
-        if isinstance(error, TimeoutError):
-            return [timed_out(self._config)] * count
         return [failed(self._config, f"{type(error).__name__}: {error}")] * count
 
     def _scores(self, result: Any, count: int) -> list[Score]:
         """Return the scores of the `count` texts of one call."""
         if not self._is_batch:
-            return [score_of(result)]
-        if not isinstance(result, Sequence) or len(result) != count:
+            return [_verl_score(result) if self._style == "verl" else score_of(result)]
+        rewards = result.tolist() if hasattr(result, "tolist") else result
+        if isinstance(rewards, str | bytes | Mapping | Set) or not hasattr(rewards, "__len__"):
             raise TypeError(f"it returned {_shown(result)}; expected a list of {count} rewards")
-        return [score_of(each) for each in result]
+        if len(rewards) != count:
+            raise TypeError(f"it returned {_shown(result)}; expected a list of {count} rewards")
+        return [self._score_in_group(each) for each in rewards]
+
+    def _score_in_group(self, reward: Any) -> Score:
+        if reward is None and self._style == "trl":
+            return failed(self._config, "it returned None, which is no score of this response")
+        return score_of(reward)
+
+
+def _style(signature: inspect.Signature) -> Style:
+    """Return how a reward function is called, by the names of its parameters.
+
+    Raises:
+        TypeError: the names do not say.
+    """
+    names = [
+        name
+        for name, each in signature.parameters.items()
+        if each.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    needed = {name for name, each in signature.parameters.items() if _is_needed(each)}
+    if "solution_str" in names and needed <= set(_VERL):
+        return "verl"
+    second = names[1] if len(names) > 1 else ""
+    if second == "problem" or (second.startswith("_") and "completions" not in names[1:]):
+        try:
+            signature.bind("", None)
+        except TypeError:
+            pass
+        else:
+            if signature.parameters[second].annotation in (str, "str"):
+                raise TypeError(f"its parameter {second} is no str, but has .question and .answer")
+            return "batch" if names[0] == "completions" else "single"
+    if "completions" in names:
+        return "trl"
+    raise TypeError(
+        f"its parameters are {signature}; expected (completion, problem), (completions, problem) "
+        "for all completions of a prompt at once, verl's (data_source, solution_str, "
+        "ground_truth, extra_info) or TRL's (completions, COLUMN, ...)"
+    )
+
+
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    is_variadic = parameter.kind in (
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+    )
+    return parameter.default is inspect.Parameter.empty and not is_variadic
+
+
+def _offered(style: Style, texts: list[str], question: Question) -> dict[str, Any]:
+    """Return what a function of another framework can be given, by parameter."""
+    columns = question.columns
+    if style == "verl":
+        right = list(question.answers) or question.answer
+        source, more = columns.get("data_source") or "", columns.get("extra_info") or {}
+        return dict(zip(_VERL, (source, texts[0], right, more), strict=True))
+    prompt = columns.get("prompt", columns.get("messages"))
+    is_chat = isinstance(prompt, list)
+    return {name: [value] * len(texts) for name, value in columns.items() if name != "prompt"} | {
+        "prompts": [prompt if is_chat else question.question] * len(texts),
+        "completions": [
+            [{"role": "assistant", "content": text}] if is_chat else text for text in texts
+        ],
+    }
+
+
+def _verl_score(result: Any) -> Score:
+    """Return the score of verl: "score" is the reward, "acc" the accuracy, a text no number."""
+    if not isinstance(result, Mapping):
+        return score_of(result)
+    names = {"score": REWARD, "acc": ACCURACY}
+    return score_of(
+        {
+            names.get(name, name): value
+            for name, value in result.items()
+            if name in names or hasattr(value, "__float__")
+        }
+    )
 
 
 def score_of(result: Any) -> Score:
@@ -173,16 +273,39 @@ class BuiltIn(RewardFunction):
 
     def unverifiable(self, question: Question) -> str:
         """Return the verifier's reason."""
-        with _cpu_limit(VERIFIER_CPU_LIMIT_S):
-            return self._verifier.unverifiable(question)
+        reason = ""
+        for each in _one_by_one(question):
+            with _cpu_limit(VERIFIER_CPU_LIMIT_S):
+                reason = self._verifier.unverifiable(each)
+            if not reason:
+                return ""
+        return reason
 
-    def _reward(self, text: str, question: Question) -> dict[str, float]:
-        with _cpu_limit(VERIFIER_CPU_LIMIT_S):
-            credit = self._verifier.credit(text, question)
+    def _reward(self, text: str, problem: Question) -> dict[str, float]:
+        credit = self._credit(text, problem)
         accuracy = float(credit >= 1)
         wrong, right = self._config.reward_wrong, self._config.reward_right
         share = min(max(credit, 0.0), 1.0) if self._config.reward_partial else accuracy
         return {REWARD: wrong + share * (right - wrong), ACCURACY: accuracy}
+
+    def _credit(self, text: str, question: Question) -> float:
+        """Return the largest credit for any answer; raise what the verifier raised for them all."""
+        credits: list[float] = []
+        failures: list[Exception] = []
+        for each in _one_by_one(question):
+            try:
+                with _cpu_limit(VERIFIER_CPU_LIMIT_S):
+                    credits.append(self._verifier.credit(text, each))
+            except Exception as error:
+                failures.append(error)
+        if not credits:
+            raise failures[0]
+        return max(credits)
+
+
+def _one_by_one(question: Question) -> list[Question]:
+    """Return a question with each of its answers alone."""
+    return [replace(question, answer=answer, answers=()) for answer in question.right_answers]
 
 
 @contextlib.contextmanager
@@ -247,6 +370,8 @@ def _number(value: Any, what: str) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{what} {number}; expected a finite number")
+    if abs(number) > LARGEST_REWARD:
+        raise ValueError(f"{what} {number}, more than float32 holds; expected a smaller number")
     return number
 
 

@@ -72,8 +72,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
         The future raises ConfigError if the reward cannot be loaded.
         """
-        question = Question(prompt.question, prompt.answer, prompt.metadata)
-        return self.ask(question, [completion.text for completion in completions])
+        return self.ask(prompt.asked, [completion.text for completion in completions])
 
     def ask(self, question: Question, texts: list[str] | list[None]) -> Future[list[Score]]:
         """Score the texts; one that is None asks whether any text could be right.
@@ -217,7 +216,11 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
         ConfigError: the reward cannot be loaded.
     """
     reasons = [""] * len(questions)
-    doubtful = [row for row, q in enumerate(questions) if not is_plain(config.reward, q.answer)]
+    doubtful = [
+        row
+        for row, question in enumerate(questions)
+        if not any(is_plain(config.reward, answer) for answer in question.right_answers)
+    ]
     if not doubtful:
         return reasons
     cores = min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))  # nothing else needs them yet

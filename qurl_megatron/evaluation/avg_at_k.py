@@ -47,6 +47,7 @@ from qurl_megatron.config.schema import (
     FormatName,
     RewardName,
     ServerConfig,
+    Unusable,
     WeightFormat,
     with_group_size,
 )
@@ -73,7 +74,7 @@ from qurl_megatron.config.values import (
 )
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
 from qurl_megatron.data.prompts import source_lines, tokenize, tokenizer_lines
-from qurl_megatron.data.rewards import absolute
+from qurl_megatron.data.rewards import absolute, is_own_function
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
@@ -127,6 +128,8 @@ class EvalConfig(AgentConfig):
     answer_key: str = ""
     """Field of the data that holds the answer. Empty: answer, reward_model.ground_truth, or the
     assistant's last message."""
+    incomplete: Unusable = "refuse"
+    """What becomes of entries without an answer. drop: they are left out and counted."""
     system_prompt: str = ""
     """System message put before each question that has none. Empty: none."""
     stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
@@ -178,7 +181,7 @@ class ProblemResult:
     """A problem with its generated answers: one line of an answers file."""
 
     question: str
-    answer: str  # the right answer
+    answer: str | list[str]  # the right answer, or several
     greedy: Answer
     sampled: list[Answer]
 
@@ -219,7 +222,7 @@ def measure(
     sampled_answers = [_answers(*scored) for scored in sampled] or [[] for _ in prompts]
     greedy_answers = [_answers(*scored)[0] for scored in greedy]
     return [
-        ProblemResult(prompt.question, prompt.answer, answer, others)
+        ProblemResult(prompt.question, list(prompt.answers) or prompt.answer, answer, others)
         for prompt, answer, others in zip(prompts, greedy_answers, sampled_answers, strict=True)
     ]
 
@@ -422,7 +425,12 @@ def _is_checkpoint(model: Path) -> bool:
 
 def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[str, list[Prompt]]:
     """Return the prompts of each data file, and print how many there are and what was dropped."""
-    fields = Fields(config.question_key, config.answer_key)
+    fields = Fields(
+        config.question_key,
+        config.answer_key,
+        incomplete=config.incomplete,
+        keeps_entries=is_own_function(reward),
+    )
     sources = {
         data: read_problems(data, {}, seed=config.seed, fields=fields) for data in config.data
     }

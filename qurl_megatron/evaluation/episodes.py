@@ -46,7 +46,7 @@ def run(config: EvalConfig, count: int) -> None:
     template = (config.chat_template_options, date.today().isoformat())
     tokenizer = load_tokenizer(model, *template)
     stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
-    fields = Fields(config.question_key, config.answer_key)
+    fields = Fields(config.question_key, config.answer_key, incomplete=config.incomplete)
     source = read_problems(config.data[0], {}, seed=config.seed, fields=fields)
     prompts = tokenize(
         source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, stops=stops
