@@ -32,6 +32,7 @@ def sampler_of(
     *,
     servers_join: Callable[[], bool] = lambda: False,
     admit: Callable[[], None] = lambda: None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Sampler]:
     """Return a sampler within a process group, which is made if there is none."""
     with ExitStack() as stack:
@@ -41,5 +42,5 @@ def sampler_of(
         publisher: Any = SimpleNamespace(admit=admit, serving=nullcontext)
         if client is not None:
             client.fleet = SimpleNamespace(has_joining=servers_join)
-        sampler = Sampler(config, client, publisher, score, prompts, tokenizer)
+        sampler = Sampler(config, client, publisher, score, prompts, tokenizer, say)
         yield stack.enter_context(closing(sampler))

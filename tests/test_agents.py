@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from conversations import VOCABULARY, chat_tokenizer
-from qurl_megatron.agents.client import AgentClient, AgentFailed, _Sequence, with_own_scores
+from qurl_megatron.agents.client import AgentClient, _Sequence, with_own_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import AgentConfig, Config, ConfigError
+from qurl_megatron.loop.sampling import NothingScored
 from samplers import sampler_of, scores_of
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
@@ -398,7 +399,9 @@ def test_a_step_trains_on_episodes_with_a_reward_and_counts_the_others(
 
     with sampler_of(config, client, with_own_scores(never), prompts, chat_tokenizer()) as sampler:
         if answer == "raises":
-            with pytest.raises(AgentFailed, match="no episode of step 1 .*; LookupError: no such"):
+            with pytest.raises(
+                NothingScored, match="of step 1 .* try 3 of 3; LookupError: no such"
+            ):
                 sampler.sample(step=1, version=4)
             return
         batch, summary = sampler.sample(step=1, version=4)

@@ -19,6 +19,7 @@ from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.loop import producer as producer_module
 from qurl_megatron.loop.producer import Producer
+from qurl_megatron.loop.sampling import NothingScored, Sampler
 from samplers import sampler_of, scores_of
 
 PROMPTS = [Prompt(str(number), "", "", [number]) for number in range(7)]
@@ -36,12 +37,14 @@ class Servers:
     """Servers that answer after `delay_s(prompt)` seconds, and a verifier.
 
     Of a prompt's completions the first is right, except that none is of a prompt in `REJECTED`.
+    None can be scored while `is_down`.
     """
 
     delay_s: Callable[[Prompt], float] = lambda prompt: 0.0
     version: int = 1
     asked: list[tuple[Prompt, RolloutConfig]] = field(default_factory=list)
     cancelled: int = 0
+    is_down: bool = False
 
     async def sample(self, prompt: Prompt, settings: RolloutConfig) -> list[Completion]:
         """Return one completion; its last token has the weight version at its end."""
@@ -60,6 +63,10 @@ class Servers:
     def score(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Return the scores at once."""
         right = prompt.id not in REJECTED
+        if self.is_down:
+            failed: Future[list[Score]] = Future()
+            failed.set_result([Score(0.0, {}, "no such host")] * len(completions))
+            return failed
         return scores_of(float(right and n == 0) for n in range(len(completions)))
 
     def sampling(self, *, records_masks: bool, **settings: Any) -> RolloutConfig:
@@ -341,6 +348,46 @@ def test_batches_are_those_of_a_plain_program(max_staleness: int) -> None:
         assert summary["groups_dropped"] == 0
         requests = [(prompt.id, size.completions_per_prompt) for prompt, size in servers.asked]
         assert requests == asked
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_what_could_not_be_scored_is_sampled_again_and_ends_the_run_the_third_time(
+    max_staleness: int,
+) -> None:
+    config, servers = run_config(max_staleness), Servers(is_down=True)
+    expected, _ = plain_program()
+    if max_staleness:  # a group that was scored too early would be replaced alone
+        config.rollout.dynamic_sampling_tries = 0
+        ordered = iter(in_order(PER_STEP * STEPS))
+        expected = [list(batch) for batch in zip(*[ordered] * PER_STEP, strict=True)]
+    batches: list[list[str]] = []
+    said = []
+
+    def mend(text: str) -> None:
+        said.append(text)
+        servers.is_down = len(batches) >= 6 or "step 1 could be scored, in try 1" in text
+
+    def sample_on(sampler: Sampler) -> None:
+        for step in range(1 + len(batches), STEPS + 1):
+            batch, _ = sampler.sample(step, servers.version)
+            batches.append(ids_in(batch, config.rollout.at(step)))
+            servers.version += 1
+            servers.is_down |= step == 6
+
+    with sampler_of(config, servers, servers.score, PROMPTS, say=mend) as sampler:
+        with pytest.raises(NothingScored, match="in try 3 of 3; no such host; mend that and"):
+            sample_on(sampler)
+        state = sampler.state()
+    assert 6 <= len(batches) < STEPS
+    assert said[:2] == [
+        f"warning: no response of step 1 could be scored, in try {number} of 3; no such host"
+        for number in (1, 2)
+    ]
+    servers.is_down = False
+    with sampler_of(config, servers, servers.score, PROMPTS) as sampler:
+        sampler.restore(state)
+        sample_on(sampler)
+    assert batches == expected
 
 
 def run_with_kills(seed: int) -> tuple[list[list[str]], int]:

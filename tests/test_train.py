@@ -13,6 +13,7 @@ from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner.learner import NonFinite
 from qurl_megatron.loop import train
+from qurl_megatron.loop.sampling import NothingScored
 
 
 class Recorder:
@@ -52,13 +53,20 @@ def test_all_minibatches_but_the_first_are_scored_and_all_by_the_reference() -> 
     assert passes(["a", "b"], kl) == proximal[1:] + reference
 
 
-def test_nan_ends_a_rank_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "error",
+    [
+        NonFinite("on learner rank 3 the loss holds NaN; resume from a checkpoint"),
+        NothingScored("no response of step 1 could be scored; KeyError: 'a'; mend that and resume"),
+    ],
+)
+def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def find_nan(*args: object) -> NoReturn:
-        raise NonFinite("on learner rank 3 the loss holds NaN; resume from a checkpoint")
+    def fail(*args: object) -> NoReturn:
+        raise error
 
-    monkeypatch.setattr(train, "train", find_nan)
+    monkeypatch.setattr(train, "train", fail)
     monkeypatch.setattr(train, "load", lambda path: None)
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -67,6 +75,4 @@ def test_nan_ends_a_rank_with_one_line(
         signal.signal(signal.SIGTERM, before)
         dist.destroy_process_group()
     assert code == 1
-    assert capsys.readouterr().err == (
-        "qurl: on learner rank 3 the loss holds NaN; resume from a checkpoint: qurl resume runs/a\n"
-    )
+    assert capsys.readouterr().err == f"qurl: {error}: qurl resume runs/a\n"

@@ -23,15 +23,10 @@ from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, SamplingMasks, Turn
 from qurl_megatron.algorithm.score import ACCURACY, Score
 from qurl_megatron.data.scoring import StartScoring
-from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.server import Server
 
 COLLECT_AT = 50_000  # new objects
-
-
-class AgentFailed(RuntimeError, SharedError):
-    """All episodes of a step have failed."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.measurements import Evaluator
 from qurl_megatron.loop.proof import Proof
-from qurl_megatron.loop.sampling import Sampler
+from qurl_megatron.loop.sampling import NothingScored, Sampler
 from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
@@ -95,16 +95,25 @@ class Run:
             )
 
     @contextmanager
-    def stopping_without_servers(self) -> Iterator[None]:
-        """Save a checkpoint and end this context when too few servers are left to go on."""
+    def saving_what_is_done(self) -> Iterator[None]:
+        """Save a checkpoint of the last step when the next one gets no rewards.
+
+        End this context if too few servers are left to go on.
+
+        Raises:
+            NothingScored: responses cannot be scored.
+        """
         try:
             yield
-        except FleetTooSmall as loss:
+        except (FleetTooSmall, NothingScored) as loss:
             step = self.log.steps_done
             self.checkpoints.poll(wait=True)
             newest = device.from_rank_zero(self.checkpoints.newest)
             if step and (newest is None or read_state(newest).step < step):
                 self.checkpoint(step, self.publisher.version, None, now=True)
+            if isinstance(loss, NothingScored):
+                self.checkpoints.poll(wait=True)
+                raise
             self.log.say(str(loss))
             self.say_stopped_early()
 
@@ -174,8 +183,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         )
         publishers[name] = keep(closing(publisher))
 
-    sampler = Sampler(config, clients["rollout"], publishers["rollout"], score, training, tokenizer)
-    keep(closing(sampler))
+    of_rollout = clients["rollout"], publishers["rollout"]
+    sampler = keep(closing(Sampler(config, *of_rollout, score, training, tokenizer, log.say)))
     evaluator = None
     if config.evaluation.enabled:
         evaluator = Evaluator(

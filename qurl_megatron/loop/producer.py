@@ -8,8 +8,9 @@ Invariants:
 - Groups are taken in the order of the stream, whichever is answered first: the length of an answer
   has no influence on whether it is trained on.
 - While step s is sampled, the groups of steps up to s + max_staleness are in flight. Apart from
-  those that dynamic sampling rejects, at most (max_staleness + version + 1) x prompts_per_step
-  groups have then been asked for, where `version` counts the steps done: the bound of AReaL.
+  those that dynamic sampling rejects or that are taken again, at most
+  (max_staleness + version + 1) x prompts_per_step groups have then been asked for, where
+  `version` counts the steps done: the bound of AReaL.
 - No token of a taken group is more than `max_staleness` weight versions old, and the group has the
   settings of the step that trains it. A group for which this does not hold is dropped, and its
   prompt is sampled again in its place.
@@ -131,6 +132,17 @@ class Producer:
     def end_step(self) -> None:
         """Count the groups that were taken since the last call, in the position of the stream."""
         self._stream.position += self._taken
+        self._taken = 0
+
+    def take_again(self, step: int, version: int) -> None:
+        """Ask once more for what was taken since `end_step`; the next calls of `take` return it.
+
+        Args:
+            step, version: those of the calls that took it.
+        """
+        settings, first = self._rollout.at(step), self._stream.position
+        for ordinal in reversed(range(first, first + self._taken)):
+            self._queue.appendleft(self._start(self._stream.prompt(ordinal), settings, version))
         self._taken = 0
 
     def close(self) -> None:

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from qurl_megatron import device
-from qurl_megatron.agents.client import AgentFailed
 from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.loop.sampling import NothingScored, failures_of
 from qurl_megatron.report.console import KL
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
@@ -52,6 +52,7 @@ class Proof:
         rollout servers comes from quantization. All sets hold the learner's weights.
 
         Raises:
+            NothingScored: every episode has failed.
             WrongRollouts: the format of a set does not explain its mismatch.
         """
         measured = {name: self._measure(name, self._sample) for name in self._clients}
@@ -115,7 +116,10 @@ class Proof:
             if not group[0].has_failed
         ]
         if not groups:
-            raise AgentFailed("every episode before the first step has failed")
+            why = failures_of(each for group in completions for each in group)[0]
+            raise NothingScored(
+                f"every episode before the first step has failed; {why}; mend that and resume"
+            )
         if client is self._clients["rollout"]:
             self._proven.update(servers)
             self._say_if_all_are_cut(client, groups)

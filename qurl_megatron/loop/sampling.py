@@ -5,7 +5,7 @@ critic deal it out. Other ranks get the summary. Some completions of the batch a
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.agents.client import AgentFailed
 from qurl_megatron.algorithm.advantages import (
     grpo_advantages,
     is_zero_variance,
@@ -32,7 +31,7 @@ from qurl_megatron.algorithm.score import mean_parts
 from qurl_megatron.config.schema import Config, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
-from qurl_megatron.device import from_rank_zero, rank
+from qurl_megatron.device import SharedError, from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.report.metrics import KINDS, SHOWN_TOKENS, Sample, count_rewards, shorten
@@ -41,9 +40,14 @@ from qurl_megatron.weight_sync.publish import Publisher
 
 DIGITS = 3  # of a ratio in a sample, after the point
 TURN_NAMES = ("1", "2", "3", "4+")
+TRIES = 3  # to get a step's responses scored
 
 Row = tuple[int, int]
 """Number of a prompt among a step's groups, and number of one of its completions."""
+
+
+class NothingScored(RuntimeError, SharedError):
+    """There is no reward to train on; the text has the reason."""
 
 
 class Sampler:
@@ -60,12 +64,14 @@ class Sampler:
         score: StartScoring,
         prompts: list[Prompt],
         tokenizer: Any,
+        say: Callable[[str], None],
     ) -> None:
         """Store the parts; only global rank 0 uses them, apart from the publisher.
 
         That sends the current weights to servers of the client's fleet that wait for them.
         """
         self._config = config
+        self._say = say
         self._tokenizer = tokenizer
         self._client = client
         self._publisher = publisher
@@ -113,6 +119,9 @@ class Sampler:
         Returns:
             The batch, and the fields of `StepMetrics` about sampling and rewards, with the number
             of `sampled_tokens`.
+
+        Raises:
+            NothingScored: none of the responses could be scored, in `TRIES` tries.
         """
         self._batch = TrainBatch.empty()
         sampling = self._sample(step, version)
@@ -161,20 +170,27 @@ class Sampler:
                     return groups
                 yield
 
-        chosen = yield from take(rollout.prompts_per_step)
-        sampled = list(chosen)
-        for _ in range(rollout.dynamic_sampling_tries):
-            rows = [row for row, group in enumerate(chosen) if is_zero_variance(group.rewards)]
-            if not rows:
+        for attempt in range(1, TRIES + 1):
+            chosen = yield from take(rollout.prompts_per_step)
+            sampled = list(chosen)
+            for _ in range(rollout.dynamic_sampling_tries):
+                rows = [row for row, group in enumerate(chosen) if is_zero_variance(group.rewards)]
+                if not rows or _why_unscored(chosen):
+                    break
+                replacements = yield from take(len(rows))
+                sampled += replacements
+                for row, replacement in zip(rows, replacements, strict=True):
+                    chosen[row] = replacement
+            check_differ(group.completions for group in sampled)
+            why = _why_unscored(chosen)
+            if not why:
                 break
-            replacements = yield from take(len(rows))
-            sampled += replacements
-            for row, replacement in zip(rows, replacements, strict=True):
-                chosen[row] = replacement
-        check_differ(group.completions for group in sampled)
+            failure = f"no response of step {step} could be scored, in try {attempt} of {TRIES}"
+            if attempt == TRIES:
+                raise NothingScored(f"{failure}; {why}; mend that and resume")
+            self._say(f"warning: {failure}; {why}")
+            producer.take_again(step, version)
         producer.end_step()
-        if not any(group.completions for group in chosen):
-            raise AgentFailed(f"no episode of step {step} has a reward; {_failures(chosen)[0]}")
         self._groups = [_penalize_length(group, rollout) for group in chosen]
         advantages = None
         if self._config.advantage_estimator == "grpo":
@@ -249,7 +265,7 @@ def _summarize_episodes(sampled: list[RolloutGroup]) -> dict[str, Any]:
         for sequences in branches
     ]
     ends = Counter(episode.end for episode in (*episodes, *failed))
-    failures = _failures(sampled)
+    failures = failures_of(each for group in sampled for each in group.failed)
     cached: dict[str, Counter[str]] = {}
     for episode in episodes:
         for number, turn in enumerate(episode.turns):
@@ -268,10 +284,18 @@ def _summarize_episodes(sampled: list[RolloutGroup]) -> dict[str, Any]:
     }
 
 
-def _failures(groups: list[RolloutGroup]) -> list[str]:
+def failures_of(failed: Iterable[Completion]) -> list[str]:
     """Return what went wrong in each failed episode."""
-    failed = [each.episode for group in groups for each in group.failed]
-    return [episode.score.failure for episode in failed if episode and episode.score]
+    episodes = [each.episode for each in failed]
+    return [episode.score.failure for episode in episodes if episode and episode.score]
+
+
+def _why_unscored(groups: list[RolloutGroup]) -> str:
+    """Return why a response has no score, if none has one; else an empty text."""
+    failures = [score.failure for group in groups for score in group.scores]
+    if "" in failures:
+        return ""
+    return [*failures, *failures_of(each for group in groups for each in group.failed)][0]
 
 
 def make_samples(

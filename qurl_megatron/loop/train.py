@@ -40,6 +40,7 @@ from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble, warm_up
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
+from qurl_megatron.loop.sampling import NothingScored
 from qurl_megatron.process import outlive_output
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
@@ -58,7 +59,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
     """
     with ExitStack() as stack:
         run = assemble(config, rosters, stack)
-        stack.enter_context(run.stopping_without_servers())
+        stack.enter_context(run.saving_what_is_done())
         learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
         update = partial(learner.update, temperature=config.rollout.temperature)
         asked_to_stop = partial(device.from_rank_zero, stop_requested)
@@ -162,7 +163,7 @@ def run_rank(
     try:
         config, rosters = load(run_dir / "config.yaml"), [*rosters, run_dir / SERVERS_AT]
         is_complete = train(config, rosters, lambda: bool(stop_signals))
-    except NonFinite as error:  # on every rank
+    except (NonFinite, NothingScored) as error:  # on every rank
         print(f"qurl: {error}: qurl resume {run_dir}", file=sys.stderr)
         return 1
     except WrongRollouts as error:  # on every rank
