@@ -139,6 +139,14 @@ def test_a_file_of_an_older_version_loads_with_todays_fields(tmp_path: Path) -> 
         load(path)
 
 
+def test_a_day_in_a_file_needs_no_quotes(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("template_date: 2024-02-29\n")
+    assert load(file).template_date == "2024-02-29"
+    save(load(file), file)
+    assert load(file).template_date == "2024-02-29"
+
+
 @pytest.mark.parametrize("text", ["", "- steps\n", "steps\n"])
 def test_a_file_without_fields_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
