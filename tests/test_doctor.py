@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from qurl_megatron.commands import doctor
+from qurl_megatron.quantization import products
 
 QURL = Path(sys.executable).with_name("qurl")
 GIB = 2**30
@@ -27,6 +28,7 @@ FORMATS, ENGINE = doctor.check_weight_formats, doctor.check_transformer_engine
 SHARED_MEMORY = doctor.check_shared_memory
 GPUS = "qurl_megatron.commands.doctor.visible_gpus"
 DRIVER = "qurl_megatron.commands.doctor.driver_version"
+PRODUCTS = "qurl_megatron.quantization.products"
 MODULE, DISK = "importlib.util.find_spec", "shutil.disk_usage"
 
 
@@ -55,6 +57,13 @@ MODULE, DISK = "importlib.util.find_spec", "shutil.disk_usage"
             "needs compute capability 9.0 or less",
         ),
         (FORMATS, {GPUS: []}, "ok", "fp8-block (SGLang on the CPU)"),
+        *(
+            (FORMATS, {GPUS: [], f"{PRODUCTS}.int8_product": product}, "ok", text)
+            for product, text in (
+                (products.packed_int8, "Servers multiply INT8 codes in INT8"),
+                (products.in_float32, "Servers multiply INT8 codes in float32"),
+            )
+        ),
         (ENGINE, {GPUS: H100, MODULE: object()}, "ok", "installed"),
         (ENGINE, {GPUS: H100, MODULE: None}, "--", "not installed"),
         (ENGINE, {GPUS: [], MODULE: None}, "--", "not installed"),

@@ -58,6 +58,7 @@ PURE = {
     "planning",
     "quantization/checksum",
     "quantization/kernels",
+    "quantization/products",
     "quantization/quantize",
     "quantization/uaq",
     "rollout/wire",

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from qurl_megatron.model.architecture import _BLOCK_WIDTHS
+from qurl_megatron.quantization import products
 from qurl_megatron.quantization.quantize import (
     ENGINE_METHODS,
     block_shape,
@@ -23,7 +24,7 @@ from qurl_megatron.quantization.quantize import (
     quantize,
     scale_dtype,
 )
-from qurl_megatron.sglang_plugin import attention, memory, platform, products, sampling, weights
+from qurl_megatron.sglang_plugin import attention, memory, platform, sampling, weights
 from qurl_megatron.sglang_plugin.formats import (
     CONFIGS,
     Fp8BlockConfig,
@@ -33,7 +34,7 @@ from qurl_megatron.sglang_plugin.formats import (
     Int8Config,
     QurlConfig,
 )
-from qurl_megatron.sglang_plugin.linear import Int8LinearMethod, quantize_tokens
+from qurl_megatron.sglang_plugin.linear import quantize_tokens
 
 NUM_SLOTS, HEAD_SIZE, KEY_HEADS = 400, 16, 2
 
@@ -97,22 +98,6 @@ def test_batched_attention_equals_a_loop_over_sequences(
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [1, 63, 1024, 1025, 5000])
-def test_int8_products_are_exact(width: int) -> None:
-    generator = torch.Generator().manual_seed(width)
-    codes = torch.randint(-127, 128, (5, width), generator=generator)
-    weight = torch.randint(-127, 128, (7, width), generator=generator)
-    codes[0], weight[0] = 127, 127  # the largest possible sum
-    weight[1] = 127
-    weight[1, ::2] = 126  # odd sums are the first to be rounded in float32
-    scale = torch.rand(7, 1, generator=generator)
-    expected = (codes @ weight.t()).float() * scale.t()
-    factors = codes.float(), weight.to(torch.int8), scale
-    for multiply in (Int8LinearMethod(Int8Config()).multiply_codes, products.in_float32):
-        products.forget()
-        assert torch.equal(multiply(*factors), expected)
-
-
 @pytest.mark.parametrize("name", ["qurl_int8", "qurl_int4", "qurl_fp8", "qurl_fp8_block"])
 def test_a_product_is_of_the_new_weight_once_the_old_one_is_forgotten(name: str) -> None:
     layer = build_layer(CONFIGS[name](), 256, [128])
@@ -121,18 +106,6 @@ def test_a_product_is_of_the_new_weight_once_the_old_one_is_forgotten(name: str)
     layer.weight.data.view(torch.uint8).fill_(0x99)
     products.forget()
     assert layer.method.apply(layer, x).all()
-
-
-def test_lm_head_sums_bfloat16_values_in_float32() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, 896, generator=generator).bfloat16() for n in (5, 300))
-    products.forget()
-    torch.testing.assert_close(
-        products.sum_bfloat16(x, weight).double(),
-        x.double() @ weight.double().t(),
-        rtol=0,
-        atol=1e-4,  # bfloat16 would round by up to 0.25
-    )
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 259, 4096])

@@ -110,13 +110,17 @@ def check_gpus() -> Findings:
 
 
 def check_weight_formats() -> Findings:
-    """Say which weight formats all GPUs serve, or else the CPU."""
+    """Say which weight formats all GPUs serve, or else the CPU, and how that multiplies."""
     gpus = visible_gpus()
     if not gpus:
+        from qurl_megatron.quantization import products
+
+        in_int8 = products.int8_product(1024, 1024) is not products.in_float32
         yield (
             "ok",
             f"{', '.join(CAPABILITIES)} (SGLang on the CPU); only `qurl eval format=fp8-block` "
-            "needs a GPU",
+            f"needs a GPU. Servers multiply INT8 codes in {'INT8' if in_int8 else 'float32'}, "
+            f"BF16 values in {'BF16' if products.multiplies_bfloat16() else 'float32'}",
         )
         return
     reasons = {

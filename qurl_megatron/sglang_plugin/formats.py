@@ -47,6 +47,7 @@ from sglang.srt.utils import set_weight_attrs
 from torch import Tensor
 from torch.nn.functional import silu
 
+from qurl_megatron.quantization.products import multiply_unquantized
 from qurl_megatron.sglang_plugin.linear import (
     BLOCK,
     Fp8BlockLinearMethod,
@@ -56,7 +57,6 @@ from qurl_megatron.sglang_plugin.linear import (
     Int8LinearMethod,
     QuantizedLinearMethod,
 )
-from qurl_megatron.sglang_plugin.products import multiply_unquantized
 
 Multiply = Callable[[Tensor, str, int], Tensor]
 """(x [tokens, in], "w13" or "w2", expert of this rank) -> [tokens, out], in the dtype of x."""

@@ -24,7 +24,7 @@ lose a second one. These layers multiply by a transposed view and never replace 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
 by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, into
 which every publish would have to be brought. So its Triton kernel for W4A16 experts computes these
-layers, each as the only expert. On a CPU `products.py` has the products.
+layers, each as the only expert. On a CPU `quantization/products.py` has the products.
 """
 
 from collections.abc import Callable
@@ -40,14 +40,14 @@ from sglang.srt.layers.parameter import (
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from torch import Tensor
 
-from qurl_megatron.quantization.quantize import unpack
-from qurl_megatron.sglang_plugin.products import (
+from qurl_megatron.quantization.products import (
     int8_product,
     kept,
     multiplies_bfloat16,
     multiply_unquantized,
     sum_bfloat16,
 )
+from qurl_megatron.quantization.quantize import unpack
 
 MAX_TOKENS = 256  # of a CPU product: its sums, and what they are made of, stay in a core's cache
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from qurl_megatron.process import trim_heap
-from qurl_megatron.sglang_plugin.products import forget
+from qurl_megatron.quantization.products import forget
 
 MADV_REMOVE = 9  # of shared memory: Python's mmap module does not have it
 

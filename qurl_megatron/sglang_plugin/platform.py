@@ -35,9 +35,9 @@ class CpuPlatform(CpuSRTPlatform):
         )
         from sglang.srt.state_capturer import base
 
+        from qurl_megatron.quantization.products import multiply_unquantized
         from qurl_megatron.sglang_plugin.attention import BatchedAttentionBackend
         from qurl_megatron.sglang_plugin.formats import apply_unquantized_experts
-        from qurl_megatron.sglang_plugin.products import multiply_unquantized
         from qurl_megatron.sglang_plugin.sampling import SamplersTorch
 
         register_attention_backend("torch_native")(BatchedAttentionBackend)
@@ -84,7 +84,7 @@ def compute_lm_head(
 
     SGLang's own converts the weight for every token.
     """
-    from qurl_megatron.sglang_plugin.products import sum_bfloat16
+    from qurl_megatron.quantization.products import sum_bfloat16
 
     if not processor.use_fp32_lm_head:
         return original(processor, hidden, lm_head, *more, **named)

@@ -54,8 +54,8 @@ from sglang.srt.managers.io_struct import (
 from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, as_integers, checksums, part_key
+from qurl_megatron.quantization.products import forget
 from qurl_megatron.rollout.wire import FILE_PREFIX
-from qurl_megatron.sglang_plugin.products import forget
 from qurl_megatron.weight_sync.bucket import (
     IN_PLACE,
     Bucket,

@@ -11,8 +11,7 @@ Some products need the weight in another form, which is kept until weights chang
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,27 +122,19 @@ def _seconds(product: Callable[[], Tensor]) -> float:
     return min(times)
 
 
-@contextmanager
-def _float32_of_bfloat16() -> Iterator[None]:
-    """Let torch round the factors of float32 products to bfloat16, where it is faster."""
-    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
-
-
 def sum_bfloat16(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply `x` [tokens, in] by `weight` [out, in]; return float32 sums [tokens, out].
 
     bfloat16 holds the values of both. They are multiplied as bfloat16 where that is faster.
     """
-    values = kept(weight, Tensor.float)
-    if not multiplies_bfloat16():
-        return linear(x.float(), values)
-    with _float32_of_bfloat16():
-        return linear(x.float(), values)
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    if multiplies_bfloat16():
+        matmul.fp32_precision = "bf16"  # torch then rounds the factors, which changes nothing here
+    try:
+        return linear(x.float(), kept(weight, Tensor.float))
+    finally:
+        matmul.fp32_precision = before
 
 
 def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
