@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from openai import APIStatusError, AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI, BadRequestError
 
 from conversations import KEEPS_THOUGHTS, chat_tokenizer
 from qurl_megatron.agents.endpoint import Endpoint
@@ -24,12 +24,24 @@ LOOK: Any = {
 }
 
 
-def play(agent: Callable[[Policy, AsyncOpenAI], Awaitable[None]], *texts: str) -> list[list[Any]]:
-    """Have an agent talk to a policy that says these texts; return tokens with who wrote them."""
+LIMITS = Limits(3, 99, 500, temperature=0.7)
+
+
+def play(
+    agent: Callable[[Policy, AsyncOpenAI], Awaitable[None]],
+    *texts: str,
+    asked: list[Request] | None = None,
+) -> list[list[Any]]:
+    """Have an agent talk to a policy that says these texts; return tokens with who wrote them.
+
+    `asked` gets its requests.
+    """
     sequences: list[list[Any]] = []
     said = iter(texts)
 
     async def sample(request: Request) -> Turn:
+        if asked is not None:
+            asked.append(request)
         if request.begins:
             sequences.append([])
         ids = [*TOKENIZER.encode(next(said), add_special_tokens=False), EOS_TOKEN_ID]
@@ -39,7 +51,7 @@ def play(agent: Callable[[Policy, AsyncOpenAI], Awaitable[None]], *texts: str) -
 
     async def run() -> None:
         endpoint = Endpoint()
-        policy = Policy([5], Limits(3, 99, 500), sample, TOKENIZER, endpoint.add)
+        policy = Policy([5], LIMITS, sample, TOKENIZER, endpoint.add)
         async with AsyncOpenAI(base_url=policy.base_url, api_key="none", max_retries=0) as client:
             await agent(policy, client)
             endpoint.drop(policy)
@@ -84,7 +96,6 @@ def test_what_an_episode_has_no_room_for_and_what_is_no_chat_are_refused() -> No
                 await client.chat.completions.create(**({"model": "policy"} | body))
 
         user: Any = {"role": "user", "content": "go on"}
-        await refused("n must be 1", messages=[user], n=2)
         async with aiohttp.ClientSession() as session:
             url = f"{policy.base_url}/chat/completions"
             for body in ("no JSON", "[" * 10**6, '{"messages": [5]}'):
@@ -95,6 +106,68 @@ def test_what_an_episode_has_no_room_for_and_what_is_no_chat_are_refused() -> No
         await refused("max_turns is 3", messages=[user])
 
     assert len(play(agent, "a", "b", "c")) == 3  # each began anew
+
+
+REFUSED: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1.0},
+    {"top_p": 0.9},
+    {"seed": 1},
+    {"n": 2},
+    {"logprobs": True},
+    {"top_logprobs": 3},
+    {"response_format": {"type": "json_object"}},
+    {"tools": [LOOK], "tool_choice": "required"},
+    {"tools": [LOOK], "tool_choice": "none"},
+    {"parallel_tool_calls": False},
+    {"frequency_penalty": 0.5},
+    {"presence_penalty": -1},
+    {"logit_bias": {"5": -100}},
+    {"reasoning_effort": "low"},
+    {"extra_body": {"top_k": 20}},
+    {"extra_body": {"min_p": 0.1}},
+    {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+    {"stop": "two words"},
+    {"stop": ["\n", ""]},
+    {"max_tokens": 0},
+    {"max_completion_tokens": -1},
+]
+MEANS_NOTHING: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_p": 1,
+    "n": 1,
+    "logprobs": False,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "response_format": {"type": "text"},
+    "tool_choice": "none",
+    "seed": None,
+    "user": "me",
+    "extra_body": {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+}
+
+
+def test_what_would_change_sampling_is_refused_or_honoured() -> None:
+    user: Any = {"role": "user", "content": "go on"}
+    asked: list[Request] = []
+
+    async def agent(policy: Policy, client: AsyncOpenAI) -> None:
+        create = client.chat.completions.create
+        for body in REFUSED:
+            name = list(body.get("extra_body", body))[-1]
+            match = f"{name.replace('max_completion', 'max')}="
+            with pytest.raises(BadRequestError, match=match):
+                await create(model="policy", messages=[user], **body)
+        assert not asked
+        await create(model="policy", messages=[user], **MEANS_NOTHING)
+        await create(model="policy", messages=[user], stop=["\n", "a"], max_completion_tokens=7)
+        await create(model="policy", messages=[user], stop="a", tools=[LOOK], tool_choice="auto")
+
+    play(agent, "a", "b", "c", asked=asked)
+    (newline,), (a,) = (TOKENIZER.encode(text, add_special_tokens=False) for text in ("\n", "a"))
+    assert [request.stop_token_ids for request in asked] == [[], [newline, a], [a]]
+    assert [request.max_tokens for request in asked] == [99, 7, 99]
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from qurl_megatron.agents.tools import Message, Tool, schema
@@ -52,7 +53,11 @@ class Chat:
         self._has_thought = False  # the last turn, or one before it in this sequence
 
     async def reply(
-        self, messages: list[Message], tools: list[Tool], max_tokens: int | None
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        max_tokens: int | None,
+        stop: str | Sequence[int | str],
     ) -> Message:
         """Return the policy's message after `messages`, which are the whole conversation."""
         check_template(self._tokenizer)
@@ -75,7 +80,7 @@ class Chat:
             written = render(self._tokenizer, messages, schemas)
             self._policy.begin(self._policy.encode(written))
             self._has_thought = False
-        turn = await self._policy.generate(max_tokens=max_tokens)
+        turn = await self._policy.generate(max_tokens=max_tokens, stop=stop)
         text = self._policy.decode(turn.ids[:-1] if turn.finish == "stop" else turn.ids)
         message = parse(text, self._tokenizer.chat_template)
         # A template may open the turn behind an empty thought, as Qwen3's without enable_thinking.

@@ -16,9 +16,21 @@ from typing import Any
 
 from aiohttp import web
 
-from qurl_megatron.agents.policy import EpisodeOver, Policy
+from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy
 
 LARGEST_REQUEST_BYTES = 2**26
+TAKEN = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream"}
+WITHOUT_EFFECT = {  # on what is sampled
+    *("model", "user", "metadata", "store", "stream_options", "service_tier"),
+    *("safety_identifier", "prompt_cache_key"),
+}
+MEANS_NOTHING: dict[str, list[Any]] = {  # of what would change what is sampled or returned
+    **dict.fromkeys(("n", "best_of", "repetition_penalty"), [1]),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), [0]),
+    **dict.fromkeys(("logprobs", "ignore_eos"), [False]),
+    **{"top_k": [-1], "top_logprobs": [0], "logit_bias": [{}], "parallel_tool_calls": [True]},
+    **{"response_format": [{"type": "text"}], "modalities": [["text"]]},
+}
 
 
 class Endpoint:
@@ -72,11 +84,14 @@ class Endpoint:
             messages = list(body["messages"])
         except (ValueError, LookupError, TypeError, RecursionError):
             return _refusal(400, "the body must be a JSON object with messages")
-        if body.get("n") not in (None, 1):
-            return _refusal(400, "n must be 1: an episode is a line of tokens")
-        most = body.get("max_completion_tokens") or body.get("max_tokens")
+        if unmet := _unmet(body, policy.limits):
+            return _refusal(400, unmet)
+        given = {name: value for name, value in body.items() if value is not None}
+        most = given.get("max_completion_tokens", given.get("max_tokens"))
         try:
-            chat = policy.chat(messages, tools=body.get("tools") or [], max_tokens=most)
+            chat = policy.chat(
+                messages, tools=given.get("tools", []), max_tokens=most, stop=given.get("stop", [])
+            )
             # What it costs, and how it may fail, is the episode's.
             message = await asyncio.get_running_loop().create_task(chat, context=context)
         except EpisodeOver as error:
@@ -112,6 +127,25 @@ class Endpoint:
         await response.write(f"data: {json.dumps(answer)}\n\ndata: [DONE]\n\n".encode())
         await response.write_eof()
         return response
+
+
+def _unmet(body: dict[str, Any], limits: Limits) -> str:
+    """Return which parameter of a request cannot be honoured; an empty text if all can."""
+    means_nothing = {
+        **MEANS_NOTHING,
+        "temperature": [limits.temperature],
+        "top_p": [limits.top_p],
+        "tool_choice": ["auto"] if body.get("tools") else ["auto", "none"],
+    }
+    for name, value in body.items():
+        allowed = means_nothing.get(name, [])
+        if not (value is None or value in allowed or name in TAKEN or name in WITHOUT_EFFECT):
+            known = f", or give {json.dumps(allowed[0])}" if allowed else ""
+            return (
+                f"{name}={json.dumps(value)[:80]}: turns are sampled as the run's settings say; "
+                f"leave it out{known}"
+            )
+    return ""
 
 
 def _refusal(status: int, message: str, code: str = "") -> web.Response:

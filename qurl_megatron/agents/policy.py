@@ -59,6 +59,8 @@ class Limits:
     max_turns: int  # 0: no limit
     max_turn_tokens: int
     max_episode_tokens: int  # of a sequence, with its prompt
+    temperature: float = 1.0  # of the run's sampling, as is the next
+    top_p: float = 1.0
 
 
 Sample = Callable[[Request], Awaitable[Turn]]
@@ -86,7 +88,7 @@ class Policy:
         self.last_turn: Turn | None = None
         self.over = ""
         """Which limit has been reached, "turns" or "tokens". Empty: none."""
-        self._limits = limits
+        self.limits = limits
         self._sample = sample
         self._serve = base_url
         self._ids = list(prompt_ids)
@@ -103,7 +105,7 @@ class Policy:
     @property
     def room(self) -> int:
         """Number of tokens that the sequence may still get."""
-        return max(0, self._limits.max_episode_tokens - len(self._ids))
+        return max(0, self.limits.max_episode_tokens - len(self._ids))
 
     @property
     def base_url(self) -> str:
@@ -117,7 +119,7 @@ class Policy:
             EpisodeOver: they are more than an episode may have.
         """
         # A tokenizer takes 1 s and 300 MB for a million characters.
-        if len(text) > self._limits.max_episode_tokens * _longest(self.tokenizer):
+        if len(text) > self.limits.max_episode_tokens * _longest(self.tokenizer):
             self._end("tokens", f"a text of {len(text):,} characters does not fit into it")
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
@@ -165,15 +167,15 @@ class Policy:
         """
         self._check_idle()
         stops = [self._token(each) for each in ([stop] if isinstance(stop, str) else stop)]
-        most = self._limits.max_turn_tokens
+        most = self.limits.max_turn_tokens
         if max_tokens is not None:
             most = min(most, int(index(max_tokens)))
         if most < 1:
             raise ValueError(f"max_tokens={max_tokens}: expected at least 1")
         if not self._ids:
             raise ValueError("the sequence is empty; the policy must read a token before its turn")
-        if self._limits.max_turns and self.num_turns >= self._limits.max_turns:
-            self._end("turns", f"max_turns is {self._limits.max_turns}")
+        if self.limits.max_turns and self.num_turns >= self.limits.max_turns:
+            self._end("turns", f"max_turns is {self.limits.max_turns}")
         if not self.room:
             self._end("tokens", f"the sequence has {len(self._ids)} tokens")
         request = Request(self._begins, self._ids[self._sent :], min(most, self.room), stops)
@@ -200,6 +202,7 @@ class Policy:
         *,
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
+        stop: str | Sequence[int | str] = (),
     ) -> Message:
         """Return the policy's next message in a conversation, as OpenAI's API has it.
 
@@ -207,16 +210,17 @@ class Policy:
             messages: the whole conversation so far. The policy's own messages are those that it
                 returned; their tokens stay those that it sampled.
             tools: functions with type hints and a docstring, or their JSON schemas.
+            max_tokens, stop: as of `generate`; the message has no token that ended it.
 
         Raises:
             EpisodeOver: as `generate`.
             TypeError: a tool has no schema; the text says what is missing.
         """
-        return await self._chat.reply(list(messages), list(tools), max_tokens)
+        return await self._chat.reply(list(messages), list(tools), max_tokens, stop)
 
     def _end(self, end: str, why: str) -> NoReturn:
         self.over = end
-        limit = f"; max_episode_tokens is {self._limits.max_episode_tokens}"
+        limit = f"; max_episode_tokens is {self.limits.max_episode_tokens}"
         raise EpisodeOver(end, why + limit * (end == "tokens"))
 
     def _check_idle(self) -> None:

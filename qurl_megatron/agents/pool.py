@@ -46,6 +46,8 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
         model: str,
         logs: Path | None = None,
         template: tuple[Mapping[str, Any], str] = ({}, ""),
+        temperature: float = 1.0,
+        top_p: float = 1.0,
     ) -> None:
         """Start the processes, which load the agent in the background.
 
@@ -54,10 +56,12 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             model: directory of the tokenizer.
             logs: directory of what they print; None: this process's standard error.
             template: the options of the chat template, and the day that it prints.
+            temperature, top_p: the run's, which an agent may ask for.
         """
         cores = len(os.sched_getaffinity(0)) // CORES_PER_WORKER
         count = config.agent_workers or max(1, min(MAX_DEFAULT_WORKERS, cores))
         self._config, self._max_length = config, max_length
+        self._drawn = temperature, top_p
         self._settings = Settings(
             config.agent,
             (Path(model), *template),
@@ -86,7 +90,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             ConfigError: the agent cannot be loaded.
             Exception: what sampling raised.
         """
-        limits = Limits(self._config.max_turns, max_turn_tokens, self._max_length)
+        limits = Limits(self._config.max_turns, max_turn_tokens, self._max_length, *self._drawn)
         for _ in range(MOST_PROCESSES):
             process = min(self._processes, key=lambda each: each.num_episodes)
             key = next(self._keys)

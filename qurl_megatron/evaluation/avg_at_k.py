@@ -330,8 +330,9 @@ def run(config: EvalConfig) -> None:
             client = RolloutClient(fleet, tokenizer, config.stop_token_ids)
             score: StartScoring = scorer.submit
             if config.agent:
+                drawn = config.temperature, config.top_p
                 agents = stack.enter_context(
-                    Agents(config, config.max_length, str(model_dir), output, template)
+                    Agents(config, config.max_length, str(model_dir), output, template, *drawn)
                 )
                 parts = (fleet, tokenizer, config.stop_token_ids)
                 client = AgentClient(agents, reward.reward_wrong, *parts)

@@ -44,6 +44,7 @@ def run(config: EvalConfig, count: int) -> None:
     architecture = Architecture.from_directory(model)
     settle_cache(config, architecture)
     template = (config.chat_template_options, date.today().isoformat())
+    drawn = config.temperature, config.top_p
     tokenizer = load_tokenizer(model, *template)
     stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
     fields = Fields(config.question_key, config.answer_key, incomplete=config.incomplete)
@@ -54,7 +55,7 @@ def run(config: EvalConfig, count: int) -> None:
     console = Console(stderr=True, highlight=False)
     with (
         tempfile.TemporaryDirectory(prefix="qurl-agent-") as scratch,
-        Agents(config, config.max_length, config.model, template=template) as agents,
+        Agents(config, config.max_length, config.model, None, template, *drawn) as agents,
         serving(dataclasses.replace(config, output=scratch), model, console) as fleet,
     ):
         client = AgentClient(agents, 0.0, fleet, tokenizer, stops)

@@ -148,7 +148,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         if config.rollout.agent:
             logs, length = config.run_dir / "logs", config.rollout.max_length
             template = (config.chat_template_options, config.template_date)
-            agents = keep(Agents(config.rollout, length, config.model, logs, template))
+            drawn = config.rollout.temperature, config.rollout.top_p
+            agents = keep(Agents(config.rollout, length, config.model, logs, template, *drawn))
             score = with_own_scores(score)
     turn = None
     if config.rollout.placement == "shared":
