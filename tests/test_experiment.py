@@ -662,8 +662,9 @@ def test_nemorun_shows_a_job_whose_learner_and_servers_take_turns(
     monkeypatch.setattr(
         nemo.Context, "parse_executor", lambda self, name: slurm_executor(gpus_per_node=2)
     )
-    words = ["name=first", "rollout.placement=shared", "rollout.servers=2", "run.executor=mine"]
-    assert nemorun("--factory", "quickstart", *words, "--dryrun", "--yes") == 0
+    Path("my.yaml").write_text("recipe: quickstart\nrollout: {placement: shared, servers: 2}\n")
+    words = ["name=first", "run.executor=mine"]
+    assert nemorun("--factory", "my.yaml", *words, "--dryrun", "--yes") == 0
     (part,) = parts_of(capsys.readouterr().out.partition("#!/bin/bash\n")[2])
     assert (part["nodes"], part["gpus-per-node"]) == ("1", "2")
 
