@@ -14,7 +14,7 @@ WRONG = 0.42  # log-probs without the temperature of 0.5 that tokens were drawn 
 
 @pytest.mark.parametrize("format", MEASURED)
 def test_what_was_measured_passes_and_other_log_probs_do_not(format: str) -> None:
-    for kl in (0.0, 5 * MEASURED[format], LARGEST_KL[format]):  # type: ignore[index]
+    for kl in (0.0, 9 * MEASURED[format], LARGEST_KL[format]):  # type: ignore[index]
         check_mismatch("rollout", format, False, kl)  # type: ignore[arg-type]
     for kl in (1.01 * LARGEST_KL[format], WRONG, float("nan")):  # type: ignore[index]
         with pytest.raises(WrongRollouts, match=f"{kl:.1e}, and {format} explains"):
@@ -22,7 +22,7 @@ def test_what_was_measured_passes_and_other_log_probs_do_not(format: str) -> Non
 
 
 def test_routers_explain_more_in_bf16() -> None:
-    check_mismatch("evaluation", "bf16", True, 0.02)
+    check_mismatch("evaluation", "bf16", True, 0.02)  # 2.6e-4 was measured, and 3.8e-3 in INT8
     with pytest.raises(WrongRollouts, match="the evaluation servers' log-probs"):
         check_mismatch("evaluation", "bf16", False, 0.02)
 

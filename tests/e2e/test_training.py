@@ -98,8 +98,24 @@ def test_a_reward_function_is_trained_on(stopped: Command) -> None:
         assert abs(step["reward_mean"] * num_responses - total) < 1e-6
 
 
+def test_servers_that_report_other_log_probs_end_a_run_before_it_trains(stopped: Command) -> None:
+    """They sample at the temperature, and report what the log-probs would be without it."""
+    steps = len(metrics_of(stopped))
+    variable = "rollout.server.environment.SGLANG_RETURN_ORIGINAL_LOGPROB=1"
+    words = ["rollout.temperature=0.5", "rollout.top_p=1", variable]
+    run = Command(stopped.run_dir.parents[1], "resume", "runs/run", *words)
+    try:
+        assert run.exit_code() == 1
+        assert "the rollout servers' log-probs are not the learner's" in run.text()
+        assert len(metrics_of(run)) == steps
+        assert run.survivors() == []
+    finally:
+        run.end()
+
+
 def test_a_run_whose_time_is_up_saves_its_last_step(stopped: Command) -> None:
-    words = ["time_limit_s=0.1", "checkpoint.every_steps=1000"]
+    words = ["time_limit_s=0.1", "checkpoint.every_steps=1000", "rollout.temperature=1"]
+    words += ["rollout.server.environment.SGLANG_RETURN_ORIGINAL_LOGPROB=0"]
     run = Command(stopped.run_dir.parents[1], "resume", "runs/run", *words)
     try:
         assert run.exit_code() == 0, run.text()
