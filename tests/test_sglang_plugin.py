@@ -108,7 +108,7 @@ def test_a_product_is_of_the_new_weight_once_the_old_one_is_forgotten(name: str)
     assert layer.method.apply(layer, x).all()
 
 
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 259, 4096])
+@pytest.mark.parametrize("size", [1, 64, 65, 259, 1000])
 def test_draws_have_the_weights_as_frequencies(size: int) -> None:
     """Ratios of weights are up to 2,000, and many are 0: at the ends, and at those of blocks."""
     torch.manual_seed(size)

@@ -65,7 +65,7 @@ def packed_int8(codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """Multiply INT8 codes by a copy of the weight in the order in which oneDNN reads it."""
     packed, scales = kept(weight, _pack), scale.flatten()
     of_weight = packed, scales, _zeros(len(scales)), None
-    return torch.ops.onednn.qlinear_pointwise(
+    return torch.ops.onednn.qlinear_pointwise.default(
         codes.to(torch.int8), 1.0, 0, *of_weight, 1.0, 0, torch.float32, "none", [], ""
     )
 

@@ -21,15 +21,17 @@ def draw(weights: Tensor, num_samples: int) -> Tensor:
     """
     assert num_samples == 1, f"{num_samples} samples of a row"
     size = weights.shape[1]
-    blocks = torch.nn.functional.pad(weights, (0, -size % BLOCK)).unflatten(1, (-1, BLOCK))
-    block = _look_up(blocks.sum(-1, dtype=torch.float64))
+    if size % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -size % BLOCK))
+    blocks = weights.unflatten(1, (-1, BLOCK))
+    block = _look_up(blocks.sum(-1))
     within = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK)).squeeze(1)
-    return (block * BLOCK + _look_up(within.double())).clamp_(max=size - 1)
+    return (block * BLOCK + _look_up(within)).clamp_(max=size - 1)
 
 
 def _look_up(weights: Tensor) -> Tensor:
-    """Draw an index [rows, 1] int64 of each row of `weights` [rows, size] float64."""
-    ends = weights.cumsum(-1)
+    """Draw an index [rows, 1] int64 of each row of `weights` [rows, size], in float64."""
+    ends = weights.double().cumsum(-1)
     total = ends[:, -1:]
     # The largest random numbers times the total may be rounded to it, where no index is.
     drawn = (torch.rand_like(total) * total).minimum(total.nextafter(torch.zeros_like(total)))
