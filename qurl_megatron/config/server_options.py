@@ -59,7 +59,6 @@ ALLOWED: Mapping[str, type[OptionValue] | tuple[str, ...]] = {
     ),
     # exactness
     "enable_fp32_lm_head": bool,
-    "enable_deterministic_inference": bool,
     # graphs
     "disable_cuda_graph": bool,
     "disable_cuda_graph_padding": bool,
@@ -92,6 +91,7 @@ _INSTEAD = {
     "dtype": "the served weights are bfloat16 or of quantization.format",
     "enable_return_routed_experts": "set rollout.routing",
     "sampling_backend": "it is pytorch; another compiles for minutes before the first top_p",
+    "enable_deterministic_inference": "with it SGLang draws all answers to a prompt alike",
     "speculative_algorithm": "its log-probs are not proven to be those of the policy",
 } | {field.name: f"set the server's {field.name}" for field in dataclasses.fields(ServerConfig)}
 
