@@ -41,7 +41,7 @@ def test_options_are_given_by_name_and_keep_their_yaml_types(tmp_path: Path) -> 
     ("option", "reason"),
     [
         ("speculative_algorithm", "its log-probs are not proven"),
-        ("enable_deterministic_inference", "all answers to a prompt alike"),
+        ("enable_deterministic_inference", "with it SGLang draws all answers to a prompt alike"),
         ("dtype", "the served weights are bfloat16"),
         ("quantization", "set quantization.format"),
         ("tp_size", "set the server's tensor_parallel_size"),
