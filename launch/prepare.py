@@ -65,6 +65,7 @@ def prepare_new(
         config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
     config.name = config.name or default_name(recipe)
     config.reward = absolute(config.reward)  # a resume may start in another directory
+    config.objective.objective = absolute(config.objective.objective)
     config.rollout.agent = absolute(config.rollout.agent)
     if config.run_dir.exists():
         raise ConfigError(
@@ -129,6 +130,7 @@ def prepare_resume(
             _make_paths_absolute(each)
         _accept_new_places(saved, config)
         config.reward = absolute(config.reward)
+        config.objective.objective = absolute(config.objective.objective)
         config.rollout.agent = absolute(config.rollout.agent)
         validate_resume(saved, config)
         data_summary = _check(config, num_gpus, node, asks_servers, resumes=True)
@@ -234,6 +236,7 @@ def _check(
         machine_memory_bytes,
         unusable_gpus,
     )
+    from qurl_megatron.learner.own_objective import check_objective
     from qurl_megatron.model.huggingface import check_model
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
@@ -249,6 +252,7 @@ def _check(
     if num_gpus is not None:
         check_workers(config.scoring_workers)
     check_reward(config)
+    check_objective(config)
     check_model(Path(config.model))
     config.template_date = config.template_date or date.today().isoformat()
     tokenizer = load_tokenizer(

@@ -117,7 +117,7 @@ FIELDS = rows(r"""
     steps=0                                 steps=0: input should be greater than or equal to 1
     steps=1\n2                              'steps=1\n2': input should be a valid integer
     optimizer.minibatches_per_step=7        do not divide into minibatches
-    objective.objective=ppo                 'tis', 'acr' or 'sequence_tis'
+    objective.objective=ppo                 no such objective; there are naive, on_policy, decoupled
     objective.aggregation=mean              'sequence_mean' or 'token_mean'
     objective.kl_coefficient=1 & warmup.max_steps=5  the model before its warm-up
     advantage_estimator=ppo                 'grpo' or 'gae'

@@ -62,7 +62,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,7 @@ LAG_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+": (5, 2
 # reached at reference / current = 13.6, where its gradient in log current is 1 - 13.6. One token
 # that the policy has all but given up would otherwise outweigh a batch, with a gradient of e^20.
 MAX_K3_PENALTY = 10.0
+OWN = "own/"  # begins the names of statistics of an objective of the user's own
 
 
 class ObjectiveOutput(NamedTuple):
@@ -205,12 +206,67 @@ def policy_objective(
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
+class _SumOverSequences(torch.autograd.Function):
+    """Sums over sequences with a gradient, which is the same sum of what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.sum_over = sum_over
+        return sum_over(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.sum_over(gradient), None
+
+
+@dataclass(frozen=True)
+class OwnObjective:
+    """An objective of the user's own: a function of named tensors that returns the J of tokens."""
+
+    function: Callable[..., Any]
+    takes_reference: bool  # and so applies the penalty itself
+    takes_behaviour: bool
+
+    def gains(
+        self, rows: Mapping[str, Tensor | None], sum_over: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return J and the statistics, of each token.
+
+        Raises:
+            TypeError: they are no tensors of the tokens' shape.
+        """
+        weights = rows["loss_weights"]
+        assert weights is not None
+        counted = weights > 0
+        tensors = {n: v if v is None else _where(counted, v) for n, v in rows.items()}
+        fixed = {n: v for n, v in tensors.items() if n != "current_logprobs" and v is not None}
+
+        def sums(values: Tensor) -> Tensor:
+            summed = _SumOverSequences.apply(_where(counted, values), sum_over)
+            return _where(counted, summed)
+
+        result = self.function(
+            **{**tensors, **{n: v.detach() for n, v in fixed.items()}, "sum_over_sequences": sums}
+        )
+        gain, statistics = result if isinstance(result, tuple) else (result, {})
+        for name, values in {"J": gain, **statistics}.items():
+            shape = tuple(getattr(values, "shape", ()))
+            if not isinstance(values, Tensor) or shape != tuple(weights.shape):
+                raise TypeError(
+                    f"{name} is a {type(values).__name__} of shape {list(shape)}; expected a "
+                    f"tensor of the tokens' shape {list(weights.shape)}: weights and sums are "
+                    "applied afterwards"
+                )
+        return gain, statistics
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """The loss function that the learner minimizes: `policy_objective` with a run's settings."""
 
     config: ObjectiveConfig
     by_lag: bool = False  # also return the stats of tokens by their lag
+    own: OwnObjective | None = None  # in place of a built-in objective
 
     def __call__(
         self,
@@ -244,11 +300,15 @@ class PolicyLoss:
         if self.config.objective == "sequence_tis" and sum_over_sequences is not None:
             log_rho = batch.proximal_logprobs - batch.behaviour_logprobs
             sequence_log_rho = sum_over_sequences(_where(counted, log_rho))
+        if self.own is not None:
+            settings["objective"] = "on_policy"  # whose penalty and whose count of tokens hold
+            if self.own.takes_reference:
+                settings["kl_coefficient"] = 0.0
         output = policy_objective(
             current_logprobs,
             batch.proximal_logprobs,
             batch.behaviour_logprobs,
-            batch.advantages,
+            torch.zeros_like(batch.advantages) if self.own else batch.advantages,
             loss_weights,
             reference_logprobs=batch.reference_logprobs,
             sequence_log_rho=sequence_log_rho,
@@ -259,6 +319,23 @@ class PolicyLoss:
             **output.stats,
             "entropy": _where(counted, batch.entropy).sum(dtype=torch.float64),
         }
+        loss = output.loss
+        if self.own is not None:
+            assert sum_over_sequences is not None
+            gain, statistics = self.own.gains(
+                {
+                    "current_logprobs": current_logprobs,
+                    "proximal_logprobs": batch.proximal_logprobs,
+                    "behaviour_logprobs": batch.behaviour_logprobs,
+                    "reference_logprobs": batch.reference_logprobs,
+                    "advantages": batch.advantages,
+                    "loss_weights": loss_weights,
+                },
+                sum_over_sequences,
+            )
+            loss = loss - (_where(counted, loss_weights) * _where(counted, gain)).sum()
+            for name, values in statistics.items():
+                stats[OWN + name] = _where(counted, values.detach()).sum(dtype=torch.float64)
         masks = {"": counted}
         if self.by_lag:
             assert batch.token_lags is not None
@@ -269,7 +346,7 @@ class PolicyLoss:
                 batch.proximal_logprobs, batch.behaviour_logprobs, mask, self.config.ratio_cap
             )
             stats |= {name + suffix: value for name, value in sums.items()}
-        return output.loss, stats
+        return loss, stats
 
 
 def value_loss(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from annotated_types import Ge, Gt, Le
 
@@ -51,6 +51,15 @@ from qurl_megatron.config.values import (
 )
 
 Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr", "sequence_tis"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
+ObjectiveName = Annotated[
+    str,
+    matching(
+        rf"{'|'.join(OBJECTIVES)}|[^:]+:[^\W\d]\w*",
+        f"no such objective; there are {', '.join(OBJECTIVES)}, and a function of your own is "
+        "FILE.py:NAME or MODULE:NAME",
+    ),
+]
 FormatName = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 WeightFormat = Literal["bf16", "int8", "int4", "int4-g32", "fp8", "fp8-tensor", "fp8-block"]
 """A format and its group size in one name: int4 has groups of 128, int4-g32 of 32."""
@@ -204,10 +213,11 @@ class OptimizerConfig:
 class ObjectiveConfig:
     """The policy objective: one of QuRL's (Eq. 1, 3, 4, 5 and 9), or sequence_tis."""
 
-    objective: Objective = "acr"
+    objective: ObjectiveName = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
     sampling, Eq. 5. acr: adaptive clipping range, Eq. 9. sequence_tis: truncated importance
-    sampling by sequence; all its tokens have the weight of the product of their ratios."""
+    sampling by sequence; all its tokens have the weight of the product of their ratios.
+    FILE.py:NAME or MODULE:NAME: a function of your own."""
 
     eps_low: Annotated[Finite, Ge(0), Le(1)] = 0.2
     """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""

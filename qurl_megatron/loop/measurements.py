@@ -8,7 +8,7 @@ from typing import Any
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.algorithm.objective import add_up, rollout_statistics, statistics_by_lag
+from qurl_megatron.algorithm.objective import OWN, add_up, rollout_statistics, statistics_by_lag
 from qurl_megatron.config.schema import HELD_OUT, Config
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.evaluation.avg_at_k import (
@@ -113,6 +113,11 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         dual_clip_fraction=sums["dual_clipped"] / tokens,
         kl_reference=sums["kl_reference"] / tokens,
         entropy=sums["entropy"] / tokens,
+        objective_parts={
+            name.removeprefix(OWN): value / tokens
+            for name, value in sums.items()
+            if name.startswith(OWN)
+        },
         loss=fmean(update.loss for update in results.updates),
         grad_norm=fmean(update.grad_norm for update in results.updates),
         learning_rate=results.updates[-1].learning_rate,

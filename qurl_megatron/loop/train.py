@@ -37,6 +37,7 @@ from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import CheckpointError
 from qurl_megatron.learner.learner import Learner, NonFinite
+from qurl_megatron.learner.own_objective import own_objective
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble, warm_up
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
@@ -63,7 +64,8 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
         update = partial(learner.update, temperature=config.rollout.temperature)
         asked_to_stop = partial(device.from_rank_zero, stop_requested)
-        policy_loss = PolicyLoss(config.objective, by_lag=config.rollout.max_staleness > 0)
+        own = own_objective(config.objective)
+        policy_loss = PolicyLoss(config.objective, config.rollout.max_staleness > 0, own)
 
         steps_done = start_or_resume(config, run)
         step, evaluation = steps_done, None

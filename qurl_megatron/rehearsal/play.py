@@ -32,6 +32,7 @@ from qurl_megatron.learner import learner as learner_module
 from qurl_megatron.learner import shares
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.learner.own_objective import own_objective
 from qurl_megatron.loop.train import score_before_updates
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -91,7 +92,8 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
     if config.objective.kl_coefficient:
         learner.keep_reference()
     critic = Critic(config) if config.advantage_estimator == "gae" else None
-    loss = PolicyLoss(config.objective, by_lag=config.rollout.max_staleness > 0)
+    own = own_objective(config.objective)
+    loss = PolicyLoss(config.objective, config.rollout.max_staleness > 0, own)
     converter = Converter(
         learner,
         config.quantization.weight_format,

@@ -256,6 +256,10 @@ class StepMetrics:
     verifiers give `accuracy`, the fraction of right completions; a reward function of your own
     gives the numbers beside its "reward"."""
 
+    objective_parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Mean over trained tokens of each statistic that an objective of your own returns. With one,
+    `clip_fraction`, `dual_clip_fraction` and `acr_widened_fraction` are 0."""
+
     verifier_timeouts: int = 0
     """Number of `verifier_failures` that took too long."""
 

@@ -1,0 +1,166 @@
+"""Objectives of a user's own: the examples of the documentation by hand, and what is refused."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.algorithm.objective import PolicyLoss
+from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
+from qurl_megatron.learner.own_objective import check_objective, own_objective
+
+DOCS = Path(__file__).parents[1] / "docs"
+LENGTHS = [3, 2, 1]  # the last is padding: its token does not count
+
+
+def example() -> str:
+    page = (DOCS / "method.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    return source
+
+
+def own(tmp_path: Path, source: str, name: str, **settings: float) -> ObjectiveConfig:
+    (tmp_path / "mine.py").write_text(source)
+    return ObjectiveConfig(f"{tmp_path}/mine.py:{name}", eps_high=0.28, **settings)  # type: ignore
+
+
+def sums(values: Tensor) -> Tensor:
+    numbers = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))
+    return torch.zeros(3).index_add(0, numbers, values[0])[numbers][None]
+
+
+def gradient_and_stats(
+    config: ObjectiveConfig, rho: list[float], ratio: list[float], advantages: list[float]
+) -> tuple[list[float], dict[str, float]]:
+    """Return the gradient of J in current_logprobs with weights of 1, and the own statistics."""
+    nan = [math.nan]
+    behaviour = torch.tensor([[-1.0] * 5 + nan])
+    proximal = behaviour + torch.tensor([rho + [1.0]]).log()
+    current = (proximal + torch.tensor([ratio + [1.0]]).log()).requires_grad_()
+    mask = torch.tensor([[True] * 5 + [False]])
+    rows = TrainBatch(
+        torch.tensor(LENGTHS),
+        torch.zeros(1, 6),
+        mask,
+        behaviour_logprobs=behaviour,
+        advantages=torch.tensor([advantages + nan]),
+        proximal_logprobs=proximal.detach(),
+        entropy=torch.zeros(1, 6),
+    )
+    loss = PolicyLoss(config, own=own_objective(config))
+    value, stats = loss(current, torch.zeros(1, 6), rows, mask.float(), sums)
+    value.backward()
+    assert current.grad is not None
+    of_own = {name: float(each) for name, each in stats.items() if name.startswith("own/")}
+    return (-current.grad[0]).tolist(), of_own
+
+
+def test_icepop_of_the_documentation_by_hand(tmp_path: Path) -> None:
+    config = own(tmp_path, example(), "icepop")
+    found, stats = gradient_and_stats(
+        config,
+        rho=[2.0, 0.4, 6.0, 0.5, 4.9],
+        ratio=[1.1, 1.0, 1.0, 1.5, 1.5],  # 1.5 is clipped where the advantage is positive
+        advantages=[1.0, 1.0, 1.0, 2.0, -2.0],
+    )
+    # rho * R * A of the kept tokens; the second and third are masked, the fourth is clipped.
+    assert found == pytest.approx([2.2, 0, 0, 0, -14.7, 0], rel=1e-5)
+    assert stats == {"own/masked": 2}
+    check_objective(Config(objective=config))
+
+
+def test_seq_mask_tis_of_the_documentation_by_hand(tmp_path: Path) -> None:
+    config = own(tmp_path, example(), "seq_mask_tis")
+    found, stats = gradient_and_stats(
+        config,
+        rho=[2.0, 0.5, 1.0, 1.01, 1.01],  # geometric means 1 and 1.01: the second is masked
+        ratio=[1.0, 1.1, 0.7, 1.0, 1.0],  # 0.7 is clipped where the advantage is negative
+        advantages=[3.0, 3.0, -3.0, 1.0, 1.0],
+    )
+    assert found == pytest.approx([6.0, 1.65, 0, 0, 0, 0], rel=1e-5)
+    assert stats == {"own/masked": 2}
+    check_objective(Config(objective=config))
+
+
+HEAD = "import torch\ndef f(current_logprobs, proximal_logprobs, advantages, "
+GSPO = (
+    HEAD
+    + """sum_over_sequences):
+    log_ratio = current_logprobs - proximal_logprobs
+    tokens = sum_over_sequences(torch.ones_like(log_ratio))
+    return (sum_over_sequences(log_ratio) / tokens).exp() * advantages
+"""
+)
+
+
+def test_a_sum_over_a_sequence_has_a_gradient(tmp_path: Path) -> None:
+    """GSPO's ratio: exp(mean log R) A, so each of n tokens gets n * (A / n) * exp(mean)."""
+    found, _ = gradient_and_stats(
+        own(tmp_path, GSPO, "f"),
+        rho=[1.0] * 5,
+        ratio=[1.1, 1.1, 1.1, 2.0, 0.5],
+        advantages=[3.0, 3.0, 3.0, -1.0, -1.0],
+    )
+    assert found == pytest.approx([3.3, 3.3, 3.3, -1.0, -1.0, 0], rel=1e-5)
+    check_objective(Config(objective=own(tmp_path, GSPO, "f")))
+
+
+def test_the_penalty_is_added_unless_the_function_takes_the_reference(tmp_path: Path) -> None:
+    config = own(tmp_path, GSPO, "f", kl_coefficient=0.5)
+    own_one = own_objective(config)
+    assert own_one is not None and not own_one.takes_reference
+    source = HEAD + "reference_logprobs, kl_coefficient): return current_logprobs * advantages"
+    with_reference = own_objective(own(tmp_path, source, "f", kl_coefficient=0.5))
+    assert with_reference is not None and with_reference.takes_reference
+
+
+BODY = "\n    ratio = (current_logprobs - proximal_logprobs).exp()\n    return "
+REFUSED: dict[str, tuple[str, str]] = {
+    "a loss": (HEAD + "**more):" + BODY + "-ratio * advantages", "and not a loss"),
+    "a sum": (HEAD + "**more):" + BODY + "(ratio * advantages).sum()", "of the tokens' shape"),
+    "a mean of tokens": (
+        HEAD + "**more):" + BODY + "ratio * (advantages - advantages.mean())",
+        "depends on others that share its micro batch",
+    ),
+    "a neighbour": (
+        HEAD + "**more):" + BODY + "ratio.cumsum(-1) * advantages",
+        "depends on others that share its micro batch",
+    ),
+    "weighted twice": (
+        HEAD + "loss_weights):" + BODY + "loss_weights * ratio * advantages",
+        "J depends on loss_weights",
+    ),
+    "no gradient": (HEAD + "**more):" + BODY + "ratio.detach() * advantages", "has no gradient"),
+    "not finite": (HEAD + "**more):" + BODY + "ratio / 0", "J is not finite"),
+    "raises": (HEAD + "**more):" + BODY + "{}['x']", "KeyError: 'x'"),
+    "a text": (HEAD + "**more): return 'J'", "J is a str of shape"),
+    "another parameter": (HEAD + "old_logprobs): pass", "its parameters are .*old_logprobs"),
+    "no such name": ("g = 1", "mine.py has no function f"),
+    "no function": ("f = 1", "a int, which cannot be called"),
+    "a reference that is not kept": (
+        HEAD + "reference_logprobs): pass",
+        "set objective.kl_coefficient",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_objective_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    source, message = REFUSED[case]
+    config = own(tmp_path, source, "f")
+    with pytest.raises(ConfigError, match=f"objective.objective=/.*mine.py:f: .*{message}") as no:
+        check_objective(Config(objective=config))
+    assert "\n" not in str(no.value)
+
+
+def test_settings_that_an_objective_does_not_take_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="dual_clip=3: it does not take dual_clip"):
+        check_objective(Config(objective=own(tmp_path, GSPO, "f", dual_clip=3.0)))
+    config = Config(objective=own(tmp_path, GSPO, "f"))
+    config.rollout.max_staleness = 1
+    with pytest.raises(ConfigError, match="does not take behaviour_logprobs"):
+        check_objective(config)
