@@ -76,6 +76,13 @@ async def each(policy, problem):
         await policy.generate(max_tokens=0)
     elif how == "no stop":
         await policy.generate(stop=[10**6])
+    elif how == "gives up":
+        policy.observe([41])
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(policy.generate(), 0.2)
+        assert not policy.num_turns
+        await asyncio.sleep(0.2)
+        policy.observe([42])
     turn = await policy.generate(max_tokens=2)
     if how == "raises":
         raise LookupError("no such table")
@@ -252,6 +259,14 @@ def test_a_token_keeps_the_experts_of_the_pass_that_sampled_the_next() -> None:
     episode = sequence.completion()
     assert episode.token_ids == [3, 4, 5, 6] and episode.routed_experts is not None
     assert episode.routed_experts[:, 0, 0].tolist() == [7, 7, 7, 8, 8]
+
+
+def test_a_turn_that_nobody_waits_for_is_given_up(play: Play) -> None:
+    (episode,), client = play("gives up", delay_s=0.6)
+    assert episode_of(episode).prompt_ids == [*PROMPT, 41]
+    assert episode.token_ids == [42, 204, 205, 206, 207]
+    assert episode.sampled == [False] + [True] * 4 and episode_of(episode).end == "answered"
+    assert client.contexts == [PROMPT + [41, 42], PROMPT + [41, 42, 204, 205]]
 
 
 def test_a_new_beginning_opens_a_branch(play: Play) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from openai import APIStatusError, AsyncOpenAI, BadRequestError
+from openai import APIStatusError, APITimeoutError, AsyncOpenAI, BadRequestError
 
 from conversations import KEEPS_THOUGHTS, chat_tokenizer
 from qurl_megatron.agents.endpoint import Endpoint
@@ -168,6 +168,28 @@ def test_what_would_change_sampling_is_refused_or_honoured() -> None:
     (newline,), (a,) = (TOKENIZER.encode(text, add_special_tokens=False) for text in ("\n", "a"))
     assert [request.stop_token_ids for request in asked] == [[], [newline, a], [a]]
     assert [request.max_tokens for request in asked] == [99, 7, 99]
+
+
+def test_a_client_that_hangs_up_has_its_turn_given_up() -> None:
+    async def run() -> None:
+        turn: asyncio.Future[Turn | None] = asyncio.get_running_loop().create_future()
+
+        async def sample(request: Request) -> Turn | None:
+            return await turn
+
+        def abandon() -> None:
+            turn.set_result(None)
+
+        policy = Policy([5], LIMITS, sample, TOKENIZER, Endpoint().add, abandon)
+        user: Any = {"role": "user", "content": "go on"}
+        options: Any = {"api_key": "none", "max_retries": 0, "timeout": 0.5}
+        async with AsyncOpenAI(base_url=policy.base_url, **options) as client:
+            with pytest.raises(APITimeoutError):
+                await client.chat.completions.create(model="policy", messages=[user])
+            assert await asyncio.wait_for(turn, 5) is None
+        assert policy.num_turns == 0
+
+    asyncio.run(run())
 
 
 @asynccontextmanager

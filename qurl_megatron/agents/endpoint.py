@@ -68,7 +68,7 @@ class Endpoint:
         app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
         app.router.add_post("/{key}/v1/chat/completions", self._complete)
         app.router.add_get("/{key}/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.SockSite(runner, self._socket).start()
 

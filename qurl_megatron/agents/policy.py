@@ -63,7 +63,8 @@ class Limits:
     top_p: float = 1.0
 
 
-Sample = Callable[[Request], Awaitable[Turn]]
+Sample = Callable[[Request], Awaitable[Turn | None]]
+"""Takes a turn; None if it was abandoned before it was sampled."""
 
 
 class Policy:
@@ -76,11 +77,13 @@ class Policy:
         sample: Sample,
         tokenizer: Any,
         base_url: Callable[[Policy], str] = lambda policy: "",
+        abandon: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin an episode with a prompt.
 
         Args:
             base_url: begins to serve the episode over HTTP, and returns where.
+            abandon: has the turn that is being sampled given up.
         """
         self.tokenizer = tokenizer
         """The policy's tokenizer, from transformers."""
@@ -91,6 +94,7 @@ class Policy:
         self.limits = limits
         self._sample = sample
         self._serve = base_url
+        self._abandon = abandon
         self._ids = list(prompt_ids)
         self._sent = 0  # of `_ids`, what rank 0 has
         self._begins = True
@@ -180,15 +184,20 @@ class Policy:
             self._end("tokens", f"the sequence has {len(self._ids)} tokens")
         request = Request(self._begins, self._ids[self._sent :], min(most, self.room), stops)
         self._is_sampling = True
-        # A turn that the agent does not wait for any longer is taken all the same: it is sampled.
-        return await asyncio.shield(self._take(request))
+        try:
+            return await asyncio.shield(self._take(request))  # rank 0 says whether it was sampled
+        except asyncio.CancelledError:
+            self._abandon()
+            raise
 
     async def _take(self, request: Request) -> Turn:
         try:
             turn = await self._sample(request)
         finally:
             self._is_sampling = False
-        self._begins = False
+        self._begins, self._sent = False, len(self._ids)
+        if turn is None:
+            raise asyncio.CancelledError
         self._ids += turn.ids
         self._sent = len(self._ids)
         self.num_turns, self.last_turn = self.num_turns + 1, turn

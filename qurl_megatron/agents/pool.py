@@ -119,7 +119,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
 class _Playing:
     """An episode in progress, in the loop of the thread that samples."""
 
-    def __init__(self, send: Callable[[Turn], None], sample: Any) -> None:
+    def __init__(self, send: Callable[[Turn | None], None], sample: Any) -> None:
         self._send = send
         self._sample = sample
         self._loop = asyncio.get_running_loop()
@@ -136,12 +136,17 @@ class _Playing:
             return
         if kind == "sample":
             self._sampling = self._loop.create_task(self._turn(content))
+        elif kind == "abandon":
+            self.close()
         else:
             self.ended.set_result(content)
 
     async def _turn(self, request: Request) -> None:
         try:
             self._send(await self._sample(request))
+        except asyncio.CancelledError:
+            self._send(None)
+            raise
         except Exception as error:
             if not self.ended.done():
                 self.ended.set_exception(error)

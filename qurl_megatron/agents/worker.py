@@ -1,9 +1,10 @@
 """A process that plays episodes, all in one asyncio loop. Rank 0 samples for it.
 
     rank 0 -> worker    Settings, then ("play", key, Question, prompt_ids, Limits),
-                        ("turn", key, Turn) or ("cancel", key)
-    worker -> rank 0    "" or why the agent cannot be loaded, then ("sample", key, Request) or
-                        ("end", key, Ended)
+                        ("turn", key, Turn or None) or ("cancel", key)
+    worker -> rank 0    "" or why the agent cannot be loaded, then ("sample", key, Request),
+                        ("abandon", key, None), whose turn then is None unless it was sampled
+                        before, or ("end", key, Ended)
 
 It imports no torch. The process ends with rank 0.
 """
@@ -94,7 +95,7 @@ class _Worker:
         self._agent = agent
         self._tokenizer = tokenizer
         self._marks = marks
-        self._turns: dict[int, asyncio.Future[Turn]] = {}
+        self._turns: dict[int, asyncio.Future[Turn | None]] = {}
         self._episodes: dict[int, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(settings.episodes or sys.maxsize)
         self._endpoint: Any = None
@@ -178,7 +179,7 @@ class _Worker:
             seconds = settings.turn_timeout_s
             limit(seconds, f"agent_turn_timeout_s {seconds:g} between two turns")
 
-        async def sample(request: Request) -> Turn:
+        async def sample(request: Request) -> Turn | None:
             if key not in self._episodes:
                 raise RuntimeError("the episode has ended")
             if asyncio.get_running_loop() is not loop or os.getpid() != process:
@@ -190,7 +191,11 @@ class _Worker:
             limit_between_turns()
             return turn
 
-        policy = Policy(prompt_ids, limits, sample, self._tokenizer, self._base_url)
+        def abandon() -> None:
+            if key in self._turns:
+                self._connection.send(("abandon", key, None))
+
+        policy = Policy(prompt_ids, limits, sample, self._tokenizer, self._base_url, abandon)
         limit_between_turns()
         agent = loop.create_task(self._agent(policy, problem))
         try:
