@@ -184,6 +184,35 @@ def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
             assert 0.8 < flips <= 1.000001
 
 
+def convert_bf16(model_dir: Path) -> tuple[list[Bucket], list[Bucket]]:
+    """Return what a BF16 learner sends in INT8, and its float32 masters."""
+    learner = build_learner(model_dir, LearnerConfig(dtype="bfloat16"))
+    sent: list[Bucket] = []
+    masters: list[Bucket] = []
+    Converter(learner, "int8", BUCKET_BYTES).convert(sent.append)
+    Converter(learner, "masters", BUCKET_BYTES).convert(masters.append)
+    learner.close()
+    return sent, masters
+
+
+def test_what_is_quantized_is_the_bf16_that_the_learner_computes_with(tmp_path: Path) -> None:
+    """Codes of the float32 masters are others: the mismatch would be 25 times as large."""
+    build_tiny_model(tmp_path, **DIMENSIONS)
+    ((buckets, of_masters),) = run_ranks(convert_bf16, 1, tmp_path)
+    sent, masters = tensors_in(buckets), tensors_in(of_masters)
+    quantized_names = [name for name, tensor in sent.items() if tensor.dtype == torch.int8]
+    assert len(quantized_names) > 7
+    differing = 0
+    for name in quantized_names:
+        master = masters[name]
+        assert master.dtype == torch.float32
+        right = quantize.quantize(master.bfloat16(), "int8")
+        assert torch.equal(sent[name], right.codes)
+        assert torch.equal(sent[quantize.scale_name(name, "int8")], right.scale)
+        differing += int((quantize.quantize(master, "int8").codes != right.codes).sum())
+    assert differing > 0  # the scale of UAQ has made masters that BF16 does not hold
+
+
 def count_exchanged(
     model_dir: Path, config: LearnerConfig
 ) -> dict[str, tuple[dict[str, int], int]]:
