@@ -288,6 +288,8 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
         end_weight_update=lambda request: loaded.append("ended"),
     )
     request = SimpleNamespace(names=[name], weight_version="7", shapes=[[24]], group_name="weights")
+    weight = torch.ones(2, 2)
+    before = products.kept(weight, torch.clone)
 
     def load(updater: Any, request: Any) -> Any:
         loaded.append(request)
@@ -295,6 +297,7 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
 
     answer = weights.update_weights(load, updater, request)
     assert answer.success == is_loaded
+    assert (products.kept(weight, torch.clone) is not before) == is_loaded
     assert loaded == (["waited", "begun", request, "ended"] if is_loaded else [])
     assert scheduler.loaded_version == (7 if is_loaded else held)
     assert waiting.extra_key == ("weights 7" if is_loaded else "of its arrival")
