@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import sglang_loader
+from qurl_megatron.sglang_plugin.weights import update_weights
 from tiny import build_tiny_model, quantized
 
 SERVER_SIZES = (1, 2, 4)
@@ -57,3 +59,49 @@ def test_every_server_size_holds_the_checkpoint_quantized_directly(
             held = sglang_loader.whole_tensors(ranks, sent)
             for name, tensor in sent.items():
                 assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+PAIRS = [("qwen2", "int8"), ("qwen3", "bf16"), ("llama", "fp8"), ("qwen3_moe", "int4-g32")]
+
+
+def products_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return the products of each linear layer, experts excepted, and its buffers, by name."""
+    torch.manual_seed(0)
+    found = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "input_size") and hasattr(layer, "quant_method"):
+            x = torch.randn(3, layer.input_size, dtype=torch.bfloat16)
+            found[f"{name}(x)"] = layer.quant_method.apply(layer, x)
+    return found
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(("family", "weight_format"), PAIRS)
+def test_after_new_weights_products_are_those_of_a_model_that_never_had_others(
+    family: Any, weight_format: str, tmp_path: Path
+) -> None:
+    """What is derived from weights, as packed copies are, must not outlive them."""
+    first = build_tiny_model(tmp_path / "first", family, head_dim=32)
+    sent = quantized(first, weight_format)
+    new = {name: t.flip(0) if t.dim() == 2 else t * 2 for name, t in sent.items()}
+    models = sglang_loader.build_ranks(first, weight_format, 1)
+    fresh = sglang_loader.build_ranks(first, weight_format, 1)
+    sglang_loader.load(models, sent)
+    before = products_of(models[0])
+
+    def load(*_: Any) -> Any:
+        sglang_loader.load(models, new)
+        return SimpleNamespace(success=True)
+
+    waits = SimpleNamespace(synchronize=lambda: None)
+    scheduler = SimpleNamespace(loaded_version=1, waiting_queue=[], device_module=waits)
+    updater = SimpleNamespace(
+        scheduler=scheduler, begin_weight_update=id, end_weight_update=id, tp_worker=None
+    )
+    update_weights(load, updater, SimpleNamespace(names=[*new], weight_version="2"))
+    sglang_loader.load(fresh, new)
+    after, expected = products_of(models[0]), products_of(fresh[0])
+    assert sum(name.endswith("(x)") for name in after) > 3
+    for name, tensor in expected.items():
+        assert torch.equal(after[name], tensor), name
+        assert not name.endswith("(x)") or not torch.equal(before[name], tensor), name
