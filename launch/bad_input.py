@@ -25,11 +25,12 @@ def exit_on_bad_input() -> Iterator[None]:
             from qurl_megatron.config.schema import ConfigError
             from qurl_megatron.data.problems import DataError
             from qurl_megatron.model.architecture import ArchitectureError
+            from qurl_megatron.model.hub import HubError
             from qurl_megatron.quantization.quantize import NonFiniteWeight
             from qurl_megatron.rollout.server import ServerFailed
 
             # The errors whose text is the line that a user sees.
-            of_input = (ArchitectureError, ConfigError, DataError, NonFiniteWeight)
+            of_input = (ArchitectureError, ConfigError, DataError, HubError, NonFiniteWeight)
             if not isinstance(error, (*of_input, ServerFailed, WrongRollouts)):
                 raise
             code = 2 if isinstance(error, of_input) else 1

@@ -29,10 +29,11 @@ import qurl_megatron
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.launch.placement import smallest_plan
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new
+from qurl_megatron.launch.prepare import found_words, prepare_new, prepare_resume_or_new
 from qurl_megatron.launch.recipe import default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.status import owner_of, slurm_jobs
+from qurl_megatron.model import hub
 from qurl_megatron.planning.gpus import H100, node_of
 from qurl_megatron.planning.job import objections
 from qurl_megatron.process import ending_signals
@@ -130,7 +131,8 @@ def launch(
             prepared = prepare_new(
                 package, words, device.num_gpus(), writes=False, asks_servers=False
             )
-        jobs.append(Job([package, *words], *prepared))
+        found = found_words(prepared[0])  # a job downloads nothing, and a branch may move on
+        jobs.append(Job([package, *words, *found], *prepared))
     if options:
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
@@ -359,7 +361,8 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
     for what, text in files.items():  # DIR:SPLIT and FILE.py:NAME count, generated tasks do not
         for name in (text, text.partition(":")[0]):
             if name and Path(name).exists():
-                needed[what] = Path(name)
+                # The files of a snapshot are links to others beside it.
+                needed[what] = Path(name).parents[1] if hub.snapshot_of(name) else Path(name)
     for what, path in needed.items():
         for place in (Path(os.path.abspath(path)), path.resolve()):  # where a link is, and leads
             covering = [mount for mount in mounts if place.is_relative_to(mount[1])]

@@ -21,7 +21,7 @@ from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
 from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
-from qurl_megatron.data.problems import REASONING_GYM
+from qurl_megatron.data.problems import REASONING_GYM, local_data
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import write_whole
 from qurl_megatron.launch.placement import (
@@ -34,6 +34,7 @@ from qurl_megatron.launch.placement import (
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
+from qurl_megatron.model import hub
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.gpus import Node
 from qurl_megatron.planning.host import check_host, check_workers
@@ -58,11 +59,6 @@ def prepare_new(
     package, words = load_recipe(recipe).as_words()
     words += overrides
     config = with_overrides(load_recipe(package).config, words)
-    uaq_is_given = any(word.startswith("quantization.uaq.") for word in words)
-    if config.quantization.format == "bf16" and not uaq_is_given:
-        config.quantization.uaq = UaqConfig()  # there is no quantization to scale for
-    elif not uaq_is_given and config.quantization.uaq != UaqConfig() and _has_experts(config.model):
-        config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
     config.name = config.name or default_name(recipe)
     config.reward = absolute(config.reward)  # a resume may start in another directory
     config.objective.objective = absolute(config.objective.objective)
@@ -72,6 +68,12 @@ def prepare_new(
             f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
             f"run: qurl resume {config.run_dir}"
         )
+    _find(config, Config())
+    uaq_is_given = any(word.startswith("quantization.uaq.") for word in words)
+    if config.quantization.format == "bf16" and not uaq_is_given:
+        config.quantization.uaq = UaqConfig()  # there is no quantization to scale for
+    elif not uaq_is_given and config.quantization.uaq != UaqConfig() and _has_experts(config.model):
+        config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "model"
         if not config.model and config.model_builder:
@@ -126,6 +128,7 @@ def prepare_resume(
             saved.model = str(run_dir / "model")  # the recipe built it in the run's directory
         saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
         config = with_overrides(saved, overrides)
+        _find(config, saved)
         for each in (saved, config):
             _make_paths_absolute(each)
         _accept_new_places(saved, config)
@@ -176,6 +179,29 @@ def warn_of_pickles(directory: Path) -> None:
             "run any program when they are read; go on only if you trust that user",
             file=sys.stderr,
         )
+
+
+def _find(config: Config, saved: Config) -> None:
+    """Replace names of the Hub with paths of their snapshots; of the models without the weights.
+
+    `saved` is the run's configuration so far: its commits stay.
+    """
+    config.model = hub.local_model(config.model, saved.model, hub.TOKENIZER)
+    config.critic.model = hub.local_model(config.critic.model, saved.critic.model, hub.TOKENIZER)
+    config.data = local_data(config.data, saved.data)
+    for name, data in config.evaluation.data.items():
+        config.evaluation.data[name] = local_data(data, saved.evaluation.data.get(name, ""))
+
+
+def found_words(config: Config) -> list[str]:
+    """Return the words by which a job takes the snapshots that a configuration has found."""
+    found = {"model": config.model, "critic.model": config.critic.model, "data": config.data}
+    found |= {f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()}
+    return [
+        f"{field}={path}"
+        for field, path in found.items()
+        if hub.snapshot_of(path.partition(":")[0])
+    ]
 
 
 def _make_paths_absolute(config: Config) -> None:
@@ -253,7 +279,7 @@ def _check(
         check_workers(config.scoring_workers)
     check_reward(config)
     check_objective(config)
-    check_model(Path(config.model))
+    check_model(Path(hub.local_model(config.model)))
     config.template_date = config.template_date or date.today().isoformat()
     tokenizer = load_tokenizer(
         Path(config.model), config.chat_template_options, config.template_date
@@ -262,7 +288,7 @@ def _check(
     config.rollout.stop_token_ids = stops or stop_token_ids(architecture, tokenizer)
     check_agent(config.rollout, config.model)
     if config.advantage_estimator == "gae" and config.critic.model:
-        check_model(Path(config.critic.model))
+        check_model(Path(hub.local_model(config.critic.model)))
     gpu_bytes = [gpu.total_memory for gpu in gpu_properties()] if num_gpus else []
     if config.rollout.placement == "shared":
         if node:

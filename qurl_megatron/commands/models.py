@@ -18,7 +18,11 @@ if TYPE_CHECKING:
     from qurl_megatron.model.huggingface import Progress
 
 SourceDirectory = Annotated[
-    Path, typer.Argument(metavar="SRC", help="Hugging Face directory: config.json, safetensors.")
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="Hugging Face directory (config.json, safetensors), or a name of the Hub.",
+    ),
 ]
 GroupSizeOption = Annotated[
     int, typer.Option(help="Input channels that share a scale in format int4: 32 or 128.")
@@ -74,6 +78,7 @@ def quantize(
     from qurl_megatron.quantization.offline import quantize_directory
 
     chosen = check_format(weight_format, group_size)
+    source = Path(_found(source))
     kept_layers(keep or [], Architecture.from_directory(source))
     _check_new(destination)
     yield 0
@@ -131,6 +136,7 @@ def mismatch(
         read_prompts,
     )
 
+    model = Path(_found(model))
     options = MismatchOptions(model, data, chosen, prompts, max_response, budget, seed)
     read = read_prompts(options)
     yield 1
@@ -158,6 +164,7 @@ def uaq(
     from qurl_megatron.config.text import from_tree
     from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
+    source = Path(_found(source))
     title = "undoing UAQ" if undo else f"scaling by {scale}"
     with progress_bar(title) as progress:
         try:
@@ -187,13 +194,16 @@ def uaq(
 @may_be_job
 def evaluate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face directory or checkpoint.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Hugging Face directory, name of the Hub or checkpoint."
+        ),
     ],
     words: Annotated[
         list[str],
         typer.Argument(
             metavar="DATA... [FIELD=VALUE]...",
-            help="Data files or reasoning_gym:TASK, and settings such as k=32.",
+            help="Data files, datasets of the Hub, reasoning_gym:TASK; settings such as k=32.",
         ),
     ],
 ) -> Iterator[int]:
@@ -203,7 +213,7 @@ def evaluate(
 
     data = [word for word in words if "=" not in word]
     settings = [word for word in words if "=" in word]
-    config = with_overrides(avg_at_k.EvalConfig(model=model, data=data), settings)
+    config = with_overrides(avg_at_k.EvalConfig(model=_found(model), data=data), settings)
     avg_at_k.check(config)
     yield config.server.tensor_parallel_size
     avg_at_k.run(config)
@@ -214,7 +224,9 @@ def agent(
     function: Annotated[
         str, typer.Argument(metavar="AGENT", help="The agent: FILE.py:NAME or MODULE:NAME.")
     ],
-    model: Annotated[str, typer.Option(help="Hugging Face directory of the policy.")],
+    model: Annotated[
+        str, typer.Option(help="Hugging Face directory of the policy, or a name of the Hub.")
+    ],
     data: Annotated[str, typer.Option(help="Problems: a file, directory or reasoning_gym:TASK.")],
     episodes: Annotated[
         int, typer.Option(min=1, max=10_000, help="Number of problems, one episode each.")
@@ -229,7 +241,7 @@ def agent(
     from qurl_megatron.evaluation import avg_at_k
     from qurl_megatron.evaluation import episodes as played
 
-    given = avg_at_k.EvalConfig(model=model, data=[data], agent=function)
+    given = avg_at_k.EvalConfig(model=_found(model), data=[data], agent=function)
     config = with_overrides(given, settings or [])
     avg_at_k.check(config)
     yield config.server.tensor_parallel_size
@@ -238,7 +250,10 @@ def agent(
 
 def serve(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Hugging Face directory of the run's model.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="Hugging Face directory of the run's model, or a name of the Hub."
+        ),
     ],
     settings: Annotated[
         list[str] | None,
@@ -253,9 +268,18 @@ def serve(
     """
     from qurl_megatron.config.text import with_overrides
     from qurl_megatron.launch import serve
+    from qurl_megatron.model import hub
 
+    model = hub.local_model(model, files=hub.TOKENIZER)
     config = with_overrides(serve.ServeConfig(model=model), settings or [])
     sys.exit(serve.run(config))
+
+
+def _found(model: str | Path) -> str:
+    """Return the directory of a model, which is downloaded if it is one of the Hub."""
+    from qurl_megatron.model.hub import local_model
+
+    return local_model(str(model))
 
 
 def _check_new(destination: Path) -> None:

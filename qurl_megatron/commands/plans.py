@@ -30,8 +30,8 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL|RECIPE",
-            help="A config.json or its directory, a known model such as Qwen2.5-32B, or a recipe: "
-            "a name, FILE.yaml or FILE.py:NAME.",
+            help="A config.json or its directory, a known model such as Qwen2.5-32B, one of the "
+            "Hub, or a recipe: a name, FILE.yaml or FILE.py:NAME.",
         ),
     ],
     overrides: Overrides = None,
@@ -225,18 +225,26 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.text import with_overrides
     from qurl_megatron.launch.recipe import OWN_RECIPE, is_own, load_recipe, recipe_names
+    from qurl_megatron.model import hub
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.model.known import KNOWN_MODELS
+
+    def shape(model: str) -> Architecture:
+        known = KNOWN_MODELS.get(model)
+        return known or Architecture.from_directory(hub.local_model(model, files=hub.CONFIG))
 
     if Path(subject).name == "config.json":
         subject = str(Path(subject).parent)
     names = recipe_names()
-    is_model = subject in KNOWN_MODELS or (Path(subject).is_dir() and subject not in names)
+    is_recipe = subject in names or is_own(subject)
+    is_model = subject in KNOWN_MODELS or (
+        not is_recipe and (Path(subject).is_dir() or hub.repository_of(subject) is not None)
+    )
     if is_model:
         overrides = [f"model={subject}", *overrides]
-        architecture = KNOWN_MODELS.get(subject) or Architecture.from_directory(subject)
+        architecture = shape(subject)
         subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
-    elif subject not in names and not is_own(subject):
+    elif not is_recipe:
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "
             f"({', '.join(names)}); {OWN_RECIPE}"
@@ -244,9 +252,9 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     config = with_overrides(load_recipe(subject).config, overrides)
     if not config.model:
         raise ConfigError(
-            "model=: missing; give a directory with config.json, or a name such as Qwen2.5-32B"
+            "model=: missing; give a directory with config.json, or a name such as Qwen/Qwen3-0.6B"
         )
-    architecture = KNOWN_MODELS.get(config.model) or Architecture.from_directory(config.model)
+    architecture = architecture if is_model else shape(config.model)
     fields = {word.partition("=")[0] for word in overrides}
     given = {field for field in fields if field.startswith(LAYOUT_FIELDS)}
     return architecture, config, given if is_model else None

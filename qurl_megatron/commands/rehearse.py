@@ -16,8 +16,8 @@ def rehearse(
         str,
         typer.Argument(
             metavar="MODEL|RECIPE",
-            help="A config.json or its directory, a known model such as Qwen2.5-32B, or a recipe: "
-            "a name, FILE.yaml or FILE.py:NAME.",
+            help="A config.json or its directory, a known model such as Qwen2.5-32B, one of the "
+            "Hub, or a recipe: a name, FILE.yaml or FILE.py:NAME.",
         ),
     ],
     overrides: Overrides = None,

@@ -251,7 +251,8 @@ class CriticConfig:
     """
 
     model: Place = ""
-    """Hugging Face directory that the critic starts from. Empty: the policy's."""
+    """Hugging Face directory or model of the Hub that the critic starts from. Empty: the
+    policy's."""
 
     tensor_parallel_size: Ranks | None = None
     """Number of tensor-parallel ranks. None: the policy's."""
@@ -651,7 +652,9 @@ class Config:
     """A training run."""
 
     model: Place = ""
-    """Hugging Face directory: config.json, tokenizer files and safetensors."""
+    """Hugging Face directory: config.json, tokenizer files and safetensors. Or a model of the Hub,
+    `ORG/NAME` or `ORG/NAME@REVISION`, which is downloaded into its usual cache; the run keeps the
+    path of its snapshot, which ends with the commit."""
 
     model_builder: FunctionName = ""
     """FILE.py:NAME or MODULE:NAME of a function that writes the model to a given directory, with
@@ -659,7 +662,8 @@ class Config:
 
     data: Place = ""
     """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR, DIR:SPLIT,
-    DIR:CONFIG or DIR:CONFIG:SPLIT), or reasoning_gym:TASK."""
+    DIR:CONFIG or DIR:CONFIG:SPLIT), a dataset of the Hub (such as openai/gsm8k:main:train or
+    openai/gsm8k@REVISION:main), or reasoning_gym:TASK. The run keeps a snapshot, as for `model`."""
 
     data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym task, by name."""

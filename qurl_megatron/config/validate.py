@@ -422,8 +422,8 @@ def _validate_fields(config: Config) -> None:
         )
     if not config.data:
         raise ConfigError(
-            "data=: missing; give a .jsonl or .parquet file, a dataset directory or "
-            "reasoning_gym:TASK"
+            "data=: missing; give a .jsonl or .parquet file, a dataset directory, a dataset of the "
+            "Hub such as openai/gsm8k:main, or reasoning_gym:TASK"
         )
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
@@ -465,7 +465,8 @@ def _validate_stage(config: Config, first_step: int) -> int:
 def _validate_model(config: Config) -> Architecture:
     if not config.model:
         raise ConfigError(
-            "model=: missing; give a Hugging Face directory (config.json, safetensors)"
+            "model=: missing; give a Hugging Face directory (config.json, safetensors), or a name "
+            "of the Hub such as Qwen/Qwen3-0.6B"
         )
     directory = Path(config.model)
     architecture = Architecture.from_directory(directory)

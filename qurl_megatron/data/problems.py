@@ -11,6 +11,8 @@ Sources:
     DIR:SPLIT              another split of it
     DIR:CONFIG             one of the configs of its README.md, which are datasets of their own
     DIR:CONFIG:SPLIT       another split of that
+    ORG/NAME               a dataset of the Hugging Face Hub; what follows it is as for DIR, and
+                           @REVISION before or after that is a branch, a tag or a commit
     reasoning_gym:TASK     problems that reasoning-gym generates
 
 Recognized fields of an entry (others are ignored):
@@ -34,15 +36,21 @@ Invariants:
 - A question appears once with each of its answers; later copies are dropped and counted.
 - A number has one text, whatever the file: a whole float is a whole number, and any other a decimal
   without an exponent, the shortest that its type tells from its neighbours.
-- Nothing is downloaded, and nothing is written outside a temporary directory.
+- Only `local_data` downloads, into the Hub's cache; nothing else is written outside a temporary
+  directory.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import glob
 import json
 import logging
 import math
+import os
 import re
+import shutil
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -54,11 +62,16 @@ from qurl_megatron.algorithm.score import Question
 from qurl_megatron.config.schema import Config, Unusable
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import reasoning_gym_tasks
+from qurl_megatron.model import hub
 
 REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
 DEFAULT_TASK_SIZE = 5000
 ROWS_AT_ONCE = 1000  # of an Arrow table that become Python objects
+# What says which files of a dataset are whose.
+_CARD = ("README.md", ".huggingface.yaml", "dataset_infos.json")
+# ORG/NAME or the path of a snapshot, @REVISION, :CONFIG:SPLIT, @REVISION
+_HUB_DATA = re.compile(r"([^:@]+)(?:@([^:@]+))?((?::[^:@]+){0,2})(?:@([^:@]+))?")
 MAX_DEPTH = 100  # of lists and objects in JSON; pickling metadata ends at a few hundred
 
 Entries = Iterator[tuple[str, Any]]
@@ -142,6 +155,7 @@ def read_problems(
         DataError: a problem cannot be read, or there is none.
     """
     source = Source(data)
+    data = local_data(data)
     if data.startswith(REASONING_GYM):
         entries = _generate(data.removeprefix(REASONING_GYM), data_options, seed)
     elif data_options:
@@ -253,16 +267,66 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     return f" did you mean {', '.join(matches)}?" if matches else f" known are {', '.join(known)}"
 
 
-def _read(data: str) -> Entries:
-    path = Path(data)
-    if path.is_file():
-        return _read_file(path)
+def local_data(data: str, kept: str = "") -> str:
+    """Return a source on this machine: `data`, or what it names on the Hub, after downloading it.
+
+    Of a dataset of several configs, only the files of one are downloaded.
+
+    Args:
+        data: a source, see the top of this module.
+        kept: the source that a run has; a name without a revision means its commit.
+
+    Raises:
+        DataError: it has no such config or split, or several and none is named.
+        HubError: it cannot be had.
+    """
+    match = _HUB_DATA.fullmatch(data)
+    if not match or data.startswith(REASONING_GYM) or _place(data):
+        return data
+    name, before, names, after = match.groups(default="")
+    if Path(name).suffix in _READERS or (before and after):
+        return data
+    revision = f"@{before or after}" if before or after else ""
+    repository = hub.repository_of(f"{name}{revision}", kept.partition(":")[0])
+    if repository is None:
+        return data
+    snapshot = hub.download(repository, "dataset", _CARD)
+    commit = hub.snapshot_of(str(snapshot)) or repository
+    with tempfile.TemporaryDirectory(prefix="qurl-data-") as scratch:
+        # The library says which files are a config's by names alone.
+        for file in hub.listed(commit, "dataset"):
+            (Path(scratch) / file).parent.mkdir(parents=True, exist_ok=True)
+            (Path(scratch) / file).touch()
+        for file in _CARD:
+            if (snapshot / file).is_file():
+                shutil.copyfile(snapshot / file, Path(scratch) / file)
+        title, splits, rest = _config_files(Path(scratch), names.split(":")[1:], name + revision)
+        _choose_split(splits, rest, title)
+        files = [os.path.relpath(file, scratch) for split in splits.values() for file in split]
+    hub.download(commit, "dataset", [*_CARD, *map(glob.escape, files)])
+    if not hub.snapshot_of(name):
+        print(f"qurl: {data} is {snapshot}{names}", file=sys.stderr)
+    return f"{snapshot}{names}"
+
+
+def _place(data: str) -> tuple[Path, list[str]] | None:
+    """Return the file, or the directory and the names after it, that a source is; None: neither."""
+    if Path(data).is_file():
+        return Path(data), []
     words = data.split(":")
     for names in range(3):  # DIR, DIR:SPLIT or DIR:CONFIG, DIR:CONFIG:SPLIT
         directory = ":".join(words[: len(words) - names])
         if directory and Path(directory).is_dir():
-            return _read_directory(Path(directory), words[len(words) - names :])
-    raise DataError(f"{data}: no such file or directory")
+            return Path(directory), words[len(words) - names :]
+    return None
+
+
+def _read(data: str) -> Entries:
+    place = _place(data)
+    if place is None:
+        raise DataError(f"{data}: no such file or directory")
+    path, names = place
+    return _read_directory(path, names) if path.is_dir() else _read_file(path)
 
 
 def _read_file(path: Path) -> Entries:
@@ -376,42 +440,60 @@ _READERS: dict[str, Callable[[Path], Entries]] = {
 
 
 def _read_directory(directory: Path, names: list[str]) -> Entries:
-    """Read one split of a Hugging Face dataset; the library decides what its splits are.
+    """Read one split of a Hugging Face dataset; `names` are as for `_config_files`."""
+    if not any((directory / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        title, splits, rest = _config_files(directory, names, str(directory))
+        for shard in splits[_choose_split(splits, rest, title)]:
+            yield from _read_file(Path(shard))
+        return
+    import datasets  # takes seconds: imported only where it is used
 
-    `names` are those after the directory: of a config, of a split, of both or none.
+    with _as_data_error(str(directory)):
+        saved = datasets.load_from_disk(directory)
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        name = _choose_split(splits, names, str(directory))
+        batches = splits[name].with_format("arrow").iter(ROWS_AT_ONCE)
+        rows = (entry for batch in batches for entry in _entries(batch))
+        for number, entry in enumerate(rows, start=1):
+            yield f"{directory} split {name} row {number}", entry
+
+
+def _config_files(
+    directory: Path, names: list[str], title: str
+) -> tuple[str, Mapping[Any, list[str]], list[str]]:
+    """Return what to call a config, its files by split, and those of `names` that are no config's.
+
+    The library decides, by the names of the files and the README.md. `names` are those after the
+    directory: of a config, of a split, of both or none. `title` is what the user calls the dataset.
     """
     import datasets  # takes seconds: imported only where it is used
 
+    with _as_data_error(title):
+        config = _choose_config(directory, names, title)
+        if names[:1] == [config]:
+            title, names = f"{title}:{config}", names[1:]
+        with tempfile.TemporaryDirectory(prefix="qurl-data-") as cache:
+            shards = datasets.load_dataset_builder(str(directory), config, cache_dir=cache)
+        return title, shards.config.data_files or {}, names
+
+
+@contextlib.contextmanager
+def _as_data_error(title: str) -> Iterator[None]:
+    """Say in a line what the library of datasets says against one."""
     # The library's log messages repeat its exceptions.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     try:
-        if any((directory / name).is_file() for name in ("dataset_dict.json", "state.json")):
-            saved = datasets.load_from_disk(directory)
-            splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-            name = _choose_split(splits, names, str(directory))
-            batches = splits[name].with_format("arrow").iter(ROWS_AT_ONCE)
-            rows = (entry for batch in batches for entry in _entries(batch))
-            for number, entry in enumerate(rows, start=1):
-                yield f"{directory} split {name} row {number}", entry
-            return
-        config, dataset = _choose_config(directory, names), str(directory)
-        if names[:1] == [config]:
-            dataset, names = f"{directory}:{config}", names[1:]
-        with tempfile.TemporaryDirectory(prefix="qurl-data-") as cache:
-            shards = datasets.load_dataset_builder(str(directory), config, cache_dir=cache)
-        files = shards.config.data_files or {}
+        yield
     except DataError:
         raise
     except Exception as error:  # the library raises many kinds
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{directory}: not the directory of one dataset ({reason}); give the directory of one"
+            f"{title}: not the directory of one dataset ({reason}); give the directory of one"
         ) from error
-    for shard in files[_choose_split(files, names, dataset)]:
-        yield from _read_file(Path(shard))
 
 
-def _choose_config(directory: Path, names: list[str]) -> str:
+def _choose_config(directory: Path, names: list[str], title: str) -> str:
     """Return the config that `names` begins with, or the default one; may raise DataError."""
     import datasets
 
@@ -422,8 +504,7 @@ def _choose_config(directory: Path, names: list[str]) -> str:
     if default is None or len(names) == 2:
         given = f"no config {names[0]!r}" if names else "several configs"
         raise DataError(
-            f"{directory}: has {given}; name one of {', '.join(configs)} as "
-            f"{directory}:{configs[0]}"
+            f"{title}: has {given}; name one of {', '.join(configs)} as {title}:{configs[0]}"
         )
     return default
 

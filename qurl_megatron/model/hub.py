@@ -1,0 +1,206 @@
+"""Names of the Hugging Face Hub: models and datasets in the cache that all its tools share.
+
+    ORG/NAME             what its branch main holds now
+    ORG/NAME@REVISION    a branch, a tag or a commit
+
+A file or directory of that name on this machine wins. What a name stands for is the path of a
+snapshot, which ends with the commit: `.../models--ORG--NAME/snapshots/COMMIT`. A run keeps that
+path. If the snapshot is no longer there, or not all of it, the same commit is downloaded again.
+"""
+
+import contextlib
+import errno
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from qurl_megatron.model.architecture import Architecture
+
+CONFIG = ("config.json",)
+TOKENIZER = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # and config
+WEIGHTS = (*TOKENIZER, "*.safetensors")
+# Copies of a model in other forms: `original/`, `onnx/`, and Mistral's of all weights in one file.
+_COPIES = ("*/*", "consolidated*.safetensors")
+
+_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
+_SNAPSHOT = re.compile(r"(.*)/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+Kind = Literal["model", "dataset"]
+
+
+class HubError(ValueError):
+    """What the Hub or its cache cannot give. The message is one line for the user."""
+
+
+class Repository(NamedTuple):
+    """A repository of the Hub at a revision."""
+
+    name: str  # ORG/NAME
+    revision: str = ""  # empty: branch main
+    cache: str = ""  # where it has been downloaded to; empty: the usual cache
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.revision}" if self.revision else self.name
+
+
+def snapshot_of(path: str) -> Repository | None:
+    """Return what the path of a snapshot holds, whether it exists or not; None for others."""
+    match = _SNAPSHOT.fullmatch(path.rstrip("/"))
+    return Repository(f"{match[2]}/{match[3]}", match[4], match[1]) if match else None
+
+
+def repository_of(text: str, kept: str = "") -> Repository | None:
+    """Return the repository that a name of the Hub, or the path of a snapshot, means.
+
+    `kept` is the path that a run has: a name without a revision then means its commit. None: it is
+    another text, or a file or directory of that name.
+    """
+    if snapshot := snapshot_of(text):
+        return snapshot
+    match = _NAME.fullmatch(text)
+    if not match or Path(text).exists():
+        return None
+    known = snapshot_of(kept)
+    return known if known and text == known.name else Repository(match[1], match[2] or "")
+
+
+def local_model(name: str, kept: str = "", files: Sequence[str] = WEIGHTS) -> str:
+    """Return the directory of a model, after downloading what is missing of one of the Hub.
+
+    A text that names nothing of the Hub is returned as it is. `kept` is as for `repository_of`.
+
+    Raises:
+        ArchitectureError: the model is not one that can be trained.
+        HubError: it cannot be had.
+    """
+    repository = repository_of(name, kept)
+    if repository is None:
+        return name
+    directory = download(repository, "model", CONFIG)
+    if not (directory / "config.json").is_file():
+        raise HubError(f"{repository}: has no config.json on the Hub; give a model that has one")
+    if not snapshot_of(name):
+        print(f"qurl: {repository} is {directory}", file=sys.stderr)
+    if files != CONFIG:
+        Architecture.from_directory(directory)  # before gigabytes are on their way
+        commit = snapshot_of(str(directory)) or repository
+        if not any("/" not in file and file.endswith(".safetensors") for file in listed(commit)):
+            raise HubError(
+                f"{repository}: has no .safetensors; weights in other files, such as pickles "
+                "(.bin), are not read: give a revision or another copy of it that has them"
+            )
+        download(commit, "model", files, _COPIES)
+    return str(directory)
+
+
+def download(
+    repository: Repository,
+    kind: Kind,
+    allowed: Sequence[str],
+    ignored: Sequence[str] = (),
+) -> Path:
+    """Download the files that match `allowed` patterns and no `ignored` one; return the snapshot.
+
+    A commit that has been downloaded is not asked for again. If the Hub does not answer, what the
+    cache has of a branch or tag is used.
+
+    Raises:
+        HubError: not all of it can be had.
+    """
+    import huggingface_hub  # takes part of a second: imported only where it is used
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.utils import filter_repo_objects
+
+    huggingface_hub.utils.logging.set_verbosity_error()  # its warnings repeat its exceptions
+    given: dict[str, Any] = {
+        "repo_type": kind,
+        "revision": repository.revision or None,
+        "cache_dir": _cache(repository),
+    }
+    patterns = {"allow_patterns": list(allowed), "ignore_patterns": list(ignored)}
+    if _COMMIT.fullmatch(repository.revision):
+        # Without its list of files the cache cannot say whether it has all.
+        with contextlib.suppress(CachedRepoTreeNotFoundError):
+            tree = huggingface_hub.get_cached_repo_tree(repository.name, **given)
+            with contextlib.suppress(LocalEntryNotFoundError):
+                return Path(
+                    huggingface_hub.snapshot_download(
+                        repository.name, **given, **patterns, local_files_only=True
+                    )
+                )
+            chosen = filter_repo_objects(tree, **patterns, key=lambda file: file.path)
+            if (megabytes := sum(file.size for file in chosen) / 1e6) >= 1:
+                print(f"qurl: downloading {megabytes:,.0f} MB: {repository}", file=sys.stderr)
+    try:
+        return Path(huggingface_hub.snapshot_download(repository.name, **given, **patterns))
+    except Exception as error:  # of the Hub, the network and the disk
+        raise HubError(f"{repository}: {_reason(error, repository, kind)}") from error
+
+
+def listed(commit: Repository, kind: Kind = "model") -> list[str]:
+    """Return the files of a commit of which something has been downloaded, by the cache."""
+    import huggingface_hub
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        tree = huggingface_hub.get_cached_repo_tree(
+            commit.name, repo_type=kind, revision=commit.revision, cache_dir=_cache(commit)
+        )
+        names = [file.path for file in tree]
+    except CachedRepoTreeNotFoundError:  # older versions keep no list
+        snapshot = download(commit, kind, ())
+        names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
+    return [name for name in names if not {"", "..", "."} & set(name.split("/"))]  # stays inside
+
+
+def _cache(repository: Repository) -> str | None:
+    """Return the cache that a snapshot is in, if it is there; None is the usual one."""
+    return repository.cache if repository.cache and Path(repository.cache).is_dir() else None
+
+
+def _reason(error: Exception, repository: Repository, kind: str) -> str:
+    """Return what is wrong, and what to do."""
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{repository.name}"
+    if isinstance(error, errors.GatedRepoError):
+        return f"is gated; ask for access at {page}, then log in: hf auth login (or set HF_TOKEN)"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is no such directory here, and no such {kind} on the Hub ({page}); if it is "
+            "private, log in: hf auth login (or set HF_TOKEN)"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the Hub has no such branch, tag or commit of it; see {page}/tree/main"
+    if isinstance(error, errors.HFValidationError):
+        return f"there is no such directory here, and it is no {kind}'s name on the Hub"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk of {constants.HF_HUB_CACHE} is full; make room, or set HF_HOME to a "
+            "directory of a larger one, and run this again: it continues"
+        )
+    if isinstance(error, PermissionError) or (
+        isinstance(error, OSError) and error.errno == errno.EROFS
+    ):
+        return (
+            f"{error.filename or constants.HF_HUB_CACHE} cannot be written; set HF_HOME to a "
+            "directory that can"
+        )
+    why = " ".join(f"{type(error).__name__}: {error}".split())
+    if constants.is_offline_mode():
+        why = "HF_HUB_OFFLINE is set"
+    command = f"hf download {repository.name}"
+    command += " --repo-type dataset" if kind == "dataset" else ""
+    command += f" --revision {repository.revision}" if repository.revision else ""
+    if isinstance(error, errors.IncompleteSnapshotError):
+        has = "is downloaded in part"
+    else:
+        has = "there is no such directory here, it is not downloaded"
+    return (
+        f"{has}, and the Hub does not give it ({why:.300}); run this again where there is a "
+        f"network, which continues it, or there: {command}"
+    )
