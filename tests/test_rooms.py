@@ -67,8 +67,8 @@ PURE = {
     "weight_sync/direct",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
-HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
-HTTP_SPEAKERS = {"rollout", "agents/endpoint", "agents/openenv"}
+HTTP_CLIENTS = {"huggingface_hub", "httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
+HTTP_SPEAKERS = {"rollout", "agents/endpoint", "agents/openenv", "model/hub"}
 ENVIRONMENT_READERS = {"device", "cli", "launch", "rollout/toolkit"}
 
 

@@ -190,7 +190,8 @@ def _reason(error: Exception, repository: Repository, kind: str) -> str:
             f"{error.filename or constants.HF_HUB_CACHE} cannot be written; set HF_HOME to a "
             "directory that can"
         )
-    why = " ".join(f"{type(error).__name__}: {error}".split())
+    cause = error.__cause__ or error
+    why = " ".join(f"{type(cause).__name__}: {cause}".split())
     if constants.is_offline_mode():
         why = "HF_HUB_OFFLINE is set"
     command = f"hf download {repository.name}"
