@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import constants
 
 from problem_files import numbered
 from qurl_megatron.commands.plans import plan_input
@@ -70,7 +70,6 @@ def hub(
             "datasets", DATA, parts | {f"main/train-{n}.parquet": gsm8k(64 - n) for n in (0, 1)}
         )
         served.add("datasets", DATA, {"main/test-0.parquet": gsm8k(3)})
-        constants = huggingface_hub.constants
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
         template = served.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -176,7 +175,7 @@ def test_what_the_hub_does_not_give_is_a_line(
     hub.gated.add(MODEL)
     with refused(HubError, f"{MODEL}: is gated; ask for access at {hub.url}/{MODEL}, then log in"):
         local_model(MODEL)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with refused(HubError, f"{DATA}: there is no such directory here", "HF_HUB_OFFLINE is set"):
         read_problems(f"{DATA}:main", {})
 
@@ -185,12 +184,12 @@ def test_a_model_that_is_downloaded_in_part_is_said_and_continued(
     hub: SmallHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local_model(MODEL, files=TOKENIZER)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with refused(HubError, f"{MODEL}: is downloaded in part", f"hf download {MODEL}"):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with refused(HubError, f"{MODEL}@", ": is not downloaded whole", f"hf download {MODEL}"):
         local_model(MODEL)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub.breaks_off = "model.safetensors"
-    with refused(HubError, f"{MODEL}", "run this again"):
+    with refused(HubError, f"{MODEL}@", "closed connection", "run this again"):
         local_model(MODEL)
     hub.breaks_off = ""
     assert Path(local_model(MODEL), "model.safetensors").is_file()
@@ -228,5 +227,5 @@ def test_a_job_is_given_snapshots(hub: SmallHub, capfd: pytest.CaptureFixture[st
     experiment.launch("grpo", [*SMALL, *WORDS], options=options, dry_run=True)
     last = capfd.readouterr().out.strip().splitlines()[-1]
     commit = hub.commit("models", MODEL, "main")
-    assert f"model={huggingface_hub.constants.HF_HUB_CACHE}" in last and commit in last
+    assert f"model={constants.HF_HUB_CACHE}" in last and commit in last
     assert "model.safetensors" in hub.sent

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -136,7 +137,9 @@ def download(
             if (megabytes := sum(file.size for file in chosen) / 1e6) >= 1:
                 print(f"qurl: downloading {megabytes:,.0f} MB: {repository}", file=sys.stderr)
     try:
-        return Path(huggingface_hub.snapshot_download(repository.name, **given, **patterns))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a disk that is too small: an error says it
+            return Path(huggingface_hub.snapshot_download(repository.name, **given, **patterns))
     except Exception as error:  # of the Hub, the network and the disk
         raise HubError(f"{repository}: {_reason(error, repository, kind)}") from error
 
@@ -197,8 +200,8 @@ def _reason(error: Exception, repository: Repository, kind: str) -> str:
     command = f"hf download {repository.name}"
     command += " --repo-type dataset" if kind == "dataset" else ""
     command += f" --revision {repository.revision}" if repository.revision else ""
-    if isinstance(error, errors.IncompleteSnapshotError):
-        has = "is downloaded in part"
+    if _COMMIT.fullmatch(repository.revision):
+        has = "is not downloaded whole"
     else:
         has = "there is no such directory here, it is not downloaded"
     return (
