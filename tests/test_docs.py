@@ -140,6 +140,7 @@ def test_every_field_that_is_named_exists(page: Path) -> None:
     parts |= {part.partition(".")[0] for part in parts}
     tables = {"evaluation.data", "quantization.uaq.layer_scales", "rollout.stages"}
     tables |= {"rollout.server.options", "evaluation.server.options"}
+    tables |= {"rollout.server.environment", "evaluation.server.environment"}
     pattern = rf"(?<![\w./-])((?:{'|'.join(parts)})\.[a-z_][\w.]*\w)(?![\w/(])"
     for name in re.findall(pattern, page.read_text()):
         is_part = any(field.startswith(f"{name}.") for field in fields)
