@@ -34,7 +34,7 @@ from qurl_megatron.sglang_plugin.formats import (
     Int8Config,
     QurlConfig,
 )
-from qurl_megatron.sglang_plugin.linear import quantize_tokens
+from qurl_megatron.sglang_plugin.linear import MAX_TOKENS, quantize_tokens
 
 NUM_SLOTS, HEAD_SIZE, KEY_HEADS = 400, 16, 2
 
@@ -106,6 +106,17 @@ def test_a_product_is_of_the_new_weight_once_the_old_one_is_forgotten(name: str)
     layer.weight.data.view(torch.uint8).fill_(0x99)
     products.forget()
     assert layer.method.apply(layer, x).all()
+
+
+def test_int8_layers_compute_each_token_as_if_it_were_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = build_layer(Int8Config(), 64, [24])
+    layer.weight.data.copy_(torch.randint(-127, 128, (24, 64), generator=generator))
+    products.forget()
+    x = torch.randn(MAX_TOKENS + 3, 64, generator=generator).bfloat16()
+    bias = torch.randn(24, generator=generator).bfloat16()
+    alone = [layer.method.apply(layer, token, bias) for token in x.split(1)]
+    assert torch.equal(layer.method.apply(layer, x, bias), torch.cat(alone))
 
 
 @pytest.mark.parametrize("size", [1, 64, 65, 259, 1000])

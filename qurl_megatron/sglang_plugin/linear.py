@@ -49,7 +49,7 @@ from qurl_megatron.quantization.products import (
 )
 from qurl_megatron.quantization.quantize import unpack
 
-MAX_TOKENS = 256  # of a CPU product: its sums, and what they are made of, stay in a core's cache
+MAX_TOKENS = 128  # of a CPU product: its sums, and what they are made of, stay in a core's cache
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 
 
@@ -135,12 +135,12 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply `x` [tokens, in] by weight codes [out, in] and both scales, in float32."""
-        if len(x) > MAX_TOKENS:
-            parts = [self.multiply_cpu(part, weight, scale, bias) for part in x.split(MAX_TOKENS)]
-            return torch.cat(parts)
-        codes, x_scale = quantize_tokens(x, self.code_dtype)
-        out = self.multiply_codes(codes, weight, scale).mul_(x_scale)
-        return (out if bias is None else out.add_(bias)).to(x.dtype)
+        out = x.new_empty(len(x), len(weight))
+        for tokens, rounded in zip(x.split(MAX_TOKENS), out.split(MAX_TOKENS), strict=True):
+            codes, x_scale = quantize_tokens(tokens, self.code_dtype)
+            sums = self.multiply_codes(codes, weight, scale).mul_(x_scale)
+            rounded.copy_(sums if bias is None else sums.add_(bias))
+        return out
 
     def multiply_codes(self, codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         """Multiply the values of activation codes [tokens, in] by a weight and its scale.
