@@ -9,6 +9,7 @@ import pytest
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation.avg_at_k import (
@@ -49,8 +50,9 @@ def test_averages_and_standard_errors_are_over_problems() -> None:
 class ScriptedClient:
     """A rollout client with right greedy answers, and the given texts as sampled answers."""
 
-    def __init__(self, *texts: str) -> None:
+    def __init__(self, *texts: str, logprob: float = 0.0) -> None:
         self.texts = texts
+        self.logprob = logprob
         self.settings: list[dict[str, Any]] = []
 
     def generate(self, prompts: list[Prompt], **settings: Any) -> list[list[Completion]]:
@@ -58,7 +60,7 @@ class ScriptedClient:
         greedy = settings["temperature"] == 0
         return [
             [
-                Completion([1], [0.0], text, False, [1])
+                Completion([1], [self.logprob], text, False, [1])
                 for text in ([p.answer] if greedy else self.texts)
             ]
             for p in prompts
@@ -94,3 +96,12 @@ def test_k_of_0_generates_only_a_greedy_answer() -> None:
         (result,) = measure(client, scorer.submit, [PROMPT], 64)
     assert len(client.settings) == 1 and result.sampled == [] and result.greedy.reward == 1
     assert averages([result]) == {"Avg@1": Average(1.0, 0.0)}
+
+
+def test_equal_answers_are_right_where_one_token_makes_up_top_p() -> None:
+    client: Any = ScriptedClient("42", "42", "42", logprob=-10.0)
+    with Scorer(Config(reward="exact"), workers=1) as scorer:
+        (result,) = measure(client, scorer.submit, [PROMPT], 64, k=3, top_p=0.5)
+        assert len(result.sampled) == 3
+        with pytest.raises(WrongRollouts):
+            measure(client, scorer.submit, [PROMPT], 64, k=3)

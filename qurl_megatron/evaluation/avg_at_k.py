@@ -203,7 +203,8 @@ def measure(
     its greedy answer, and again when it has the others.
 
     Raises:
-        WrongRollouts: sampled answers are equal that cannot be.
+        WrongRollouts: sampled answers are equal that cannot be; not looked for with a `top_p`
+            below 1.
     """
 
     def ask(count: int, **sampling: float) -> list[tuple[list[Completion], Future[list[Score]]]]:
@@ -218,7 +219,8 @@ def measure(
 
     greedy = ask(1, temperature=0.0)
     sampled = ask(k, temperature=temperature, top_p=top_p) if k else []
-    check_differ(completions for completions, _ in sampled)
+    if top_p == 1:  # else the log-probs are not of the tokens that could be drawn
+        check_differ(completions for completions, _ in sampled)
     sampled_answers = [_answers(*scored) for scored in sampled] or [[] for _ in prompts]
     greedy_answers = [_answers(*scored)[0] for scored in greedy]
     return [
