@@ -186,6 +186,8 @@ def test_names_and_directories_that_are_safe_in_a_path_and_a_shell_are_accepted(
 def test_a_home_is_found_where_no_shell_has_replaced_it() -> None:
     words = ["model=~/model", "data=~/data:main:test", "output_dir=~/runs", "reward=~/own.py:score"]
     config = with_overrides(Config(), [*words, "evaluation.data.test=~/test.jsonl"])
+    own = with_overrides(config, ["objective.objective=~/own.py:gain"])
+    assert own.objective.objective == f"{Path.home()}/own.py:gain"
     home = str(Path.home())
     assert (config.model, config.data) == (f"{home}/model", f"{home}/data:main:test")
     assert (config.run_dir, config.reward) == (Path(home, "runs"), f"{home}/own.py:score")

@@ -59,6 +59,7 @@ ObjectiveName = Annotated[
         f"no such objective; there are {', '.join(OBJECTIVES)}, and a function of your own is "
         "FILE.py:NAME or MODULE:NAME",
     ),
+    at_home,
 ]
 FormatName = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 WeightFormat = Literal["bf16", "int8", "int4", "int4-g32", "fp8", "fp8-tensor", "fp8-block"]
