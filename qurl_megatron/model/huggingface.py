@@ -20,7 +20,6 @@ from torch import Tensor
 from qurl_megatron.files import write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError, read_json
-from qurl_megatron.model.tokenizer import load_tokenizer as load_tokenizer  # also found here
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_BYTES_READ = 1024**3  # largest model whose values are read: about a second from a page cache
