@@ -43,6 +43,18 @@ def refusal(data: str, message: str, options: Mapping[str, Any] | None = None) -
     assert "\n" not in str(refused.value)
 
 
+def test_a_reward_function_gets_the_prompt_of_a_conversation_without_the_answer(
+    tmp_path: Path,
+) -> None:
+    asked = [{"role": "user", "content": "1 + 1?"}]
+    chat = [*asked, {"role": "assistant", "content": "2"}]
+    kept = Fields(keeps_entries=True)
+    (problem,) = read(tmp_path, {"messages": chat, "level": 3}, fields=kept)
+    assert problem.columns == {"prompt": asked, "messages": chat, "level": 3}
+    (problem,) = read(tmp_path, GOOD, fields=kept)
+    assert problem.columns == GOOD
+
+
 def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
     problems = read(
         tmp_path,

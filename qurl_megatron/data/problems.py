@@ -528,7 +528,8 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if not isinstance(entry, dict):
         raise DataError(f"a JSON {type(entry).__name__}; expected an object")
     name = _name(entry, fields.question, (*QUESTION_FIELDS, "messages"), fields.required)
-    messages = _messages(_value(entry, name, "question_key"), name)
+    asked = _value(entry, name, "question_key")
+    messages = _messages(asked, name)
     last = ""
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
         last = messages.pop().get("content", "")
@@ -546,7 +547,9 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if not isinstance(metadata, dict | None):
         raise DataError(f"metadata is a {type(metadata).__name__}; expected an object")
     tools = _tools(entry.get("tools"))
-    columns = entry if fields.keeps_entries else {}
+    columns = {}
+    if fields.keeps_entries:  # of a conversation, a function gets the prompt without the answer
+        columns = {**entry, "prompt": messages} if isinstance(asked, list) else entry
     return Problem(question, messages, answer, metadata or {}, location, tools, answers, columns)
 
 

@@ -217,7 +217,7 @@ def _offered(style: Style, texts: list[str], question: Question) -> dict[str, An
         right = list(question.answers) or question.answer
         source, more = columns.get("data_source") or "", columns.get("extra_info") or {}
         return dict(zip(_VERL, (source, texts[0], right, more), strict=True))
-    prompt = columns.get("prompt", columns.get("messages"))
+    prompt = columns.get("prompt")
     is_chat = isinstance(prompt, list)
     return {name: [value] * len(texts) for name, value in columns.items() if name != "prompt"} | {
         "prompts": [prompt if is_chat else question.question] * len(texts),
