@@ -220,6 +220,10 @@ def test_a_run_keeps_its_commit_when_the_branch_moves_on(
     again, _ = prepare_resume(config.run_dir, [])
     assert (again.model, again.data) == (config.model, config.data)
     assert Path(again.model, "model.safetensors").is_file()
+    shard = Path(data, "main/train-1.parquet")
+    shard.unlink()
+    prepare_resume(config.run_dir, [])
+    assert shard.is_file()
 
 
 def test_a_job_is_given_snapshots(hub: SmallHub, capfd: pytest.CaptureFixture[str]) -> None:

@@ -281,12 +281,15 @@ def local_data(data: str, kept: str = "") -> str:
         HubError: it cannot be had.
     """
     match = _HUB_DATA.fullmatch(data)
-    if not match or data.startswith(REASONING_GYM) or _place(data):
+    if not match or data.startswith(REASONING_GYM):
         return data
     name, before, names, after = match.groups(default="")
     if Path(name).suffix in _READERS or (before and after):
         return data
     revision = f"@{before or after}" if before or after else ""
+    # What is there of a snapshot may be a part of it.
+    if _place(data) and not hub.snapshot_of(f"{name}{revision}"):
+        return data
     repository = hub.repository_of(f"{name}{revision}", kept.partition(":")[0])
     if repository is None:
         return data
