@@ -370,3 +370,22 @@ def test_a_kv_cache_takes_memory_only_where_it_is_written() -> None:
     assert pool.buffer[7].sum() == 1024 and pool.buffer[6].sum() == pool.buffer[-1].sum() == 0
     memory.give_back(pool.buffer)
     assert pool.buffer[7].sum() == 0
+
+
+@pytest.mark.parametrize("method", ["qurl_int8", "qurl_fp8"])
+def test_on_a_gpu_products_are_in_float32_and_nothing_is_kept(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU has no oneDNN, and `_int_mm` asks for more than 16 tokens there."""
+    linear_method = CONFIGS[method]().linear_method(CONFIGS[method]())
+    x, scale = torch.ones(3, 32, dtype=torch.bfloat16), torch.ones(8, 1)
+    codes = torch.ones(8, 32).to(linear_method.code_dtype)
+    products.forget()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for absent in ("in_int8", "packed_int8"):
+        monkeypatch.delattr(products, absent)
+    products.int8_product.cache_clear()
+    out = linear_method.multiply_cpu(x, codes, scale, None)
+    assert torch.equal(out, torch.full((3, 8), 32.0).bfloat16())
+    assert torch.equal(products.multiply_unquantized(x, codes.bfloat16()), out)
+    assert not products._kept

@@ -6,6 +6,9 @@ the candidates multiply is compared, and timed. Sums of INT8 codes are exact in 
 does not matter to a result which of them is chosen.
 
 Some products need the weight in another form, which is kept until weights change (`forget`).
+
+On a GPU, where `qurl mismatch` computes what a CPU server would, all are float32 products, and
+nothing is kept: its memory would not hold it.
 """
 
 import functools
@@ -34,7 +37,12 @@ _kept: dict[int, tuple[Tensor, Tensor]] = {}  # by address: a weight, and what i
 
 
 def kept(weight: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return `make(weight)`, which is made at the first call after weights have changed."""
+    """Return `make(weight)`, which is made at the first call after weights have changed.
+
+    On a GPU it is made at every call.
+    """
+    if weight.is_cuda:
+        return make(weight)
     entry = _kept.get(weight.data_ptr())
     if entry is None:
         entry = _kept[weight.data_ptr()] = weight, make(weight)
@@ -144,7 +152,7 @@ def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) 
     Sums are float32 and rounded once. On a CPU without instructions for them, bfloat16 products are
     ten times as slow as float32 products.
     """
-    if multiplies_bfloat16():
+    if multiplies_bfloat16() and not weight.is_cuda:
         return linear(x, weight, bias)
     out = linear(x.float(), kept(weight, Tensor.float))
     return (out if bias is None else out.add_(bias)).to(x.dtype)

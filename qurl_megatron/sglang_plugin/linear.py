@@ -41,6 +41,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase, Quantiz
 from torch import Tensor
 
 from qurl_megatron.quantization.products import (
+    in_float32,
     int8_product,
     kept,
     multiplies_bfloat16,
@@ -162,7 +163,8 @@ class Int8LinearMethod(QuantizedLinearMethod):
     code_dtype = torch.int8
 
     def multiply_codes(self, codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        return int8_product(*weight.shape)(codes, weight, scale)
+        product = in_float32 if weight.is_cuda else int8_product(*weight.shape)
+        return product(codes, weight, scale)
 
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
