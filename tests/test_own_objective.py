@@ -122,6 +122,10 @@ BODY = "\n    ratio = (current_logprobs - proximal_logprobs).exp()\n    return "
 REFUSED: dict[str, tuple[str, str]] = {
     "a loss": (HEAD + "**more):" + BODY + "-ratio * advantages", "and not a loss"),
     "a sum": (HEAD + "**more):" + BODY + "(ratio * advantages).sum()", "of the tokens' shape"),
+    "a sum behind a statistic of that name": (
+        HEAD + "**more):" + BODY + "(ratio * advantages).sum(), {'J': ratio * advantages}",
+        "J is a Tensor of shape",
+    ),
     "a mean of tokens": (
         HEAD + "**more):" + BODY + "ratio * (advantages - advantages.mean())",
         "depends on others that share its micro batch",

@@ -249,7 +249,7 @@ class OwnObjective:
             **{**tensors, **{n: v.detach() for n, v in fixed.items()}, "sum_over_sequences": sums}
         )
         gain, statistics = result if isinstance(result, tuple) else (result, {})
-        for name, values in {"J": gain, **statistics}.items():
+        for name, values in [("J", gain), *statistics.items()]:
             shape = tuple(getattr(values, "shape", ()))
             if not isinstance(values, Tensor) or shape != tuple(weights.shape):
                 raise TypeError(
@@ -335,7 +335,7 @@ class PolicyLoss:
             )
             loss = loss - (_where(counted, loss_weights) * _where(counted, gain)).sum()
             for name, values in statistics.items():
-                stats[OWN + name] = _where(counted, values.detach()).sum(dtype=torch.float64)
+                stats[f"{OWN}{name}"] = _where(counted, values.detach()).sum(dtype=torch.float64)
         masks = {"": counted}
         if self.by_lag:
             assert batch.token_lags is not None

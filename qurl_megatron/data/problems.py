@@ -550,7 +550,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if not isinstance(metadata, dict | None):
         raise DataError(f"metadata is a {type(metadata).__name__}; expected an object")
     tools = _tools(entry.get("tools"))
-    columns = {}
+    columns: dict[str, Any] = {}
     if fields.keeps_entries:  # of a conversation, a function gets the prompt without the answer
         columns = {**entry, "prompt": messages} if isinstance(asked, list) else entry
     return Problem(question, messages, answer, metadata or {}, location, tools, answers, columns)

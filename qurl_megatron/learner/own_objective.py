@@ -145,7 +145,7 @@ def _try(objective: OwnObjective) -> None:
         return objective.gains({n: v[None] for n, v in given.items()}, sum_over)
 
     whole, statistics = gains(rows, recording)
-    for name, values in {"J": whole, **statistics}.items():
+    for name, values in [("J", whole), *statistics.items()]:
         if not values.isfinite().all():
             raise ConfigError(f"{name} is not finite on a few tokens: {values.tolist()}")
     for token in range(7):
