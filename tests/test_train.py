@@ -4,16 +4,20 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
 
+from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner.learner import NonFinite
 from qurl_megatron.loop import train
+from qurl_megatron.loop.proof import Proof
 from qurl_megatron.loop.sampling import NothingScored
+from qurl_megatron.rollout.fleet import Member
 
 
 class Recorder:
@@ -76,3 +80,20 @@ def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(
         dist.destroy_process_group()
     assert code == 1
     assert capsys.readouterr().err == f"qurl: {error}: qurl resume runs/a\n"
+
+
+def test_a_server_that_got_no_prompt_before_training_is_still_to_be_compared() -> None:
+    members = [Member(number, None, "serving") for number in range(2)]  # type: ignore[arg-type]
+
+    def generate(prompts: list[Prompt], **_: Any) -> list[list[Completion]]:
+        members[0].has_answered = True
+        return [[Completion([7], [0.0], "", False, [1])] for _ in prompts]
+
+    client: Any = SimpleNamespace(
+        fleet=SimpleNamespace(members=lambda _: members), generate=generate
+    )
+    nothing: Any = None
+    prompts = [Prompt("0", "", "", [1])]
+    proof = Proof({"rollout": client}, {}, prompts, nothing, Config(), nothing)
+    proof._sample(client)
+    assert proof._proven == {members[0]}

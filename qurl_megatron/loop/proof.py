@@ -121,7 +121,7 @@ class Proof:
                 f"every episode before the first step has failed; {why}; mend that and resume"
             )
         if client is self._clients["rollout"]:
-            self._proven.update(servers)
+            self._proven.update(server for server in servers if server.has_answered)
             self._say_if_all_are_cut(client, groups)
         return groups
 
