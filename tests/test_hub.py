@@ -224,6 +224,9 @@ def test_a_run_keeps_its_commit_when_the_branch_moves_on(
     shard.unlink()
     prepare_resume(config.run_dir, [])
     assert shard.is_file()
+    old = tmp_path / f"old/datasets--a--b/snapshots/{'a' * 40}"  # by a version that kept no list
+    old.mkdir(parents=True)
+    assert local_data(f"{old}:train") == f"{old}:train"
 
 
 def test_a_job_is_given_snapshots(hub: SmallHub, capfd: pytest.CaptureFixture[str]) -> None:

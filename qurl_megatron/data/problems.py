@@ -287,8 +287,9 @@ def local_data(data: str, kept: str = "") -> str:
     if Path(name).suffix in _READERS or (before and after):
         return data
     revision = f"@{before or after}" if before or after else ""
+    known = hub.snapshot_of(f"{name}{revision}")
     # What is there of a snapshot may be a part of it.
-    if _place(data) and not hub.snapshot_of(f"{name}{revision}"):
+    if _place(data) and not (known and hub.is_listed(known, "dataset")):
         return data
     repository = hub.repository_of(f"{name}{revision}", kept.partition(":")[0])
     if repository is None:

@@ -144,6 +144,20 @@ def download(
         raise HubError(f"{repository}: {_reason(error, repository, kind)}") from error
 
 
+def is_listed(commit: Repository, kind: Kind) -> bool:
+    """Return whether the cache has the list of a commit's files, and so can say what it lacks."""
+    import huggingface_hub
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        huggingface_hub.get_cached_repo_tree(
+            commit.name, repo_type=kind, revision=commit.revision, cache_dir=_cache(commit)
+        )
+    except CachedRepoTreeNotFoundError:
+        return False
+    return True
+
+
 def listed(commit: Repository, kind: Kind = "model") -> list[str]:
     """Return the files of a commit of which something has been downloaded, by the cache."""
     import huggingface_hub
