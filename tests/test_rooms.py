@@ -196,6 +196,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "learner/layers",
             "learner/logprobs",
             "quantization/checksum",
+            "quantization/products",
             "quantization/quantize",
             "sglang_plugin/formats",
             "sglang_plugin/linear",
