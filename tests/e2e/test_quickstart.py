@@ -59,27 +59,31 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         "spell_backward", size=16, seed=0, min_word_len=4, max_word_len=4
     )
     pq.write_table(pa.Table.from_pylist(list(words)), directory / "words.parquet")
-    command = Command(
-        directory,
-        "launch",
-        "quickstart",
-        *(word for word in SMALL if not word.startswith(("name=", "steps="))),
-        "name=sweep",
-        "--sweep",
-        "steps=2,100000",
-        "data_options.size=2000",
-        "scoring_workers=1",
-        "warmup.max_steps=4",
-        "warmup.check_every_steps=2",
-        "warmup.target_accuracy=0.99",
-        "evaluation.problems=32",
-        "evaluation.every_steps=2",
-        f"evaluation.data.words={directory / 'words.parquet'}",
-        "evaluation.k=2",
-        "quantization.publish=delta",
-        "rollout.stages.2={max_response_length: 10, completions_per_prompt: 6}",
+    own = directory / "own.yaml"
+    own.write_text(
+        f"""\
+recipe: quickstart
+data_options.size: 2000
+scoring_workers: 1
+warmup:
+  max_steps: 4
+  check_every_steps: 2
+  target_accuracy: 0.99
+evaluation:
+  problems: 32
+  every_steps: 2
+  data.words: {directory / "words.parquet"}
+  k: 2
+quantization.publish: delta
+rollout.stages.2: {{max_response_length: 10, completions_per_prompt: 6}}
+"""
     )
+    small = [word for word in SMALL if not word.startswith(("name=", "steps="))]
+    words_on_top = [*small, "name=sweep", "--sweep", "steps=2,100000"]
+    command = Command(directory, "launch", own.name, *words_on_top)
     try:
+        command.wait_for("run directory .*sweep-2")
+        own.unlink()  # its runs have its fields
         command.wait_for("run directory .*sweep-100000")
         command.process.send_signal(signal.SIGTERM)
         command.exit_code()
@@ -101,7 +105,9 @@ def test_no_process_survives_the_runs(finished: Finished) -> None:
 
 
 def test_the_resolved_configuration_is_saved(finished: Finished) -> None:
-    assert load(finished.run_dir / "config.yaml").rollout.stages[2].completions_per_prompt == 6
+    config = load(finished.run_dir / "config.yaml")
+    assert config.rollout.stages[2].completions_per_prompt == 6
+    assert Path(config.recipe_file["path"]).name == "own.yaml"
 
 
 def test_every_step_has_every_metric_once(finished: Finished) -> None:
