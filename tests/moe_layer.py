@@ -9,6 +9,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from torch import Tensor
 from torch.nn.functional import silu
 
+from qurl_megatron.quantization.products import forget
 from qurl_megatron.quantization.quantize import dequantize, engine_scale, quantize
 from qurl_megatron.sglang_plugin.formats import (
     Fp8BlockConfig,
@@ -77,6 +78,7 @@ def rounded_as_by_kernels(
     They round gate and up, then SiLU, then its product with up, and each expert's part after it has
     been multiplied by its routing weight. The CPU's loop rounds SiLU only in its product.
     """
+    forget()  # what is kept of weights: scales have changed
     x, (weights, experts, _) = dispatched.hidden_states, dispatched.topk_output
     parts = torch.zeros(*experts.shape, HIDDEN, dtype=torch.bfloat16)
 
@@ -143,10 +145,13 @@ def compare_int4_layer() -> None:
     method, scale = Int4Group32LinearMethod(Int4Group32Config()), engine_scale(quantized)
     given = x.bfloat16(), quantized.codes, scale
     out = method.multiply_cuda(*given, bias.bfloat16()).float()
-    expected, spoilt = (
-        method.multiply_cpu(*given[:2], scale * factor, None).float() + bias.bfloat16()
-        for factor in (1, torch.tensor([[2.0], *[[1.0]] * 79]).bfloat16())
-    )
+
+    def multiply(scale: Tensor) -> Tensor:
+        forget()
+        return method.multiply_cpu(*given[:2], scale, None).float() + bias.bfloat16()
+
+    expected = multiply(scale)
+    spoilt = multiply(scale * torch.tensor([[2.0], *[[1.0]] * 79]).bfloat16())
     few = method.multiply_cuda(x[:3].bfloat16(), *given[1:], bias.bfloat16())
     torch.testing.assert_close(few.float(), out[:3])
     errors = [((out - each).norm() / expected.norm()).item() for each in (expected, spoilt)]

@@ -33,6 +33,8 @@ PACKAGE = Path(qurl_megatron.__file__).parent
 OWN_WAYS = {
     "files": "this is where those are",
     "agents/pool": "the logs of processes",
+    "config/text": "YAML in memory",
+    "config/yaml_text": "YAML in memory",
     "config/disk": "256 MiB to see how fast this machine writes; it deletes them",
     "launch/serve": "a log, to see that it can be opened",
     "launch/slurm": "the logs of processes",

@@ -257,6 +257,8 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
 
     monkeypatch.setattr(preload, "start", start)
     monkeypatch.setattr(server, "_said_dropped", set())
+    for name in [name for name in os.environ if name.startswith("SGLANG_")]:
+        monkeypatch.delenv(name)  # SGLang sets some where it is imported
     of_shell = {"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGL_X", "TORCH_LOGS", "DNNL_X", "ONEDNN_X"}
     for name in [*of_shell, "NCCL_DEBUG", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"]:
         monkeypatch.setenv(name, "1")

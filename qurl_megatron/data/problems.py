@@ -182,10 +182,10 @@ def read_problems(
             continue
         unique[key] = problem
     if incomplete and (fields.incomplete == "refuse" or not unique):
-        location, error = next(iter(incomplete.items()))
+        location, first = next(iter(incomplete.items()))
         hint = "; incomplete=drop leaves such entries out" if unique else ""
         raise DataError(
-            f"{location}: {error}; {len(incomplete):,} of {source.entries:,} entries have no "
+            f"{location}: {first}; {len(incomplete):,} of {source.entries:,} entries have no "
             f"answer{hint}"
         )
     if not unique:
@@ -454,9 +454,9 @@ def _read_directory(directory: Path, names: list[str]) -> Entries:
 
     with _as_data_error(str(directory)):
         saved = datasets.load_from_disk(directory)
-        splits = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-        name = _choose_split(splits, names, str(directory))
-        batches = splits[name].with_format("arrow").iter(ROWS_AT_ONCE)
+        by_name = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
+        name = _choose_split(by_name, names, str(directory))
+        batches = by_name[name].with_format("arrow").iter(ROWS_AT_ONCE)
         rows = (entry for batch in batches for entry in _entries(batch))
         for number, entry in enumerate(rows, start=1):
             yield f"{directory} split {name} row {number}", entry
@@ -535,6 +535,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     asked = _value(entry, name, "question_key")
     messages = _messages(asked, name)
     last = ""
+    answers: tuple[str, ...] = ()
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
         last = messages.pop().get("content", "")
     question = "\n\n".join(message["content"] for message in messages if "content" in message)
@@ -542,7 +543,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     usual = "reward_model.ground_truth" if verl else "answer"
     name = _name(entry, fields.answer, (usual,), fields.required)
     if last and not fields.answer and _look_up(entry, name) is None:
-        answer, answers = last, ()
+        answer = last
     else:
         value = _value(entry, name, "answer_key", Incomplete)
         answers = _answers(value, name) if isinstance(value, list) else ()

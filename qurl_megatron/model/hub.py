@@ -122,7 +122,10 @@ def download(
         "revision": repository.revision or None,
         "cache_dir": _cache(repository),
     }
-    patterns = {"allow_patterns": list(allowed), "ignore_patterns": list(ignored)}
+    patterns: dict[str, Any] = {
+        "allow_patterns": list(allowed),
+        "ignore_patterns": list(ignored),
+    }
     if _COMMIT.fullmatch(repository.revision):
         # Without its list of files the cache cannot say whether it has all.
         with contextlib.suppress(CachedRepoTreeNotFoundError):

@@ -149,10 +149,10 @@ def sum_bfloat16(x: Tensor, weight: Tensor) -> Tensor:
 def multiply_unquantized(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply bfloat16 `x` [..., in] by `weight` [out, in]; return [..., out] bfloat16.
 
-    Sums are float32 and rounded once. On a CPU without instructions for them, bfloat16 products are
-    ten times as slow as float32 products.
+    Sums are float32 and rounded once; not at all if `x` is float32. On a CPU without instructions
+    for them, bfloat16 products are ten times as slow as float32 products.
     """
-    if multiplies_bfloat16() and not weight.is_cuda:
+    if x.dtype == torch.bfloat16 and multiplies_bfloat16() and not weight.is_cuda:
         return linear(x, weight, bias)
     out = linear(x.float(), kept(weight, Tensor.float))
     return (out if bias is None else out.add_(bias)).to(x.dtype)
