@@ -78,7 +78,8 @@ quantization.publish: delta
 rollout.stages.2: {{max_response_length: 10, completions_per_prompt: 6}}
 """
     )
-    small = [word for word in SMALL if not word.startswith(("name=", "steps="))]
+    in_file = ("name=", "steps=", "warmup.", "evaluation.")
+    small = [word for word in SMALL if not word.startswith(in_file)]
     words_on_top = [*small, "name=sweep", "--sweep", "steps=2,100000"]
     command = Command(directory, "launch", own.name, *words_on_top)
     try:
