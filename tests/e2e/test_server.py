@@ -203,6 +203,9 @@ def test_completions_carry_the_tokens_that_each_was_drawn_from(deployment: Deplo
         top_p=top_p,
         records_masks=True,
     )
+    # Rounding in blocks has moved one token's probability from 0.1 to 0.0928, and in other formats
+    # none to below 0.1 (740 tokens, three runs each).
+    slack = 0.01 if deployment.weight_format == "fp8-block" else 0.005
     sizes, differences = set(), []
     answers = [
         (prompt, each) for prompt, group in zip(PROMPTS, groups, strict=True) for each in group
@@ -218,8 +221,7 @@ def test_completions_carry_the_tokens_that_each_was_drawn_from(deployment: Deplo
             sizes.add(len(mask))
             # The likeliest tokens up to top_p in all.
             assert row[mask].min() > row.sort(descending=True).values[len(mask)] - 0.001
-            # A server's rounding moves a token's probability, in FP8 by up to 8 %.
-            assert row[mask].sum() > 0.9 * top_p
+            assert row[mask].sum() > top_p - slack
             assert row[mask].sum() - row[mask].min() < top_p + 0.005
             differences.append(logprob - (row[token] / row[mask].sum()).log())
     assert len(sizes) > 1
