@@ -303,6 +303,7 @@ FILES = rows(r"""
     steps:                                  , line 1: steps=null: input should be a valid integer
     model: [a, b]                           , line 1: model: takes one value
     quantization: {keep: [[a]]}             , line 1: quantization.keep: takes a list of single
+    quantization: {keep: ['a,b']}           , line 1: quantization.keep: a value in a list must have
     quantization: {keep: *.down_proj}       a text that begins with * needs quotes
     data_options: 7                         , line 1: data_options=7: not of the form {key: value}
     steps: 7\nsteps: 8                      line 2: steps is given twice, also in line 1

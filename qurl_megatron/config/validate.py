@@ -51,6 +51,9 @@ _FIXED = {
     "incomplete": _SETS_DATA_ORDER,
     "overlong_prompts": _SETS_DATA_ORDER,
     "rollout.max_prompt_length": _SETS_DATA_ORDER,  # longer ones are dropped
+    "system_prompt": _SETS_DATA_ORDER,  # and so are a prompt's tokens
+    "chat_template_options": _SETS_DATA_ORDER,
+    "template_date": _SETS_DATA_ORDER,
     "seed": _SETS_DATA_ORDER,
     "evaluation.held_out_fraction": _SETS_DATA_ORDER,
     "evaluation.problems": "its accuracies so far are over them",  # and 0 holds none out

@@ -154,6 +154,8 @@ def _text(node: yaml.Node, example: Any, is_key: bool) -> str:
         raise ConfigError("takes one value")
     if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
         raise ConfigError("takes a list of single values")
+    if any("," in item.value for item in node.value):
+        raise ConfigError("a value in a list must have no comma")
     return f"[{', '.join(item.value for item in node.value)}]"
 
 
