@@ -39,6 +39,14 @@ LEVELS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
+# What stands behind a fence, and the only files that import it. Agents of users import the client
+# of OpenEnv; no file of this repository does.
+FENCES = {
+    "rehearsal": {"commands/rehearse", "commands/rehearse_page"},
+    "evaluation/mismatch": {"commands/models"},
+    "agents/openenv": set[str](),
+}
+
 # Folders and files that import no engine, no collectives and no network.
 PURE = {
     "agents/chat",
@@ -131,6 +139,13 @@ def test_imports_between_folders_go_one_way(name: str) -> None:
     for imported in {room_of(other) for other in imported_names(NAMES[name])} & set(LEVEL):
         if imported != room:
             assert LEVEL[imported] < LEVEL[room], f"{name} must not import from {imported}"
+
+
+@pytest.mark.parametrize("fenced", FENCES)
+def test_what_is_behind_a_fence_is_imported_where_it_is_used_only(fenced: str) -> None:
+    within = {name for name in NAMES if is_in(name, {fenced})}
+    importers = {name for name, path in NAMES.items() if imported_names(path) & within} - within
+    assert within and importers == FENCES[fenced]
 
 
 def test_no_test_file_is_imported_by_another() -> None:
