@@ -1,0 +1,141 @@
+"""Transports: the ways on which weights reach a server, behind one interface.
+
+    broadcast.py              a process group of each sender and the server
+    direct.py                 the server's memory, which the ranks of its machine write
+    elsewhere/transport.py    HTTP requests, to a server that somebody started elsewhere
+
+Global rank 0 has a `Transport` for each server. Its `endpoint` says how the other ranks reach the
+server: there each sender opens a `Channel`, which sends buckets in order. Whether these are all
+tensors or a delta is not the transport's matter.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol
+
+from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+
+# A server that ends a channel says why in its answer, which may come this much later.
+ANSWER_GRACE_S = 5.0
+
+
+class Channel:
+    """A sender's way to one server, with a thread. After a failure it sends nothing more."""
+
+    def __init__(self, name: str) -> None:
+        """Send nothing yet; `name` is that of the channel's thread."""
+        self.failure: RuntimeError | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def send(self, bucket: Bucket, version: int) -> Future[int]:
+        """Send a bucket of a version, after all before; done when it may be released.
+
+        The result is how many bytes that took; 0 after a failure.
+        """
+        return self._do(lambda: self._send(bucket, version))
+
+    def close(self) -> None:
+        """Leave the server, which keeps running."""
+        self._thread.submit(self._leave).result()
+        self._thread.shutdown()
+
+    def _do(self, work: Callable[[], int]) -> Future[int]:
+        """Do work after all earlier work, unless that has failed; its result is then 0."""
+
+        def guarded() -> int:
+            if self.failure is not None:
+                return 0
+            try:
+                return work()
+            except RuntimeError as error:  # torch's errors of process groups among them
+                self.failure = error
+                self._leave()
+                return 0
+
+        return self._thread.submit(guarded)
+
+    @abstractmethod
+    def _send(self, bucket: Bucket, version: int) -> int:
+        """Send a bucket; return how many bytes that took."""
+
+    def _leave(self) -> None:
+        """End what is connected."""
+
+
+class Endpoint(Protocol):
+    """How the ranks reach a server; global rank 0 sends it to them."""
+
+    @property
+    def token(self) -> str:
+        """A name, new for each attempt."""
+
+    @property
+    def may_compress(self) -> bool:
+        """True if deltas may be compressed on their way."""
+
+    def open(self, sender: int) -> Channel:
+        """Begin to connect the sender of this number."""
+
+
+class Transport:
+    """Global rank 0's end of the way to one server, from its first publish to its first failure.
+
+    All methods but `sent` are called in the thread of the server's link, and may raise
+    `ServerFailed`.
+    """
+
+    # True if server and senders wait for each other, so that the senders need not wait before.
+    meets_senders = False
+
+    def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
+        """Take a server, which may have the learner's GPUs."""
+        self.endpoint: Endpoint | None = None
+        self._control = control
+        self._requests = ThreadPoolExecutor(1)  # a request that is answered after all transfers
+        self._failure: RuntimeError | None = None
+        self._all_sent: Future[None] = Future()
+
+    def connect(self, num_senders: int) -> None:
+        """Have the server take what comes from this many senders. It is paused."""
+
+    def load(self, request: Manifest, version: int) -> None:
+        """Have the server load what a request announces, and wait until it has."""
+        self._all_sent = Future()
+        answer = self._requests.submit(
+            self._control.update_weights,
+            request.names,
+            request.dtypes,
+            request.shapes,
+            group_name=self.endpoint.token if self.endpoint else "",
+            weight_version=version,
+        )
+        either: list[Future[Any]] = [answer, self._all_sent]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not answer.done():
+            failure = self._failure
+            wait([answer], ANSWER_GRACE_S if failure else self._control.timeout_s)
+            if not answer.done():
+                what = str(failure) if failure else "did not load its weights in time"
+                raise self._control.server.failed(what)
+        answer.result()
+
+    def sent(self, failure: RuntimeError | None) -> None:
+        """Note that all was sent, or what ended a sender's channel."""
+        self._failure = failure
+        self._all_sent.set_result(None)
+
+    def finish(self) -> None:
+        """Do what is left once all was sent."""
+        if self._failure is not None:
+            self.leave()
+
+    def leave(self, *, at_once: bool = False) -> None:
+        """End the channels, so that no sender waits for the server any longer.
+
+        Args:
+            at_once: no sender waits for anything.
+        """
+        self.endpoint = None
+        self._requests.shutdown(wait=False)
