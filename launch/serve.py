@@ -33,10 +33,15 @@ from qurl_megatron.files import check_output
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.host import ServerSet, settle_caches
 from qurl_megatron.process import free_port
-from qurl_megatron.rollout.elsewhere import Unreachable, check_servers, release, remote_server
 from qurl_megatron.rollout.preload import how_it_ended
 from qurl_megatron.rollout.roster import SERVERS_AT, read_set, save_roster
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S, Server, ServerPlan
+from qurl_megatron.weight_sync.elsewhere.servers import (
+    Unreachable,
+    check_servers,
+    release,
+    remote_server,
+)
 
 EVERYWHERE = ("0.0.0.0", "::")
 KEY_VARIABLE = "QURL_SERVERS_KEY"

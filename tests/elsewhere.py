@@ -7,8 +7,8 @@ from typing import Any
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.rollout import elsewhere
-from qurl_megatron.rollout.wire import Description
+from qurl_megatron.weight_sync.elsewhere import servers
+from qurl_megatron.weight_sync.elsewhere.wire import Description
 
 KEY = "0123456789abcdef"
 KEPT = "model.layers.0.mlp.down_proj"
@@ -21,5 +21,5 @@ def config_of(model_dir: Path, *words: str) -> Config:
 def description(model_dir: Path, **changes: Any) -> Description:
     words = ["rollout.max_prompt_length=50", "rollout.max_response_length=50"]
     config = config_of(model_dir, *words, f"quantization.keep=[{KEPT}]")
-    described = elsewhere.description_of(Architecture.from_directory(model_dir), config)
+    described = servers.description_of(Architecture.from_directory(model_dir), config)
     return dataclasses.replace(described, **changes)

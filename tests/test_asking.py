@@ -19,14 +19,18 @@ from elsewhere import KEY, config_of, description
 from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import ConfigError
-from qurl_megatron.rollout import asking, elsewhere
+from qurl_megatron.rollout import asking
 from qurl_megatron.rollout import fleet as fleets
+from qurl_megatron.rollout import server as server_module
 from qurl_megatron.rollout.asking import NoAnswer, ask
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused
 from qurl_megatron.rollout.server import Server, ServerFailed, answers
-from qurl_megatron.rollout.wire import BucketHeader, escaped, read_json
+from qurl_megatron.rollout.wire import escaped, read_json
+from qurl_megatron.weight_sync.elsewhere import servers as elsewhere
+from qurl_megatron.weight_sync.elsewhere.transport import post_weights
+from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
 from tiny import build_tiny_model
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -130,7 +134,7 @@ def test_a_server_that_reads_weights_too_slowly_is_given_up(
 
     with server_that(read_little) as server:
         with pytest.raises(ServerFailed, match="did not answer /qurl/weights in"):
-            elsewhere.post_weights(server, 0.2, header, payload)
+            post_weights(server, 0.2, header, payload)
 
 
 def test_an_answer_that_is_too_large_is_not_read() -> None:
@@ -194,7 +198,7 @@ def test_a_server_that_lies_about_its_time_is_given_up(load_s: Any) -> None:
     header = BucketHeader(["a"], ["int8"], [[1]], 1, True, 1, False)
     with server_that(saying(json.dumps({"success": True, "load_s": load_s}))) as server:
         with pytest.raises(ServerFailed, match="says that it loaded weights in"):
-            elsewhere.post_weights(server, 1.0, header, torch.zeros(1, dtype=torch.uint8))
+            post_weights(server, 1.0, header, torch.zeros(1, dtype=torch.uint8))
 
 
 # ---------------------------------------------------------------------------------- completions
@@ -318,6 +322,7 @@ def test_a_server_that_answers_health_and_no_prompt_is_lost(
 def test_servers_are_asked_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elsewhere, "DESCRIBE_TIMEOUT_S", 1.0)
     monkeypatch.setattr(elsewhere, "RELEASE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server_module, "REVIVE_TIMEOUT_S", 1.0)
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(server_that(nothing)) for _ in range(8)]
         urls = json.dumps([server.url for server in servers])
@@ -329,7 +334,7 @@ def test_servers_are_asked_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
         elsewhere.check_servers(config, KEY, without=left_out.append)
         assert len(left_out) == 8
         elsewhere.release(servers)
-        assert elsewhere.revive(servers) == []
+        assert server_module.revive(servers) == []
         assert time.monotonic() - begin < 8
 
 

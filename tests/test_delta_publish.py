@@ -33,14 +33,15 @@ from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.server import Server
-from qurl_megatron.rollout.wire import BucketHeader
 from qurl_megatron.sglang_plugin.weights import write_bucket
-from qurl_megatron.weight_sync import channel as channels
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync import link as linking
 from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.elsewhere import transport as over_http
+from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
+from qurl_megatron.weight_sync.transport import Transport
 from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model
 
 FORMATS_OF: dict[str, list[WeightFormat]] = {  # by model
@@ -256,9 +257,12 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
             raise PublishError("other weights")
 
     network: Any = linking
-    channel: Any = channels
-    network.Link._open_endpoint = lambda link: None  # there are no channels
-    network.Link._connect_server = lambda link, num_senders: None
+    channel: Any = over_http
+
+    class NoChannels(Transport):
+        meets_senders = True
+
+    network.Broadcast = NoChannels
     network.verify = verify
     network.ServerControl.update_weights = update_weights
     channel.post_weights = send_over_http

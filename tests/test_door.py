@@ -20,9 +20,8 @@ from distributed import run_ranks
 from elsewhere import KEY
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.control import RELEASED, ServerControl
-from qurl_megatron.rollout.elsewhere import remote_server
 from qurl_megatron.sglang_plugin import door
-from qurl_megatron.sglang_plugin import weight_routes as plugin
+from qurl_megatron.sglang_plugin import routes as plugin
 from qurl_megatron.sglang_plugin.door import ROUTES
 from qurl_megatron.weight_sync.bucket import (
     Bucket,
@@ -31,6 +30,7 @@ from qurl_megatron.weight_sync.bucket import (
     announce_in_place,
     model_tensors,
 )
+from qurl_megatron.weight_sync.elsewhere.servers import remote_server
 from tiny import build_tiny_model, quantized
 
 OWN = {("GET", "/qurl"), ("POST", "/qurl/weights"), ("DELETE", "/qurl/run")}

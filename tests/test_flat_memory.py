@@ -15,9 +15,8 @@ from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, QuantizationConfig
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.elsewhere import revive
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, answers
+from qurl_megatron.rollout.server import Server, answers, revive
 from qurl_megatron.weight_sync.publish import Publisher
 from tiny import build_tiny_model
 

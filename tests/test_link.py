@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fleets import make_server
 from qurl_megatron.process import die_with_parent
 from qurl_megatron.quantization.checksum import part_key
+from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.weight_sync.broadcast import Broadcast, GroupChannel, GroupEndpoint
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import GroupChannel, GroupEndpoint
-from qurl_megatron.weight_sync.link import Link, PublishError, verify
+from qurl_megatron.weight_sync.link import PublishError, verify
 from waiting import wait_until
 
 TIMEOUT_S = 100.0
@@ -34,7 +37,7 @@ def join_and_hang(endpoint: GroupEndpoint) -> None:
 
 
 def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_nothing(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from sglang.srt import utils  # noqa: F401, before the fork
 
@@ -52,12 +55,14 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     time.sleep(0.5)
     assert not sending.done()
 
-    link: Any = SimpleNamespace(store=store, server=SimpleNamespace(url="http://lost"))
+    of_lost = make_server(0, tmp_path, url="http://127.0.0.1:1")
+    broadcast = Broadcast(ServerControl(of_lost), shares_gpus=False)
+    broadcast.store = store
     del store
-    Link._leave(link)  # the link of a server that is lost lets go of its store
-    assert link.store is None
+    broadcast.leave()  # the end of a server that is lost lets go of its store
+    assert broadcast.store is None and broadcast.endpoint is None
     assert wait_until(lambda: channel.failure is not None)
-    assert str(channel.failure) == "http://lost"
+    assert str(channel.failure) == of_lost.url
     server.kill()  # gloo waits for a peer that lives, for as long as its timeout
     sending.result(timeout=TIMEOUT_S)
     channel.close()

@@ -36,8 +36,8 @@ def publish_all(model_dir: Path, pipes: dict[str, list[Connection]]) -> dict[str
     from qurl_megatron.config.schema import OptimizerConfig, QuantizationConfig
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.rollout.fleet import Fleet
-    from qurl_megatron.weight_sync import channel
     from qurl_megatron.weight_sync.publish import Publisher
+    from qurl_megatron.weight_sync.transport import Channel
 
     layout = LearnerConfig(tensor_parallel_size=2, pipeline_parallel_size=2, dtype="float32")
     learner = Learner(model_dir, layout, OptimizerConfig())
@@ -50,14 +50,14 @@ def publish_all(model_dir: Path, pipes: dict[str, list[Connection]]) -> dict[str
     fleet = Fleet("rollout", servers if rank == 0 else {}, say=said.append)
     connect(pipes if rank == 0 else {})
     sent = 0
-    original = channel.Channel.send
+    original = Channel.send
 
     def send(each: Any, bucket: Any, version: int) -> Any:
         nonlocal sent
         sent += bucket.flat.numel()
         return original(each, bucket, version)
 
-    setattr(channel.Channel, "send", send)  # noqa: B010
+    setattr(Channel, "send", send)  # noqa: B010
     results: dict[str, Any] = {"sent": {}}
     generator = torch.Generator().manual_seed(rank)
 

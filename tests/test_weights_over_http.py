@@ -25,18 +25,19 @@ from torch import Tensor
 import sglang_loader
 from elsewhere import KEPT, KEY, description
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
-from qurl_megatron.rollout import elsewhere
 from qurl_megatron.rollout.asking import Answer
 from qurl_megatron.rollout.control import UpdateRefused
-from qurl_megatron.rollout.wire import BucketHeader, Description
 from qurl_megatron.sglang_plugin import door, weights
-from qurl_megatron.sglang_plugin import weight_routes as plugin
+from qurl_megatron.sglang_plugin import routes as plugin
 from qurl_megatron.sglang_plugin.door import Door
-from qurl_megatron.weight_sync import channel as channels
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, SentTensor
-from qurl_megatron.weight_sync.channel import HttpChannel, HttpEndpoint
 from qurl_megatron.weight_sync.delta import Change
+from qurl_megatron.weight_sync.elsewhere import routes
+from qurl_megatron.weight_sync.elsewhere import transport as channels
+from qurl_megatron.weight_sync.elsewhere.servers import remote_server
+from qurl_megatron.weight_sync.elsewhere.transport import HttpChannel, HttpEndpoint
+from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
 
@@ -65,9 +66,9 @@ def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
         for size in (1, 5, len(whole) - 2, len(whole)):
             file = BytesIO()
             chunks = [whole[start : start + size] for start in range(0, len(whole), size)]
-            assert asyncio.run(plugin.receive_body(bodies(*chunks), file, HELD)) == sent
+            assert asyncio.run(routes.receive_body(bodies(*chunks), file, HELD)) == sent
             assert file.getvalue() == b"x\nz"
-    monkeypatch.setattr(plugin, "LARGEST_HEADER_BYTES", 1000)
+    monkeypatch.setattr(routes, "LARGEST_HEADER_BYTES", 1000)
     for wrong, message in (
         (body[:-1], "not complete: 2 bytes of weights, not 3 bytes"),
         (body + b"!", "not complete: 4 bytes"),
@@ -82,7 +83,7 @@ def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
         (squeezed.pack() + b"x\nz", "incorrect header check"),
     ):
         with pytest.raises((ValueError, zlib.error), match=message):
-            asyncio.run(plugin.receive_body(bodies(wrong), BytesIO(), HELD))
+            asyncio.run(routes.receive_body(bodies(wrong), BytesIO(), HELD))
 
 
 class ServerProcess:
@@ -114,7 +115,7 @@ class ServerProcess:
                 said = await http.request(method, url, headers=headers, content=rest["data"])
             return Answer(said.status_code, said.headers["Content-Type"], said.content)
 
-        monkeypatch.setattr(elsewhere, "ask", ask)
+        monkeypatch.setattr(channels, "ask", ask)
 
     async def _update(self, request: Any) -> tuple[bool, str]:
         self.versions.append((request.weight_version, request.flush_cache))
@@ -135,7 +136,7 @@ class ServerProcess:
         return True, "loaded"
 
     def channel(self, key: str = KEY) -> HttpChannel:
-        server = elsewhere.remote_server("http://a", key, "first")
+        server = remote_server("http://a", key, "first")
         channel = HttpChannel(HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True))
         return channel
 
@@ -193,7 +194,7 @@ def test_a_full_disk_of_a_server_is_told_to_the_run(
     async def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(plugin, "receive_body", fail)
+    monkeypatch.setattr(routes, "receive_body", fail)
     bucket = Bucket.pack(quantized(model_dir, "int8"))
     channel = process.channel()
     assert channel.send(bucket, 1).result() == 0
@@ -229,7 +230,7 @@ def test_the_routes_need_the_key_and_say_why_weights_are_refused(
 def test_who_has_no_key_can_neither_claim_a_server_nor_learn_which_run_it_serves(
     process: ServerProcess,
 ) -> None:
-    own = elsewhere.remote_server("http://a", KEY, "first").headers
+    own = remote_server("http://a", KEY, "first").headers
     stranger = {"Qurl-Run": "intruder"}
     for headers in (stranger, stranger | {"Authorization": "Bearer another-key-of-it"}):
         assert process.http.post("/generate", headers=headers).status_code == 401
@@ -245,7 +246,7 @@ def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
     process: ServerProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ask(method: str, path: str, run: str = "") -> httpx.Response:
-        headers = elsewhere.remote_server("http://a", KEY, run).headers
+        headers = remote_server("http://a", KEY, run).headers
         return process.http.request(method, path, headers=headers)
 
     def served() -> str:

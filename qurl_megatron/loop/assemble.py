@@ -33,10 +33,9 @@ from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.elsewhere import revive
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
-from qurl_megatron.rollout.server import Server, wait_ready
+from qurl_megatron.rollout.server import Server, revive, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.turn import Turn
 

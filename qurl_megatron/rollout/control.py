@@ -48,8 +48,9 @@ class ServerControl:
         `pause_mode` is the run's `rollout.pause_mode`.
         """
         self.server = server
+        self.timeout_s = timeout_s
+        self.flushes_cache = pause_mode == "retract"  # SGLang cannot while requests run
         self._pause_mode = pause_mode
-        self._timeout_s = timeout_s
 
     def pause(self) -> None:
         """Stop sampling. Running requests wait where they are, and continue after `resume`.
@@ -108,7 +109,7 @@ class ServerControl:
                 "group_name": group_name,
                 "load_format": "flattened_bucket",
                 "weight_version": str(weight_version),
-                "flush_cache": self._pause_mode == "retract",  # SGLang cannot while requests run
+                "flush_cache": self.flushes_cache,
             },
             timeout_s=None,
         )
@@ -141,7 +142,7 @@ class ServerControl:
             raise self.server.failed("answered /weights_checker with something else") from None
 
     def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
-        options = {"timeout_s": self._timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
+        options = {"timeout_s": self.timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
         try:
             answer = asyncio.run(self.server.ask("POST", path, json=body, **options))
         except NoAnswer as error:

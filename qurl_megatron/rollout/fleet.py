@@ -35,9 +35,8 @@ from typing import Any, Literal, TypeVar
 
 from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.asking import NoAnswer
-from qurl_megatron.rollout.elsewhere import revived
 from qurl_megatron.rollout.roster import incarnation, report_lost
-from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed
+from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed, revived
 
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]

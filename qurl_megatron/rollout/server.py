@@ -21,7 +21,8 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
+REVIVE_TIMEOUT_S = 30.0
 OWN_RUN = "own"  # names the run that started a server to it
 _said_dropped: set[str] = set()
 _locks: dict[str, int] = {}  # of the scratch directories of servers that this process has started
@@ -68,7 +70,7 @@ class ServerFailed(RuntimeError):
 class Server:
     """A running server, as every process of the run knows it.
 
-    Of a server that somebody started elsewhere (`elsewhere.py`), only URL, key and run are known.
+    Of a server that somebody started elsewhere, only URL, key and run are known.
     """
 
     url: str
@@ -352,3 +354,40 @@ def answers(server: Server) -> bool:
     with contextlib.suppress(NoAnswer):
         return asyncio.run(server.ask("GET", "/health", timeout_s=5.0)).is_success
     return False
+
+
+def revive(servers: Iterable[Server]) -> list[Server]:
+    """Return the servers that answer, after ending pauses in which another learner left them."""
+    return asyncio.run(those_that(servers, partial(revived, timeout_s=REVIVE_TIMEOUT_S)))
+
+
+async def revived(server: Server, timeout_s: float) -> bool:
+    """Return whether a server answers and takes requests of the run, after ending a pause.
+
+    A learner may have paused it and gone. It does not answer /health then. If it serves another
+    run, it refuses to resume.
+
+    Raises:
+        NoAnswer: it does not.
+    """
+    resumed = await server.ask("POST", "/continue_generation", json={}, timeout_s=timeout_s)
+    healthy = await server.ask("GET", "/health", timeout_s=timeout_s)
+    return resumed.is_success and healthy.is_success
+
+
+async def those_that(
+    servers: Iterable[Server], do: Callable[[Server], Awaitable[bool]]
+) -> list[Server]:
+    """Ask all servers at once; return those for which `do` does, and returns True."""
+
+    async def does(server: Server) -> bool:
+        with contextlib.suppress(NoAnswer):
+            return await do(server)
+        return False
+
+    servers = list(servers)
+    return [
+        server
+        for server, done in zip(servers, await asyncio.gather(*map(does, servers)), strict=True)
+        if done
+    ]

@@ -59,7 +59,7 @@ def add_hooks() -> list[str]:
     """Register this package's hooks; return the names of what they replace or wrap."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from qurl_megatron.sglang_plugin import memory, platform, sampling, weight_routes, weights
+    from qurl_megatron.sglang_plugin import memory, platform, routes, sampling, weights
 
     replacements = {
         "utils.weight_checker.WeightChecker._compute_checksum": weights.compute_checksum,
@@ -76,8 +76,8 @@ def add_hooks() -> list[str]:
         "utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal.region": memory.region,
         "utils.weight_checker.WeightChecker.handle": weights.handle,
         "managers.tokenizer_manager.TokenizerManager._send_one_request": sampling.send,
-        "utils.auth.add_api_key_middleware": weight_routes.add_routes,
-        "entrypoints.engine._server_args_for_logging": weight_routes.without_key,
+        "utils.auth.add_api_key_middleware": routes.add_routes,
+        "entrypoints.engine._server_args_for_logging": routes.without_key,
         "mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": memory.create_cache,
         f"{scheduler}.continue_generation": platform.resume,
         f"{scheduler}._record_scheduler_state_for_paused_engine": platform.rest,

@@ -30,7 +30,6 @@ after SGLang's own loaders have fused and sharded what was sent.
 """
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -55,13 +54,14 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import Part, as_integers, checksums, part_key
 from qurl_megatron.quantization.products import forget
-from qurl_megatron.rollout.wire import FILE_PREFIX
 from qurl_megatron.weight_sync.bucket import (
+    FILE_PREFIX,
     IN_PLACE,
     Bucket,
     Manifest,
     channel_name,
     is_key_frame,
+    read_file,
     read_key_frame,
 )
 from qurl_megatron.weight_sync.delta import base_version, unpack
@@ -192,14 +192,6 @@ def receive(
         leave(updater, group_name)
         raise RuntimeError(repr(error)) from error  # SGLang answers with the text alone
     return []
-
-
-def read_file(path: str) -> Tensor:
-    """Return a file's bytes, `[bytes]` uint8, which are read when they are used."""
-    size = os.path.getsize(path)
-    if size == 0:  # cannot be mapped
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(path, size=size, dtype=torch.uint8)
 
 
 def _begin(updater: Any, channel: str, num_bytes: int) -> tuple[Tensor, Any]:

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ from qurl_megatron.quantization import quantize
 from qurl_megatron.weight_sync.delta import PREFIX, bucket_name
 
 IN_PLACE = "written in place"
+FILE_PREFIX = "file:"  # of a file's path in place of the name of a process group
 _MARKER = "bucket of sender "
 _ALONE = re.compile(rf"{IN_PLACE}|{PREFIX}[0-9]{{1,18}}")  # the only name of what it is in
 _MARKERS = re.compile(rf"{_MARKER}[0-9]{{1,4}}|{_ALONE.pattern}")
@@ -268,6 +270,14 @@ def scale_index(part: TensorPart, weight_format: str) -> tuple[slice, ...]:
             part.offset, part.shape, quantize.block_shape(weight_format), strict=True
         )
     )
+
+
+def read_file(path: str) -> Tensor:
+    """Return a file's bytes, `[bytes]` uint8, which are read when they are used."""
+    size = os.path.getsize(path)
+    if size == 0:  # cannot be mapped
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_file(path, size=size, dtype=torch.uint8)
 
 
 def channel_name(token: str, sender: int) -> str:

@@ -20,13 +20,13 @@ refuses a delta, or does not hold the right weights after it, gets a key frame i
 The checksums that are compared are always those of all tensors.
 
 Servers fail one by one. A server that dies, hangs or holds other weights is dropped, and reported
-as lost. The others do not notice, because each has channels of its own (`channel.py`). Whatever a
+as lost. The others do not notice, because each has channels of its own (`transport.py`). Whatever a
 server is sent or asked has a time limit, `PEER_TIMEOUT_S`. If servers were reached, and not one of
 them holds what it was sent, then the fault is not theirs: the publish raises `PublishError`.
 
 A bucket is converted once, and goes to all servers at the same time, one copy to each. Meanwhile
-the next is converted, and the server loads the one before. A server that was started elsewhere
-gets it over HTTP, any other by a process group. A publish lasts as long as the slowest way.
+the next is converted, and the server loads the one before. A publish lasts as long as the slowest
+way (`transport.py`).
 
 With transport `direct`, for servers on the learner's machines, nothing is sent: every rank writes
 into the parameters of the servers of its own machine (`direct.py`).
@@ -43,7 +43,7 @@ Example, on every learner rank:
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,15 +65,17 @@ from qurl_megatron.weight_sync.bucket import (
     announce_delta,
     announce_in_place,
 )
-from qurl_megatron.weight_sync.channel import Channel, Endpoint, HttpEndpoint
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
-from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, HttpLink, Link, PublishError
+from qurl_megatron.weight_sync.in_place import ParametersEndpoint
+from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
+from qurl_megatron.weight_sync.transport import Channel, Endpoint, SendersEndpoint
 from qurl_megatron.weight_sync.turn import Turn
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Endpoint)
 
 # In mode `auto`, deltas that are larger than this part of a key frame are given up: to find and
 # pack that many changes takes longer than to send all tensors.
@@ -140,6 +142,7 @@ class Publisher:
         self._links: dict[Member, Link] = {}  # on global rank 0
         self._channels: dict[str, Channel] = {}  # of a sender, by the endpoint's token
         self._parameters = ServerParameters()
+        self._handed_out: set[str] = set()  # tokens of these, on global rank 0
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of the codes that the converter keeps, once a server was verified to hold it.
         self._base: int | None = None
@@ -268,9 +271,9 @@ class Publisher:
             self._links.pop(member).close()
         for member in members:
             if member not in self._links:
-                kind = HttpLink if member.server.is_remote else Link
-                link = kind(self._fleet, member, self._timeout_s, self._pause_mode, self._releases)
-                self._links[member] = link
+                self._links[member] = Link(
+                    self._fleet, member, self._timeout_s, self._pause_mode, self._releases
+                )
         return [self._links[member] for member in members]
 
     def _send_to(self, links: list[Link], base: int | None = None) -> Published:
@@ -322,18 +325,18 @@ class Publisher:
             import sglang.srt.utils  # noqa: F401  # takes seconds, which servers would wait for
         # The first request is a key frame: it is complete when all senders are prepared.
         request = self._key_frame if base is None else announce_delta(base, len(senders))
-        paused = []
+        begun = []
         for link in links:
-            pausing = link.begin(takes_delta=base is not None, num_senders=len(senders))
-            paused += [pausing] if isinstance(link, HttpLink) else []
+            begun.append(link.begin(takes_delta=base is not None, num_senders=len(senders)))
             link.receive(request, self.version)
 
-        def open_endpoints() -> tuple[list[Endpoint], list[str]]:
-            _wait(paused)  # nothing else keeps the senders until these servers are
-            endpoints = [end for link in self._links.values() if (end := link.endpoint)]
-            return endpoints, [end.token for link in links if (end := link.endpoint)]
+        def reach() -> tuple[list[SendersEndpoint], list[str]]:
+            _wait(begun)
+            return self._endpoints(self._links.values(), SendersEndpoint), [
+                endpoint.token for endpoint in self._endpoints(links, SendersEndpoint)
+            ]
 
-        endpoints, tokens = from_rank_zero(open_endpoints)
+        endpoints, tokens = from_rank_zero(reach)
         if dist.get_rank() in senders:
             self._open_channels(endpoints)
         sizes: list[int] = []  # of what was sent for each bucket
@@ -343,7 +346,7 @@ class Publisher:
             return lambda: sizes.append(max((future.result() for future in sending), default=0))
 
         # Compressed deltas become much smaller if they are relative.
-        is_relative = any(isinstance(endpoint, HttpEndpoint) for endpoint in endpoints)
+        is_relative = any(endpoint.may_compress for endpoint in endpoints)
         conversion = self._converter.convert(send, base=base, is_relative=is_relative)
         own: dict[str, RuntimeError] = {}
         for token, channel in self._channels.items():
@@ -358,7 +361,12 @@ class Publisher:
             link.sent(failed)
         return sent_bytes, conversion
 
-    def _open_channels(self, endpoints: Sequence[Endpoint]) -> None:
+    @staticmethod
+    def _endpoints(links: Iterable[Link], kind: type[E]) -> list[E]:
+        """Return the endpoints of this kind."""
+        return [endpoint for link in links if isinstance(endpoint := link.endpoint, kind)]
+
+    def _open_channels(self, endpoints: Sequence[SendersEndpoint]) -> None:
         """Have channels to these endpoints and no other, as a sender."""
         tokens = {endpoint.token for endpoint in endpoints}
         for token in self._channels.keys() - tokens:
@@ -370,20 +378,22 @@ class Publisher:
 
     def _write(self, links: list[Link]) -> Conversion:
         """Write the weights into the servers' parameters."""
-        for link in links:
-            link.begin()
-        handed_out = [link.hand_out() for link in links]
+        begun = [link.begin(in_place=True) for link in links]
 
-        def hand_out() -> tuple[dict[str, list[dict[str, str]]], dict[str, str], list[str]]:
-            results = [future.result() for future in handed_out]
-            new = {link.token: each for link, each in zip(links, results, strict=True) if each}
-            held = {link.token: link.server.machine for link in self._links.values() if link.token}
-            return new, held, [link.token for link in links if link.token]
+        def reach() -> tuple[list[ParametersEndpoint], dict[str, str], list[str]]:
+            _wait(begun)
+            held = self._endpoints(self._links.values(), ParametersEndpoint)
+            # Every rank is told of parameters once: their texts are long.
+            new = [endpoint for endpoint in held if endpoint.token not in self._handed_out]
+            self._handed_out = {endpoint.token for endpoint in held}
+            paused = self._endpoints(links, ParametersEndpoint)
+            machines = {endpoint.token: endpoint.machine for endpoint in held}
+            return new, machines, [endpoint.token for endpoint in paused]
 
-        new, held, paused = from_rank_zero(hand_out)
+        new, machines, paused = from_rank_zero(reach)
         here = socket.gethostname()
-        self._parameters.attach({token: each for token, each in new.items() if held[token] == here})
-        self._parameters.keep(held, paused)
+        self._parameters.attach({each.token: each.ranks for each in new if each.machine == here})
+        self._parameters.keep(machines, paused)
         conversion = self._converter.write(self._parameters)
         for link in links:
             link.receive(announce_in_place(), self.version)

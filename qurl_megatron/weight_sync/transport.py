@@ -9,10 +9,10 @@ server: there each sender opens a `Channel`, which sends buckets in order. Wheth
 tensors or a delta is not the transport's matter.
 """
 
-from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
@@ -56,34 +56,35 @@ class Channel:
 
         return self._thread.submit(guarded)
 
-    @abstractmethod
     def _send(self, bucket: Bucket, version: int) -> int:
         """Send a bucket; return how many bytes that took."""
+        raise NotImplementedError
 
     def _leave(self) -> None:
         """End what is connected."""
 
 
-class Endpoint(Protocol):
-    """How the ranks reach a server; global rank 0 sends it to them."""
+@dataclass(frozen=True)
+class Endpoint:
+    """How the ranks reach a server; global rank 0 hands it to them."""
 
-    @property
-    def token(self) -> str:
-        """A name, new for each attempt."""
+    token: str  # a new one for each attempt, because servers refuse old names of groups
 
-    @property
-    def may_compress(self) -> bool:
-        """True if deltas may be compressed on their way."""
+
+class SendersEndpoint(Endpoint):
+    """How senders reach a server, which loads what they send."""
+
+    may_compress = False  # deltas
 
     def open(self, sender: int) -> Channel:
         """Begin to connect the sender of this number."""
+        raise NotImplementedError
 
 
 class Transport:
     """Global rank 0's end of the way to one server, from its first publish to its first failure.
 
-    All methods but `sent` are called in the thread of the server's link, and may raise
-    `ServerFailed`.
+    All methods are called in the thread of the server's link, and may raise `ServerFailed`.
     """
 
     # True if server and senders wait for each other, so that the senders need not wait before.
@@ -94,15 +95,19 @@ class Transport:
         self.endpoint: Endpoint | None = None
         self._control = control
         self._requests = ThreadPoolExecutor(1)  # a request that is answered after all transfers
-        self._failure: RuntimeError | None = None
-        self._all_sent: Future[None] = Future()
 
     def connect(self, num_senders: int) -> None:
         """Have the server take what comes from this many senders. It is paused."""
 
-    def load(self, request: Manifest, version: int) -> None:
-        """Have the server load what a request announces, and wait until it has."""
-        self._all_sent = Future()
+    def load(self, request: Manifest, version: int, all_sent: Future[RuntimeError | None]) -> None:
+        """Have the server load what a request announces, and wait until it has.
+
+        Args:
+            all_sent: done once the senders have sent all; its result is what ended one's channel.
+
+        Raises:
+            ServerFailed: the server failed, or hung, or a channel to it was ended.
+        """
         answer = self._requests.submit(
             self._control.update_weights,
             request.names,
@@ -111,25 +116,20 @@ class Transport:
             group_name=self.endpoint.token if self.endpoint else "",
             weight_version=version,
         )
-        either: list[Future[Any]] = [answer, self._all_sent]
+        either: list[Future[Any]] = [answer, all_sent]
         wait(either, return_when=FIRST_COMPLETED)
         if not answer.done():
-            failure = self._failure
+            failure = all_sent.result()
             wait([answer], ANSWER_GRACE_S if failure else self._control.timeout_s)
             if not answer.done():
                 what = str(failure) if failure else "did not load its weights in time"
                 raise self._control.server.failed(what)
         answer.result()
 
-    def sent(self, failure: RuntimeError | None) -> None:
-        """Note that all was sent, or what ended a sender's channel."""
-        self._failure = failure
-        self._all_sent.set_result(None)
-
-    def finish(self) -> None:
-        """Do what is left once all was sent."""
-        if self._failure is not None:
-            self.leave()
+    def finish(self, failure: RuntimeError | None) -> None:
+        """Do what is left once all was sent, or a sender's channel ended with a failure."""
+        if failure is not None:
+            self.leave()  # the next publish has new channels
 
     def leave(self, *, at_once: bool = False) -> None:
         """End the channels, so that no sender waits for the server any longer.

@@ -28,8 +28,8 @@ from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.channel import Channel
 from qurl_megatron.weight_sync.link import PublishError
+from qurl_megatron.weight_sync.transport import Channel
 from tiny import build_tiny_model
 
 PROMPTS = [

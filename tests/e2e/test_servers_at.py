@@ -19,7 +19,7 @@ from qurl_megatron.process import free_port
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout import asking
 from qurl_megatron.rollout.control import ServerControl
-from qurl_megatron.rollout.elsewhere import check_servers, remote_server
+from qurl_megatron.weight_sync.elsewhere.servers import check_servers, remote_server
 
 KEY = "the-key-of-the-test"
 SLOW = 4e6  # bytes per second, at which deltas are compressed

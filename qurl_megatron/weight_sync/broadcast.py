@@ -1,21 +1,14 @@
-"""Channels: the ways on which a sender's buckets reach the servers.
+"""Weights by broadcast: each sender has a process group with each server.
 
-Each sender has one channel to each server, which works in order in a thread of its own. Global
-rank 0 opens them: it hands every sender the server's endpoint. There are two kinds:
-
-- A process group, formed in a store that rank 0 hosts. After a failure both sides of the group
-  end, and the server's answer tells rank 0. Rank 0 gives a channel up through the store.
-- HTTP, to a server that was started elsewhere. Each bucket is a request, and the server's answer
-  says whether it has loaded it. Deltas are compressed on slow links. A link is slow if compressing
-  a delta and reading it take less time than they save on the way. How fast it is, is measured with
-  every bucket that is large enough to tell. The first is always all tensors.
+The groups of a server are formed in a store that rank 0 hosts. After a failure both sides of a
+group end, and the server's answer tells rank 0. Rank 0 gives a server's groups up through the
+store.
 """
 
 import contextlib
+import dataclasses
+import secrets
 import time
-import zlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -24,17 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.device import device, rank, surviving_errors
-from qurl_megatron.rollout.elsewhere import post_weights
-from qurl_megatron.rollout.server import Server
-from qurl_megatron.rollout.wire import BucketHeader, dtype_names
+from qurl_megatron.device import backend_to, device, rank, surviving_errors
+from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.weight_sync.bucket import Bucket, channel_name
 from qurl_megatron.weight_sync.delta import base_version
-
-# To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
-# takes for the bytes that it saves (`python -m benchmarks.delta`).
-COMPRESSION_PAYS_BELOW_BYTES_PER_S = 25e6
-MEASURED_BYTES = 2**16  # smaller buckets say more of the latency than of the rate
+from qurl_megatron.weight_sync.transport import Channel, SendersEndpoint, Transport
 
 _GIVEN_UP = "given up"  # a key of the store
 _POLL_S = 0.001
@@ -46,53 +33,10 @@ _STORE_POLL_S = 0.05
 NOTICE_S = 4 * _STORE_POLL_S
 
 
-class Channel:
-    """A sender's way to one server. After a failure it sends nothing more."""
-
-    def __init__(self, name: str) -> None:
-        """Send nothing yet; `name` is that of the channel's thread."""
-        self.failure: RuntimeError | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    def send(self, bucket: Bucket, version: int) -> Future[int]:
-        """Send a bucket of a version, after all before; done when it may be released.
-
-        The result is how many bytes that took; 0 after a failure.
-        """
-        return self._do(lambda: self._send(bucket, version))
-
-    def close(self) -> None:
-        """Leave the server, which keeps running."""
-        self._thread.submit(self._leave).result()
-        self._thread.shutdown()
-
-    def _do(self, work: Callable[[], int]) -> Future[int]:
-        """Do work after all earlier work, unless that has failed; its result is then 0."""
-
-        def guarded() -> int:
-            if self.failure is not None:
-                return 0
-            try:
-                return work()
-            except RuntimeError as error:  # torch's errors of process groups among them
-                self.failure = error
-                self._leave()
-                return 0
-
-        return self._thread.submit(guarded)
-
-    def _send(self, bucket: Bucket, version: int) -> int:
-        raise NotImplementedError
-
-    def _leave(self) -> None:
-        raise NotImplementedError
-
-
 @dataclass(frozen=True)
-class GroupEndpoint:
+class GroupEndpoint(SendersEndpoint):
     """The store in which the senders and a server meet, to form process groups."""
 
-    token: str  # names the channels; a new one for each attempt, because servers refuse old names
     address: str  # of the store, as server and senders reach it
     port: int
     backend: Literal["nccl", "gloo"]
@@ -196,59 +140,43 @@ class GroupChannel(Channel):
         dist.destroy_process_group(group)
 
 
-@dataclass(frozen=True)
-class HttpEndpoint:
-    """How the senders reach a server that was started elsewhere."""
+class Broadcast(Transport):
+    """Global rank 0's end of one server's process groups: the store in which they are formed."""
 
-    token: str  # names the channels
-    server: Server
-    timeout_s: float
-    flush_cache: bool
+    meets_senders = True
 
-    def open(self, sender: int) -> Channel:
-        """Return a channel, which connects with each bucket."""
-        return HttpChannel(self)
-
-
-class HttpChannel(Channel):
-    """A connection to one server over HTTP."""
-
-    def __init__(self, endpoint: HttpEndpoint) -> None:
-        """Connect nothing yet."""
-        super().__init__(endpoint.token)
-        self.rate = float("inf")  # of the link, in bytes per second
-        self._endpoint = endpoint
-
-    def _send(self, bucket: Bucket, version: int) -> int:
-        """Send a bucket, and wait until the server has loaded it.
-
-        Raises:
-            ServerFailed: the server did not take it.
-            UpdateRefused: the server answered that it did not load it.
-        """
-        endpoint = self._endpoint
-        is_delta = base_version(bucket.names) is not None
-        payload = bucket.flat
-        is_compressed = is_delta and self.rate < COMPRESSION_PAYS_BELOW_BYTES_PER_S
-        if is_compressed:
-            compressed = zlib.compress(payload.cpu().numpy().tobytes(), level=1)
-            payload = torch.frombuffer(bytearray(compressed), dtype=torch.uint8)
-        header = BucketHeader(
-            names=bucket.names,
-            dtypes=dtype_names(bucket.dtypes),
-            shapes=[list(shape) for shape in bucket.shapes],
-            version=version,
-            flush_cache=endpoint.flush_cache,
-            num_bytes=len(bucket.flat),
-            is_compressed=is_compressed,
+    def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
+        """Open a store in which the senders and the server meet."""
+        super().__init__(control, shares_gpus=shares_gpus)
+        server = control.server
+        endpoint = GroupEndpoint(
+            token=f"weights-{secrets.token_hex(8)}",
+            address=control.own_address(),
+            port=0,
+            # Of two processes on one GPU, NCCL takes only one.
+            backend="gloo" if shares_gpus else backend_to(server.gpus if server.is_local else []),
+            num_ranks=server.tensor_parallel_size,
+            timeout_s=control.timeout_s,
         )
-        send_s = post_weights(endpoint.server, endpoint.timeout_s, header, payload)
-        if len(payload) >= MEASURED_BYTES:
-            self.rate = len(payload) / send_s
-        return len(payload)
+        self.store: dist.TCPStore | None = endpoint.store(is_host=True)
+        self.endpoint = self._at = dataclasses.replace(endpoint, port=self.store.port)
 
-    def _leave(self) -> None:
-        """Do nothing: each bucket has a connection of its own."""
+    def connect(self, num_senders: int) -> None:
+        """Have the server join the group of each sender."""
+        at = self._at
+        for sender in range(num_senders):
+            self._control.init_weights_group(
+                master_address=at.address,
+                master_port=at.port,
+                world_size=1 + at.num_ranks,
+                group_name=channel_name(at.token, sender),
+                backend=at.backend,
+            )
 
-
-Endpoint = GroupEndpoint | HttpEndpoint
+    def leave(self, *, at_once: bool = False) -> None:
+        """Give the groups up, and let go of the store."""
+        if self.store is not None:
+            give_up(self.store, self._control.server.url)
+            time.sleep(0.0 if at_once else NOTICE_S)
+        self.store = None
+        super().leave()

@@ -1,44 +1,30 @@
-"""Servers that somebody started elsewhere, with `qurl serve`: what they are, and weights by HTTP.
+"""Servers that somebody started elsewhere, with `qurl serve`: what they are, and whether they fit.
 
 The run reaches such a server by its URL and a key, and has nothing else of it: no process, no log,
 no shared file system, no process group.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import ipaddress
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Any
 from urllib.parse import urlsplit
-
-from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
-from qurl_megatron.rollout.asking import NoAnswer, ask, transfer_s
-from qurl_megatron.rollout.control import UpdateRefused
-from qurl_megatron.rollout.server import Server
-from qurl_megatron.rollout.wire import (
-    DESCRIPTION_PATH,
-    RUN_PATH,
-    WEIGHTS_PATH,
-    BucketHeader,
-    Description,
-    escaped,
-)
+from qurl_megatron.rollout.asking import NoAnswer
+from qurl_megatron.rollout.server import Server, those_that
+from qurl_megatron.rollout.wire import DESCRIPTION_PATH, RUN_PATH, escaped
+from qurl_megatron.weight_sync.elsewhere.wire import Description
 
 DESCRIBE_TIMEOUT_S = 30.0
 RELEASE_TIMEOUT_S = 5.0
-_CHUNK_BYTES = 2**20  # copied from the device and written to the connection at once
 
 
 def remote_server(url: str, key: str, run: str = "") -> Server:
@@ -148,94 +134,10 @@ async def describe(url: str, key: str) -> Description:
         ) from None
 
 
-def revive(servers: Iterable[Server]) -> list[Server]:
-    """Return the servers that answer, after ending pauses in which another learner left them."""
-    return asyncio.run(_those_that(servers, partial(revived, timeout_s=DESCRIBE_TIMEOUT_S)))
-
-
 def release(servers: Iterable[Server]) -> None:
     """Let the servers serve another run, if they answer."""
 
     async def leave(server: Server) -> bool:
         return (await server.ask("DELETE", RUN_PATH, timeout_s=RELEASE_TIMEOUT_S)).is_success
 
-    asyncio.run(_those_that(servers, leave))
-
-
-async def revived(server: Server, timeout_s: float) -> bool:
-    """Return whether a server answers and takes requests of the run, after ending a pause.
-
-    A learner may have paused it and gone. It does not answer /health then. If it serves another
-    run, it refuses to resume.
-
-    Raises:
-        NoAnswer: it does not.
-    """
-    resumed = await server.ask("POST", "/continue_generation", json={}, timeout_s=timeout_s)
-    healthy = await server.ask("GET", "/health", timeout_s=timeout_s)
-    return resumed.is_success and healthy.is_success
-
-
-async def _those_that(
-    servers: Iterable[Server], do: Callable[[Server], Awaitable[bool]]
-) -> list[Server]:
-    """Ask all servers at once; return those for which `do` does, and returns True."""
-
-    async def does(server: Server) -> bool:
-        with contextlib.suppress(NoAnswer):
-            return await do(server)
-        return False
-
-    servers = list(servers)
-    return [
-        server
-        for server, done in zip(servers, await asyncio.gather(*map(does, servers)), strict=True)
-        if done
-    ]
-
-
-def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload: Tensor) -> float:
-    """Send a bucket to a server; return for how many seconds it was on its way.
-
-    Args:
-        timeout_s: how much longer this may take than the transfer.
-        payload: `[bytes]` uint8, on any device.
-
-    Raises:
-        UpdateRefused: the server answered that it did not load it.
-        ServerFailed: the server did not answer.
-    """
-    start = header.pack()
-    num_bytes = len(start) + len(payload)
-    url = f"{server.url}{WEIGHTS_PATH}"
-    headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream"}
-    begin = time.perf_counter()
-    try:
-        answer = asyncio.run(
-            ask(
-                "POST",
-                url,
-                {**server.headers, **headers},
-                timeout_s=timeout_s + transfer_s(num_bytes),
-                data=_chunks(start, payload),
-            )
-        )
-    except NoAnswer as error:
-        raise server.failed(str(error)) from None
-    took_s = time.perf_counter() - begin
-    fields: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):
-        fields = answer.fields()
-    if not answer.is_success or fields.get("success") is not True:
-        message = escaped(str(fields["message"])) if "message" in fields else answer.text
-        raise UpdateRefused(str(server.failed(f"refused weights: {message}")))
-    load_s = fields.get("load_s")
-    if not isinstance(load_s, float) or not 0 <= load_s < took_s:
-        raise server.failed(f"says that it loaded weights in {escaped(str(load_s))} s")
-    return took_s - load_s
-
-
-async def _chunks(start: bytes, payload: Tensor) -> AsyncIterator[bytes]:
-    yield start
-    for chunk in payload.split(_CHUNK_BYTES):
-        yield chunk.cpu().numpy().tobytes()
+    asyncio.run(those_that(servers, leave))

@@ -1,0 +1,73 @@
+"""The routes of this package on a server, and the door before all of its routes (`door.py`).
+
+`add_routes` also gives a server the routes by which weights reach it over HTTP
+(`weight_sync/elsewhere/routes.py`). `without_key` keeps the key out of the log.
+"""
+
+import functools
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.quantization.quantize import ENGINE_METHODS
+from qurl_megatron.rollout.wire import DESCRIPTION_PATH, RUN_PATH, WEIGHTS_PATH
+from qurl_megatron.sglang_plugin.door import Door
+from qurl_megatron.weight_sync.bucket import SentTensor, model_tensors
+from qurl_megatron.weight_sync.elsewhere.routes import Routes
+
+
+def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
+    """Add the routes before SGLang's `add_api_key_middleware`, which protects all of them."""
+    tempfile.tempdir = None  # a fork has its parent's, and not the directory that TMPDIR names
+    door = Door(_held)
+    routes = Routes(door, _arguments, _kept, _held, _update)
+    app.add_route(DESCRIPTION_PATH, routes.describe, methods=["GET"])
+    app.add_route(WEIGHTS_PATH, routes.receive, methods=["POST"])
+    app.add_route(RUN_PATH, routes.release, methods=["DELETE"])
+    app.add_middleware(door.guard)
+    original(app, **keys)
+
+
+def without_key(original: Callable[[Any], dict[str, Any]], arguments: Any) -> dict[str, Any]:
+    """Return what SGLang writes of its arguments to its log, but not the key."""
+    return {name: value for name, value in original(arguments).items() if name != "api_key"}
+
+
+def _arguments() -> Any:
+    return _tokenizer_manager().server_args
+
+
+def _kept() -> list[str]:
+    """Return the layers that stay in BF16, by the server's arguments."""
+    changes = json.loads(_arguments().json_model_override_args)
+    kept: list[str] = changes.get("quantization_config", {}).get("modules_to_not_convert", [])
+    return kept
+
+
+@functools.cache
+def _held() -> Mapping[str, SentTensor]:
+    """Return the tensors that this server takes, by name."""
+    arguments = _arguments()
+    formats = {method: name for name, method in ENGINE_METHODS.items()}
+    return model_tensors(
+        Architecture.from_directory(arguments.model_path),
+        formats.get(arguments.quantization, "bf16"),
+        set(_kept()),
+    )
+
+
+async def _update(**fields: Any) -> tuple[bool, str]:
+    """Have the schedulers load a bucket; return whether they did, and why not."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+    request = UpdateWeightsFromDistributedReqInput(**fields)
+    success, message = await _tokenizer_manager().update_weights_from_distributed(request)
+    return success, message
+
+
+def _tokenizer_manager() -> Any:
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return get_global_state().tokenizer_manager

@@ -1,0 +1,1 @@
+"""Servers that somebody started elsewhere, which the run reaches by a URL and a key only."""

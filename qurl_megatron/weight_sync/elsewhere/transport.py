@@ -1,0 +1,156 @@
+"""Weights over HTTP, to a server that somebody started elsewhere.
+
+Each bucket is a request, and the server's answer says whether it has loaded it. Deltas are
+compressed on slow links. A link is slow if compressing a delta and reading it take less time than
+they save on the way. How fast it is, is measured with every bucket that is large enough to tell.
+The first is always all tensors.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+import zlib
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qurl_megatron.rollout.asking import NoAnswer, ask, transfer_s
+from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.wire import WEIGHTS_PATH, dtype_names, escaped
+from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.delta import base_version
+from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
+from qurl_megatron.weight_sync.transport import Channel, SendersEndpoint, Transport
+
+# To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
+# takes for the bytes that it saves (`python -m benchmarks.delta`).
+COMPRESSION_PAYS_BELOW_BYTES_PER_S = 25e6
+MEASURED_BYTES = 2**16  # smaller buckets say more of the latency than of the rate
+_CHUNK_BYTES = 2**20  # copied from the device and written to the connection at once
+
+
+@dataclass(frozen=True)
+class HttpEndpoint(SendersEndpoint):
+    """How the senders reach a server that was started elsewhere."""
+
+    server: Server
+    timeout_s: float
+    flush_cache: bool
+    may_compress = True  # where the rate of the link makes it pay
+
+    def open(self, sender: int) -> Channel:
+        """Return a channel, which connects with each bucket."""
+        return HttpChannel(self)
+
+
+class HttpChannel(Channel):
+    """A connection to one server over HTTP."""
+
+    def __init__(self, endpoint: HttpEndpoint) -> None:
+        """Connect nothing yet."""
+        super().__init__(endpoint.token)
+        self.rate = float("inf")  # of the link, in bytes per second
+        self._endpoint = endpoint
+
+    def _send(self, bucket: Bucket, version: int) -> int:
+        """Send a bucket, and wait until the server has loaded it.
+
+        Raises:
+            ServerFailed: the server did not take it.
+            UpdateRefused: the server answered that it did not load it.
+        """
+        endpoint = self._endpoint
+        is_delta = base_version(bucket.names) is not None
+        payload = bucket.flat
+        is_compressed = is_delta and self.rate < COMPRESSION_PAYS_BELOW_BYTES_PER_S
+        if is_compressed:
+            compressed = zlib.compress(payload.cpu().numpy().tobytes(), level=1)
+            payload = torch.frombuffer(bytearray(compressed), dtype=torch.uint8)
+        header = BucketHeader(
+            names=bucket.names,
+            dtypes=dtype_names(bucket.dtypes),
+            shapes=[list(shape) for shape in bucket.shapes],
+            version=version,
+            flush_cache=endpoint.flush_cache,
+            num_bytes=len(bucket.flat),
+            is_compressed=is_compressed,
+        )
+        send_s = post_weights(endpoint.server, endpoint.timeout_s, header, payload)
+        if len(payload) >= MEASURED_BYTES:
+            self.rate = len(payload) / send_s
+        return len(payload)
+
+
+class Http(Transport):
+    """Global rank 0's end of the way to a server that was started elsewhere, which listens."""
+
+    def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
+        """Tell the senders where it listens."""
+        super().__init__(control, shares_gpus=shares_gpus)
+        self.endpoint = HttpEndpoint(
+            token=f"weights-{secrets.token_hex(8)}",
+            server=control.server,
+            timeout_s=control.timeout_s,
+            flush_cache=control.flushes_cache,
+        )
+
+    def load(self, request: Manifest, version: int, all_sent: Future[RuntimeError | None]) -> None:
+        """Do nothing: the server answers the sender of each bucket."""
+
+    def finish(self, failure: RuntimeError | None) -> None:
+        """Fail as the sender's channel did."""
+        if failure is not None:
+            raise failure
+
+
+def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload: Tensor) -> float:
+    """Send a bucket to a server; return for how many seconds it was on its way.
+
+    Args:
+        timeout_s: how much longer this may take than the transfer.
+        payload: `[bytes]` uint8, on any device.
+
+    Raises:
+        UpdateRefused: the server answered that it did not load it.
+        ServerFailed: the server did not answer.
+    """
+    start = header.pack()
+    num_bytes = len(start) + len(payload)
+    url = f"{server.url}{WEIGHTS_PATH}"
+    headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream"}
+    begin = time.perf_counter()
+    try:
+        answer = asyncio.run(
+            ask(
+                "POST",
+                url,
+                {**server.headers, **headers},
+                timeout_s=timeout_s + transfer_s(num_bytes),
+                data=_chunks(start, payload),
+            )
+        )
+    except NoAnswer as error:
+        raise server.failed(str(error)) from None
+    took_s = time.perf_counter() - begin
+    fields: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        fields = answer.fields()
+    if not answer.is_success or fields.get("success") is not True:
+        message = escaped(str(fields["message"])) if "message" in fields else answer.text
+        raise UpdateRefused(str(server.failed(f"refused weights: {message}")))
+    load_s = fields.get("load_s")
+    if not isinstance(load_s, float) or not 0 <= load_s < took_s:
+        raise server.failed(f"says that it loaded weights in {escaped(str(load_s))} s")
+    return took_s - load_s
+
+
+async def _chunks(start: bytes, payload: Tensor) -> AsyncIterator[bytes]:
+    yield start
+    for chunk in payload.split(_CHUNK_BYTES):
+        yield chunk.cpu().numpy().tobytes()

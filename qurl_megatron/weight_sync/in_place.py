@@ -1,0 +1,26 @@
+"""Weights in place: the ranks of a server's machine write into its parameters (`direct.py`)."""
+
+import secrets
+from dataclasses import dataclass
+
+from qurl_megatron.weight_sync.transport import Endpoint, Transport
+
+
+@dataclass(frozen=True)
+class ParametersEndpoint(Endpoint):
+    """The parameters that a server has handed out, see `ServerControl.parameters`."""
+
+    machine: str  # whose ranks can attach to them
+    ranks: list[dict[str, str]]
+
+
+class InPlace(Transport):
+    """Global rank 0's end of the way to a server that hands out its parameters."""
+
+    def connect(self, num_senders: int) -> None:
+        """Have the server hand out its parameters."""
+        self.endpoint = ParametersEndpoint(
+            f"weights-{secrets.token_hex(8)}",
+            self._control.server.machine,
+            self._control.parameters(),
+        )
