@@ -41,7 +41,7 @@ from qurl_megatron.rollout import preload, server
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
-from qurl_megatron.rollout.server import ServerFailed, ServerPlan, answers
+from qurl_megatron.rollout.server import ServerFailed, ServerPlan, answers, revive
 from qurl_megatron.weight_sync.elsewhere import servers as elsewhere
 from tiny import build_tiny_model
 
@@ -229,7 +229,7 @@ def test_no_proxy_is_asked_for_a_server(
     described = description(model_dir)
     address.text = json.dumps(dataclasses.asdict(described))
     server = elsewhere.remote_server(address.url, KEY)
-    assert answers(server) and server.revive([server]) == [server]
+    assert answers(server) and revive([server]) == [server]
     assert asyncio.run(elsewhere.describe(address.url, KEY)) == described
     with closing(Fleet("rollout", {0: server})) as fleet:
         fleet.watch()
