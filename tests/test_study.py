@@ -1,4 +1,4 @@
-"""The study's policies, exact scores and rivals; what it compares is tested with the project."""
+"""The study's policies, scores and candidates; what it compares is tested with the project."""
 
 import math
 from dataclasses import replace
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.study.__main__ import chapters, difference
+from benchmarks.study.candidates import CANDIDATES, candidate_loss
 from benchmarks.study.policy import STATES, SYMBOLS, Engine, logprob_table, new_parameters
-from benchmarks.study.rivals import rival_loss
-from benchmarks.study.tasks import Bandit, Chain
-from benchmarks.study.train import Arm, clip_gradients, gap_estimate, run, scaled, taken
+from benchmarks.study.tasks import Chain
+from benchmarks.study.train import Arm, clip_gradients, run, scaled, taken
 from qurl_megatron.algorithm.objective import policy_objective
 
 SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
@@ -67,36 +67,14 @@ def test_stochastic_rounding_picks_a_neighbour_and_is_right_on_average() -> None
     assert ((nearest.weights(weight) - weight).abs() > 0.04 * step).any()
 
 
-def test_straight_through_computes_with_codes_and_passes_gradients() -> None:
-    parameters = new_parameters(1, torch.Generator().manual_seed(5))
-    for parameter in parameters.values():
-        parameter.requires_grad_()
-    table = logprob_table(parameters, Engine("int8"), straight_through=True)
-    torch.testing.assert_close(table, logprob_table(parameters, Engine("int8")))
-    table[:, :, 0].sum().backward()
-    gradient = parameters["model.layers.0.mlp.gate_proj.weight"].grad
-    assert gradient is not None and gradient.abs().sum() > 0
-
-
-@pytest.mark.parametrize("task", [Chain(6), Bandit()])
-def test_an_exact_score_is_what_samples_tend_to(task: Chain | Bandit, table: Tensor) -> None:
+def test_an_exact_score_is_what_samples_tend_to(table: Tensor) -> None:
     # New prompts differ from the held-out ones, so the policies must do equally well on all.
-    policy = table
-    if isinstance(task, Chain):
-        states = torch.arange(STATES)
-        right = (states // SYMBOLS + states % SYMBOLS) % SYMBOLS
-        policy = torch.full_like(table, math.log(0.1 / (SYMBOLS - 1)))
-        policy[:, states, right] = math.log(0.9)
+    task, states = Chain(6), torch.arange(STATES)
+    right = (states // SYMBOLS + states % SYMBOLS) % SYMBOLS
+    policy = torch.full_like(table, math.log(0.1 / (SYMBOLS - 1)))
+    policy[:, states, right] = math.log(0.9)
     rewards = task.sample(policy, 4000, 1, torch.Generator().manual_seed(0)).rewards.mean(-1)
-    best = task.chances.amax(-1).mean() if isinstance(task, Bandit) else 1.0
-    torch.testing.assert_close(task.score(policy) * best, rewards, atol=0.03, rtol=0)
-
-
-def test_the_best_policy_of_the_bandit_scores_one() -> None:
-    task = Bandit()
-    best = torch.full((1, STATES, SYMBOLS), -1e9)
-    best[0, torch.arange(STATES), task.chances.argmax(-1)] = 0
-    assert task.score(best).item() == pytest.approx(1.0)
+    torch.testing.assert_close(task.score(policy), rewards, atol=0.03, rtol=0)
 
 
 def test_samples_are_scored_where_they_were_sampled(table: Tensor) -> None:
@@ -145,12 +123,12 @@ def test_masters_of_bfloat16_lose_small_updates() -> None:
     assert exact.stats["code_flips"] > 10 * rounded.stats["code_flips"]
 
 
-def rival(objective: str, current: Tensor, log_rho: Tensor, advantage: float) -> Tensor:
+def gradient_of(objective: str, current: Tensor, log_rho: Tensor, advantage: float) -> Tensor:
     """Return the gradient of the loss in `current`, with proximal log-probs of -1."""
     current = current.clone().requires_grad_()
     proximal = torch.full_like(current, -1.0)
     ones = torch.ones_like(current)
-    loss, _ = rival_loss(
+    loss, _ = candidate_loss(
         current, proximal, proximal - log_rho, advantage * ones, ones, objective=objective,
         **SETTINGS,
     )  # fmt: skip
@@ -159,86 +137,14 @@ def rival(objective: str, current: Tensor, log_rho: Tensor, advantage: float) ->
     return current.grad
 
 
-def test_rivals_weigh_tokens_as_their_papers_say() -> None:
-    rho = torch.tensor([[0.4, 1.5, 3.0]])  # the product is 1.8
-    current = torch.full((1, 3), -1.0)
-    expected = {
-        "icepop": [0.0, -1.5, -3.0],  # 0.4 is below the range
-        "mis": [-0.4, -1.5, 0.0],  # 3 is above C
-        "sequence_mis": [-1.8, -1.8, -1.8],
-        "cispo": [-0.4, -1.5, -2.0],
-    }
-    for objective, gradient in expected.items():
-        actual = rival(objective, current, rho.log(), advantage=1.0)
-        torch.testing.assert_close(actual, torch.tensor([gradient]), atol=1e-5, rtol=0)
-
-
-def test_sequences_with_a_large_product_are_masked() -> None:
-    rho = torch.tensor([[2.0, 2.0]])
-    current = torch.full((1, 2), -1.0)
-    assert rival("sequence_mis", current, rho.log(), 1.0).abs().sum() == 0
-
-
-def test_gspo_clips_the_mean_ratio_of_a_sequence() -> None:
-    current = torch.tensor([[-1.0 + 2e-4, -1.0], [-1.0 + 2e-3, -1.0]])
-    gradient = rival("gspo", current, torch.zeros(2, 2), advantage=1.0)
-    # Ratios of exp(1e-4) and exp(1e-3): the second is above 1 + 4e-4. Each token has the gradient
-    # of both terms of its sequence, over two tokens.
-    torch.testing.assert_close(gradient[0], torch.full((2,), -math.exp(1e-4)))
-    assert gradient[1].abs().sum() == 0
-
-
-def test_tbpo_keeps_falling_sequences_within_a_band_and_weighs_with_a_capped_mean_ratio() -> None:
-    moved = torch.tensor([[6e-4], [8e-4], [-4e-4]])  # of R: inside, above and below the band
-    current, log_rho = -1.0 + moved.expand(3, 2), torch.tensor([0.6, 0.0]).expand(3, 2)
-    falling = rival("tbpo", current, log_rho, advantage=-1.0)
-    # The mean of log rho is 0.3. Each token has the gradient of both terms, over two tokens.
-    torch.testing.assert_close(falling[0], torch.full((2,), math.exp(0.3) * math.exp(6e-4)))
-    assert falling[1:].abs().sum() == 0
-    rising = rival("tbpo", current, 2 * torch.ones(3, 2), advantage=1.0)
-    assert rising[:2].abs().sum() == 0
-    torch.testing.assert_close(rising[2], torch.full((2,), -2 * math.exp(-4e-4)))  # exp(2) > C
-
-
-def test_ais_mixes_by_sample_size_divergence_and_variation() -> None:
-    # rho is 1/2 and 3/2: mean 1, mean square 5/4, standard deviation 1/2.
-    rho = torch.tensor([[[0.5, 1.5]]])
-    divergence = -(math.log(0.5) + math.log(1.5)) / 2
-    mix = 1 / 1.25 * divergence / (divergence + 0.01) / 1.5
-    gradient = rival("ais", torch.full((1, 1, 2), -1.0), rho.log(), advantage=1.0)
-    expected = torch.tensor([[[-(1 - 0.5 * mix), -(1 + 0.5 * mix)]]])
-    torch.testing.assert_close(gradient, expected)
-
-
-def test_ctpo_clips_the_product_so_far_within_bounds_that_widen() -> None:
-    # The product is exp(0.04), exp(0.08), exp(0.06), and its upper bound exp(0.05 sqrt(t)) is
-    # exp(0.05), exp(0.0707), exp(0.0866): only the second is clipped.
-    moved = torch.tensor([[[0.04, 0.04, -0.02]]])
-    expected = torch.tensor([[[-math.exp(0.04), 0.0, -math.exp(0.06)]]])
-    no_gap = torch.zeros(1, 1, 3)
-    torch.testing.assert_close(rival("ctpo", -1 + moved, no_gap, 1.0), expected)
-    # What the engine has moved counts as moved; for the other it is a weight.
-    still = torch.full((1, 1, 3), -1.0)
-    torch.testing.assert_close(rival("ctpo", still, moved, 1.0), expected)
-    weighted = rival("ctpo_sequence", -1 + moved, torch.tensor([[[0.5, -0.1, 0.0]]]), 1.0)
-    torch.testing.assert_close(weighted, math.exp(0.4) * expected)
-    # Falling, the lower bounds are exp(-0.025 sqrt(t)).
-    falling = rival("ctpo", -1 - torch.tensor([[[0.03, 0.0, 0.01]]]), no_gap, -1.0)
-    expected = torch.tensor([[[0.0, math.exp(-0.03), math.exp(-0.04)]]])
-    torch.testing.assert_close(falling, expected)
-
-
-def test_own_candidates_truncate_other_products() -> None:
+def test_candidates_truncate_other_products() -> None:
     rho = torch.tensor([[[0.5, 1.5, 2.0, 0.8]]])  # the product is 1.2
     expected = {
-        "prefix_tis": [0.5, 0.75, 1.5, 1.2],
-        "suffix_tis": [1.2, 2.0, 1.6, 0.8],  # the second is 2.4, above C
         "mixed_tis": [0.6**0.5, 1.8**0.5, 2.4**0.5, 0.96**0.5],
         "root_tis": [1.2**0.5] * 4,
-        "mipu_step_1": [1.2**0.25] * 4,
     }
     for objective, weights in expected.items():
-        gradient = rival(objective, torch.full((1, 1, 4), -1.0), rho.log(), advantage=1.0)
+        gradient = gradient_of(objective, torch.full((1, 1, 4), -1.0), rho.log(), advantage=1.0)
         torch.testing.assert_close(gradient, -torch.tensor([[weights]]), msg=objective)
 
 
@@ -246,55 +152,24 @@ def test_tempered_products_have_a_bounded_spread() -> None:
     still, log_rho = torch.full((2, 2, 1), -1.0), torch.tensor([[[2.0], [-2.0]], [[0.5], [-0.5]]])
     # The first seed's logarithms are halved, and exp(1) is above C. The second's are as they are.
     expected = [[[2.0], [math.exp(-1)]], [[math.exp(0.5)], [math.exp(-0.5)]]]
-    gradient = rival("tempered_tis", still, log_rho, 1.0)
+    gradient = gradient_of("tempered_tis", still, log_rho, 1.0)
     torch.testing.assert_close(gradient, -torch.tensor(expected))
 
 
-def test_mipu_estimates_how_much_a_copy_is_better_than_its_policy() -> None:
-    # In every state the copy is right with 1/2 and the policy with 1/4; chance is 1/12. An answer
-    # of the copy that is right has the ratio 1/2, a wrong one 3/2.
-    states = torch.arange(STATES)
-    right = (states // SYMBOLS + states % SYMBOLS) % SYMBOLS
-
-    def knows(share: float) -> Tensor:
-        table = torch.full((1, STATES, SYMBOLS), math.log((1 - share) / (SYMBOLS - 1)))
-        table[:, states, right] = math.log(share)
-        return table
-
-    better, worse, generator = knows(0.5), knows(0.25), torch.Generator().manual_seed(0)
-    # Half of the answers are right: their advantages are about 1 and -1.
-    assert gap_estimate(Chain(1), worse, better, generator).item() == pytest.approx(0.5, abs=0.06)
-    assert gap_estimate(Chain(1), better, worse, generator).item() < -0.2
-    assert gap_estimate(Chain(1), better, better, generator).item() == 0
-
-
-def test_mipu_takes_back_what_its_estimate_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    arm = Arm(objective="mipu", length=4)
-
-    def refuse_one(*_: object) -> Tensor:
-        return torch.tensor([1.0, -1.0])
-
-    monkeypatch.setattr("benchmarks.study.train.gap_estimate", refuse_one)
-    refused = run(arm, seeds=2, steps=2)
-    accepted = run(replace(arm, objective="mipu_step_1"), seeds=2, steps=2)
-    assert refused.after[0] == accepted.after[0]
-    assert refused.after[1] == refused.before[1]
-    assert refused.stats["rejected"] == 0.5
-
-
-def test_rivals_are_tis_where_no_token_is_above_a_bound() -> None:
+def test_a_candidate_is_sequence_tis_where_answers_have_one_token() -> None:
     generator = torch.Generator().manual_seed(0)
-    current = -1 - torch.rand(4, 5, generator=generator)
-    proximal = current + 0.1 * torch.randn(4, 5, generator=generator)
-    behaviour = proximal + 0.1 * torch.randn(4, 5, generator=generator)
-    advantages = torch.randn(4, 5, generator=generator)
-    weights = torch.full((4, 5), 1 / 20)
-    tensors = (current, proximal, behaviour, advantages, weights)
-    tis = policy_objective(*tensors, objective="tis", **SETTINGS)
-    for objective in ("icepop", "mis"):
-        loss, stats = rival_loss(*tensors, objective=objective, **SETTINGS)
-        torch.testing.assert_close(loss, tis.loss)
-        assert stats["clipped"] == tis.stats["clipped"]
+    current = -1 - torch.rand(4, 1, generator=generator)
+    proximal = current + 0.1 * torch.randn(4, 1, generator=generator)
+    behaviour = proximal + 0.1 * torch.randn(4, 1, generator=generator)
+    advantages = torch.randn(4, 1, generator=generator)
+    tensors = (current, proximal, behaviour, advantages, torch.full((4, 1), 1 / 4))
+    expected = policy_objective(
+        *tensors, objective="sequence_tis", sequence_log_rho=proximal - behaviour, **SETTINGS
+    )
+    for objective in CANDIDATES:
+        loss, stats = candidate_loss(*tensors, objective=objective, **SETTINGS)
+        torch.testing.assert_close(loss, expected.loss)
+        assert stats["clipped"] == expected.stats["clipped"]
 
 
 def test_what_an_arm_of_a_chapter_is_compared_with_belongs_to_the_chapter() -> None:

@@ -11,12 +11,9 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
 
     chapter            what differs between its arms
     map                objective x gap x staleness x minibatches per step
-    rivals             objectives of others
-    newest             their newest, and this project's own candidates
-    straight_through   a learner that computes with the engine's codes
+    candidates         other weights with a product of the sequence, by length of answers
     cap                C of tis and acr
     rate               learning rate
-    bandit             the second task, with one token per answer
     length             length of the answers
     top_p              symbols drawn from a nucleus, the learner's log-probs over the same
     uaq                s, against a learning rate that is as much larger and against stochastic
@@ -37,8 +34,8 @@ from typing import Any
 import torch
 
 from benchmarks import machine
+from benchmarks.study.candidates import CANDIDATES
 from benchmarks.study.figures import draw_lengths, draw_map
-from benchmarks.study.rivals import NEWEST, OWN, RIVALS
 from benchmarks.study.train import GAP_NAMES, Arm, Gap, run
 from qurl_megatron.files import read_json_lines
 
@@ -62,42 +59,23 @@ MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
     (16, "int4", (0, 4)),
     (16, "int8", (4,)),
 )
-LASTING = (
-    "on_policy", "tis", "sequence_tis", "ais", "ctpo_sequence", "mipu_step_1", "prefix_tis",
-    "mixed_tis", "root_tis", "tempered_tis",
-)  # fmt: skip
-LONG = ("tis", "sequence_tis", "mixed_tis", "root_tis", "tempered_tis")
+LONG = ("tis", "sequence_tis", *CANDIDATES)
 LENGTHS = (32, 128, 512)
-# Every rule in the cells that tell most, and without those that fail there in the others.
-NEWEST_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
-    (32, "int4", (4,), ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)),
-    (32, "int4x2", (0,), ("on_policy", "tis", "sequence_tis", *NEWEST, *OWN)),
-    (32, "int4", (0, 16), LASTING),
-    (32, "int4x2", (4,), LASTING),
+CANDIDATE_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
+    (32, "int4", (0, 4, 16), ("on_policy", *LONG)),
+    (32, "int4x2", (0, 4), ("on_policy", *LONG)),
     (128, "int4", (4, 16), LONG),
     (128, "int4x2", (0,), LONG),
     (512, "int4", (4,), LONG),
     (512, "int4", (0,), ("tis", "sequence_tis")),
     (512, "int8", (4,), ("tis", "sequence_tis")),
     (32, "int8", (4,), ("tis", "sequence_tis", "root_tis", "tempered_tis")),
-    (32, "int8", (0,), ("tis", "mipu")),
 )
 TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
 
 
 def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
     """Return the arms of each chapter, and the arm that each is compared with: of `against`."""
-    rivals = [
-        replace(cell, objective=objective)
-        for cell in (
-            FAR,
-            replace(FAR, staleness=0),
-            replace(FAR, gap="int8"),
-            replace(FAR, gap="int8", staleness=0),
-            replace(FAR, gap="int4x2", staleness=0),
-        )
-        for objective in (*OBJECTIVES, "sequence_tis", *RIVALS)
-    ]
     arms = {
         "map": [
             Arm(objective=objective, gap=gap, staleness=staleness, minibatches=minibatches)
@@ -107,18 +85,11 @@ def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
             # With one minibatch R is 1, so nothing is clipped and acr is tis.
             if minibatches > 1 or objective != "acr"
         ],
-        "rivals": rivals,
-        "newest": [
+        "candidates": [
             replace(FAR, length=length, gap=gap, staleness=staleness, objective=objective)
-            for length, gap, ages, objectives in NEWEST_CELLS
+            for length, gap, ages, objectives in CANDIDATE_CELLS
             for staleness in ages
             for objective in objectives
-        ],
-        "straight_through": [
-            replace(arm, straight_through=straight_through)
-            for arm in rivals
-            if arm.objective in ("on_policy", "tis", "sequence_tis")
-            for straight_through in (False, True)
         ],
         "cap": [
             replace(cell, objective=objective, ratio_cap=cap)
@@ -129,11 +100,6 @@ def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
         "rate": [
             replace(FAR, objective=objective, learning_rate=rate)
             for rate in (3e-4, 3e-3)
-            for objective in OBJECTIVES
-        ],
-        "bandit": [
-            Arm(task="bandit", objective=objective, gap="int4", staleness=staleness, minibatches=4)
-            for staleness in (0, 4, 16)
             for objective in OBJECTIVES
         ],
         "length": [
@@ -149,9 +115,7 @@ def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
         ],
     }
     compared = {
-        chapter: {
-            arm: replace(arm, objective=against, straight_through=False) for arm in of_chapter
-        }
+        chapter: {arm: replace(arm, objective=against) for arm in of_chapter}
         for chapter, of_chapter in arms.items()
     }
     return compared | {"uaq": uaq_arms()}
@@ -214,7 +178,7 @@ def main() -> None:
         length: [replace(FAR, length=length, objective=objective) for objective in LONG]
         for length in LENGTHS
     }
-    if "newest" in arguments.chapters and outcomes.keys() >= set(chain(*by_length.values())):
+    if "candidates" in arguments.chapters and outcomes.keys() >= set(chain(*by_length.values())):
         draw_lengths(outcomes, by_length, PICTURES / "study_lengths.svg")
 
 

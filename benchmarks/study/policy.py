@@ -88,14 +88,11 @@ def new_parameters(seeds: int, generator: torch.Generator) -> Parameters:
     return parameters
 
 
-def logprob_table(
-    parameters: Parameters, engine: Engine | None = None, *, straight_through: bool = False
-) -> Tensor:
+def logprob_table(parameters: Parameters, engine: Engine | None = None) -> Tensor:
     """Return the log-probs of every next symbol in every state: `[seeds, STATES, SYMBOLS]`.
 
     Args:
         engine: computes the blocks' linear layers; None: full precision.
-        straight_through: gradients pass the engine's rounding as if it were the identity.
     """
     embedding = parameters["model.embed_tokens.weight"]
     hidden = (embedding[:, :SYMBOLS, None] + embedding[:, None, SYMBOLS:]).flatten(1, 2)
@@ -104,11 +101,7 @@ def logprob_table(
         weight = parameters[name]
         if engine is None:
             return inputs @ weight.mT
-        values, rounded = engine.weights(weight.detach()), engine.activations(inputs.detach())
-        if straight_through:
-            values = weight + (values - weight).detach()
-            rounded = inputs + (rounded - inputs).detach()
-        return rounded @ values.mT
+        return engine.activations(inputs.detach()) @ engine.weights(weight.detach()).mT
 
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"

@@ -1,10 +1,8 @@
-"""Two tasks whose scores are computed exactly, by summing over everything that could be sampled.
+"""A task whose score is computed exactly, by summing over everything that could be sampled.
 
-chain    The prompt is a start and a row of numbers. The answer adds them up modulo `SYMBOLS`,
-         one symbol per number, and is right if its last symbol is. One slip early in a chain
-         spoils its end, so the reward says little about each token, as in long reasoning.
-bandit   The prompt is one of `STATES` contexts, the answer one symbol. Each pair has a known
-         chance of a reward, so the best possible score is known.
+The prompt is a start and a row of numbers. The answer adds them up modulo `SYMBOLS`, one symbol per
+number, and is right if its last symbol is. One slip early in a chain spoils its end, so the reward
+says little about each token, as in long reasoning.
 """
 
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.study.policy import STATES, SYMBOLS
+from benchmarks.study.policy import SYMBOLS
 
 HELD_OUT_PROMPTS = 64
 
@@ -73,33 +71,6 @@ class Chain:
     def _prompts(self, shape: tuple[int, ...], generator: torch.Generator) -> tuple[Tensor, Tensor]:
         start = torch.randint(SYMBOLS, shape, generator=generator)
         return start, torch.randint(SYMBOLS, (*shape, self.length), generator=generator)
-
-
-class Bandit:
-    """One symbol per context, rewarded with a known chance."""
-
-    def __init__(self) -> None:
-        # Most pairs are poor, and each context has a few good ones.
-        uniform = torch.rand(STATES, SYMBOLS, generator=torch.Generator().manual_seed(1))
-        self.chances = uniform**4
-
-    def sample(
-        self, logprobs: Tensor, prompts: int, completions: int, generator: torch.Generator
-    ) -> Rollouts:
-        """Sample as `Chain.sample` does."""
-        seeds = logprobs.shape[0]
-        context = torch.randint(STATES, (seeds, prompts), generator=generator)
-        context = context.repeat_interleave(completions, dim=1)
-        uniform = torch.rand(context.shape, generator=generator)
-        cumulative = _cumulative(logprobs)[torch.arange(seeds)[:, None], context]
-        symbols = (cumulative <= uniform[..., None]).sum(-1)
-        rewarded = torch.rand(context.shape, generator=generator) < self.chances[context, symbols]
-        return Rollouts(context[..., None], symbols[..., None], rewarded.float())
-
-    def score(self, logprobs: Tensor) -> Tensor:
-        """Return the expected reward, relative to the best possible: `[seeds]` float32."""
-        best = self.chances.amax(-1).mean()
-        return (logprobs.exp() * self.chances).sum(-1).mean(-1) / best
 
 
 def _cumulative(logprobs: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from benchmarks.study.candidates import CANDIDATES, candidate_loss
 from benchmarks.study.policy import (
     STATES,
     SYMBOLS,
@@ -18,8 +19,7 @@ from benchmarks.study.policy import (
     logprob_table,
     new_parameters,
 )
-from benchmarks.study.rivals import NEWEST, OWN, RIVALS, rival_loss
-from benchmarks.study.tasks import Bandit, Chain
+from benchmarks.study.tasks import Chain
 from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.objective import (
     add_up,
@@ -48,9 +48,8 @@ GAP_NAMES: dict[Gap, str] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One setting, trained with many seeds. Two arms of a task begin with the same policies."""
+    """One setting, trained with many seeds. All arms of a length begin with the same policies."""
 
-    task: Literal["chain", "bandit"] = "chain"
     objective: str = "acr"
     gap: Gap = "int4"
     staleness: int = 0  # optimizer steps between the sampling policy and the proximal one, in steps
@@ -59,7 +58,6 @@ class Arm:
     learning_rate: float = 1e-3
     length: int = 32  # symbols per answer of a chain
     uaq_scale: float = 1.0
-    straight_through: bool = False  # the learner computes with the engine's codes
     rounding: Literal["nearest", "stochastic"] = "nearest"  # of the engine's weights
     masters: Literal["float32", "bfloat16"] = "float32"  # what Adam updates
     weight_rate: float = 1.0  # factor on the learning rate of the weights that UAQ divides by s
@@ -82,23 +80,20 @@ class Outcome:
 def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     """Train `seeds` policies for `steps` steps and return what was measured."""
     began = time.monotonic()
-    task = Chain(arm.length) if arm.task == "chain" else Bandit()
+    task = Chain(arm.length)
     nearest = ENGINES[arm.gap]
     engine = nearest
     if nearest is not None and arm.rounding == "stochastic":
         engine = replace(nearest, dither=torch.Generator().manual_seed(3))
-    begun = scaled(start(arm.task, arm.length, seeds), arm.uaq_scale)
+    begun = scaled(start(arm.length, seeds), arm.uaq_scale)
     parameters = {name: parameter.clone().requires_grad_() for name, parameter in begun.items()}
     round_masters(parameters, arm.masters)
     settings = OptimizerConfig(learning_rate=arm.learning_rate)
     optimizer = make_optimizer(parameters, settings, arm)
     objective = ObjectiveConfig(ratio_cap=arm.ratio_cap)
     generator = torch.Generator().manual_seed(2)  # the same numbers in every arm
-    validation = torch.Generator().manual_seed(4)
-    rejected = []
     # The engines' last tables, and the symbols that each may draw.
     behind: deque[tuple[Tensor, Tensor]] = deque(maxlen=arm.staleness + 1)
-    learner_engine = engine if arm.straight_through else None
 
     def score(of: Engine | None, top_p: float = 1.0) -> Tensor:
         with torch.no_grad():
@@ -114,9 +109,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             kept = nucleus(table, arm.top_p)
             behind.append((over(table, kept), kept))
             behaviour_table, kept = behind[0]
-            proximal_table = over(logprob_table(parameters, learner_engine), kept)
-        if arm.objective == "mipu":
-            unchanged = [each.clone() for each in changing(parameters, optimizer)]
+            proximal_table = over(logprob_table(parameters), kept)
         rollouts = task.sample(behaviour_table, PROMPTS, COMPLETIONS, generator)
         advantages = advantages_of(rollouts.rewards)
         rows = PROMPTS * COMPLETIONS // arm.minibatches
@@ -128,12 +121,11 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             mask = torch.ones_like(behaviour, dtype=torch.bool)
             lengths = torch.full((seeds * rows,), mask.shape[-1])
             weights = token_weights(mask.flatten(), lengths, objective.aggregation)
-            table = logprob_table(parameters, learner_engine, straight_through=arm.straight_through)
-            table = over(table, kept)
+            table = over(logprob_table(parameters), kept)
             of_sequence = (proximal - behaviour).sum(-1, keepdim=True).expand_as(mask)
             objective_loss = (
-                rival_loss
-                if arm.objective in RIVALS + NEWEST + OWN
+                candidate_loss
+                if arm.objective in CANDIDATES
                 else functools.partial(policy_objective, sequence_log_rho=of_sequence)
             )
             loss, stats = objective_loss(
@@ -156,13 +148,6 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             sums = mismatch_sums(proximal, behaviour, mask, objective.ratio_cap)
             sums |= {name: stats[name] for name in ("clipped", "acr_widened")}
             totals = add_up([totals, {name: value.item() for name, value in sums.items()}])
-        if arm.objective == "mipu":
-            with torch.no_grad():
-                tables = logprob_table(parameters), logprob_table(parameters, engine)
-            is_worse = gap_estimate(task, *tables, validation) < 0
-            for now, before_step in zip(changing(parameters, optimizer), unchanged, strict=True):
-                now[is_worse] = before_step[is_worse]
-            rejected.append(is_worse.float().mean().item())
         if nearest is not None:
             last, codes = codes, codes_of(parameters, nearest)
             flips.append(quantize.code_flips(last, codes).item() / codes.numel())
@@ -175,7 +160,6 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             **rollout_statistics(totals),
             **{name: totals[name] / totals["tokens"] for name in ("clipped", "acr_widened")},
             "code_flips": fmean(flips) if flips else 0.0,
-            "rejected": fmean(rejected) if rejected else 0.0,
         },
         seconds=time.monotonic() - began,
     )
@@ -195,13 +179,13 @@ def over(table: Tensor, kept: Tensor) -> Tensor:
 
 
 @functools.cache
-def start(task: str, length: int, seeds: int) -> Parameters:
+def start(length: int, seeds: int) -> Parameters:
     """Return the policies that training begins with, which are not to be changed.
 
-    Those of a chain were shown right steps until they score at least 30 %, each seed for itself.
+    They were shown right steps until they score at least 30 %, each seed for itself.
     """
     parameters = new_parameters(seeds, torch.Generator().manual_seed(0))
-    return warmed_up(parameters, Chain(length), 0.3) if task == "chain" else parameters
+    return warmed_up(parameters, Chain(length), 0.3)
 
 
 def warmed_up(parameters: Parameters, task: Chain, score: float) -> Parameters:
@@ -279,30 +263,6 @@ def clip_gradients(parameters: Parameters, largest: float) -> None:
     factor = (largest / (torch.as_tensor(squares).sqrt() + 1e-6)).clamp(max=1)
     for gradient in gradients:
         gradient *= factor.view(-1, *[1] * (gradient.dim() - 1))
-
-
-def changing(parameters: Parameters, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return what an update changes, with a leading dimension of seeds: weights, Adam's moments."""
-    moments = [
-        optimizer.state[parameter].get(moment, torch.zeros_like(parameter))
-        for parameter in parameters.values()
-        for moment in ("exp_avg", "exp_avg_sq")
-    ]
-    return [*(parameter.detach() for parameter in parameters.values()), *moments]
-
-
-def gap_estimate(
-    task: Chain | Bandit, table: Tensor, quantized: Tensor, generator: torch.Generator
-) -> Tensor:
-    """Return MIPU's estimate of how much better a quantized copy is than its policy: `[seeds]`.
-
-    It is the mean of (1 - ratio) * advantage over answers to new prompts, which the copy samples,
-    where the ratio of an answer is the policy's to the copy's, the geometric mean over its tokens.
-    """
-    rollouts = task.sample(quantized, PROMPTS, COMPLETIONS, generator)
-    policy, copy = (taken(each, rollouts.states, rollouts.symbols) for each in (table, quantized))
-    ratio = (policy - copy).mean(-1).exp()
-    return ((1 - ratio) * advantages_of(rollouts.rewards)).mean(-1)
 
 
 def advantages_of(rewards: Tensor) -> Tensor:
