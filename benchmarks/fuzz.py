@@ -78,7 +78,7 @@ HOSTILE = """-1 0 1 1e300 -0.0 nan inf NaN 9999999999999999999999 1e-320 0x10 1_
     file:///x http://a:1 https://[::1 reasoning_gym: reasoning_gym:x model problems.jsonl
     runs/run quantized x:y:z a,b,,c =x x=y""".split()
 FILES = """config.yaml data.txt metrics.jsonl samples.jsonl weights.jsonl summary.json mismatch.json
-    owner.json servers.json servers_at.json job.json logs/learner_rank0.log
+    owner.json logs/servers_here.json servers_at.json job.json logs/learner_rank0.log
     checkpoints/step_000001/state.json evaluation/step_000000/held_out.jsonl""".split()
 
 STEP = {each.name: 1 for each in fields(StepMetrics) if each.default is each.default_factory}

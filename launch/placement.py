@@ -1,6 +1,6 @@
 """Assign GPUs and nodes to the learner ranks and servers of a run.
 
-On one machine: `place_servers`. On the nodes of a Slurm job: `make_plan`. For a job that is not
+On one machine: `plan_here`. On the nodes of a Slurm job: `make_plan`. For a job that is not
 submitted yet: `smallest_plan`, which finds how many nodes the run needs.
 """
 
@@ -30,7 +30,7 @@ from qurl_megatron.planning.memory import (
 )
 from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
 from qurl_megatron.planning.turns import beside_servers, learner_turn, node_bytes, num_sets
-from qurl_megatron.process import make_key
+from qurl_megatron.process import free_port, make_key
 
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
@@ -310,6 +310,22 @@ class JobPlan:
         """Read a plan that `save` wrote."""
         tree = json.loads(path.read_text())
         return JobPlan(**{**tree, "nodes": [NodePlan(**node) for node in tree["nodes"]]})
+
+
+def plan_here(config: Config, num_gpus: int, attempt: int) -> JobPlan:
+    """Return the plan of a run whose only node is this machine.
+
+    Raises:
+        ConfigError: as `place_servers`.
+    """
+    placed = place_servers(config, num_gpus)
+    servers = [
+        (name, index, gpus[0] if gpus else 0)
+        for name, of_set in placed.items()
+        for index, gpus in enumerate(of_set)
+    ]
+    node = NodePlan("here", num_gpus, config.learner.world_size, servers, sends=True)
+    return JobPlan(secrets.token_hex(8), make_key(), attempt, "127.0.0.1", free_port(), [node])
 
 
 def make_plan(

@@ -1,4 +1,4 @@
-"""One start of a run (an attempt), and the servers that a process starts and keeps running in it.
+"""One start of a run (an attempt), and the servers that a supervisor keeps running in it.
 
 A server that dies, or that the learner reports hung, is killed and started again, and the roster is
 written again. There are two limits:
@@ -54,6 +54,10 @@ class Attempt:
         logs = self.config.run_dir / "logs"
         return logs / f"resumed_{self.number}" if self.number else logs
 
+    def roster(self, node: str) -> Path:
+        """Return the file in which a node's supervisor lists its servers."""
+        return self.logs / f"servers_{node}.json"
+
     def rank_log(self, rank: int) -> Path:
         """Return the log file of a learner rank."""
         return self.logs / f"learner_rank{rank}.log"
@@ -66,7 +70,7 @@ class Attempt:
     def num_starts(self, spec: ServerSpec) -> int:
         """Return how often a server was started in this attempt, which its logs show.
 
-        A starter that takes the place of a dead one continues its count.
+        A supervisor that takes the place of a dead one continues its count.
         """
         restarted = self.server_log(spec, 0).stem + "_restarted_*.log"
         return self.server_log(spec, 0).exists() + len(list(self.logs.glob(restarted)))
@@ -127,16 +131,13 @@ class Servers:
     _has_turn: bool = False  # while a server is started that shares its GPUs with a learner
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
-        """Start a server for the first time; it becomes ready in the background.
-
-        If it `may_start` only later, because a learner runs already, wait for that before.
-        """
-        self.may_start()
+        """Start a server for the first time; it becomes ready in the background."""
+        self._may_start()
         server = self._start(spec, gpus)
         self._slots.append(_Slot(spec, gpus, server, listed=server))
         return server
 
-    def may_start(self) -> bool:
+    def _may_start(self) -> bool:
         """Return whether a server may start: always, or if it is not the learner's turn."""
         if self._takes_turns and not self._has_turn:
             self._has_turn = self._turn.try_to_take()
@@ -166,7 +167,7 @@ class Servers:
             if not slot.waits and (failure := self._failure(slot, reported)):
                 self._end(slot, failure)
         for slot in self._slots:
-            if slot.waits and not self._shares_gpu_with_a_start(slot) and self.may_start():
+            if slot.waits and not self._shares_gpu_with_a_start(slot) and self._may_start():
                 slot.server = self._start(slot.spec, slot.gpus)
                 slot.waits, slot.started_at = False, time.monotonic()
                 if not self._takes_turns:

@@ -5,14 +5,14 @@
 It reads the variables that the script sets (`launch/experiment.py:_variables`), whose names begin
 with QURL_.
 
-The job has learner nodes, with one task per rank, and rollout nodes, with one task per node that
-starts and watches the node's servers. The tasks run `launch/slurm_task.py`. This process starts and
-watches both sides, learner and rollout:
+Every node of the job has one task, which supervises its part of the plan (`supervisor.py`). The
+nodes of the learner are one job step, also where servers share them. Each other node has servers
+only, and is a step by itself. This process starts and watches them:
 
-- When the learner ends, the rollout nodes are ended too. The job's exit code is the learner's.
-- A rollout task that ends is started again on its node. When the node is lost, or its task has been
-  started again too often, the learner goes on with the servers of the other nodes, if they are
-  enough. A server that fails during its first start ends the job.
+- When the learner ends, the other nodes are ended too. The job's exit code is the learner's.
+- The supervisor of a rollout node that ends is started again. When the node is lost, or its
+  supervisor has been started again too often, the learner goes on with the servers of the other
+  nodes, if they are enough. A server that fails during its first start ends the job.
 - With --no-kill, Slurm lets a job that loses its batch host go on, with nothing to end it. So a
   guard on a rollout node then requeues it.
 - This process's own clock, USR1 (from Slurm, before the time limit) and TERM (preemption) ask the
@@ -50,12 +50,12 @@ from qurl_megatron.launch.placement import JobPlan, NodeGroup, check_turns, make
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.serve import release_servers_at, save_servers_at
 from qurl_megatron.launch.servers import Attempt, RestartLimit
-from qurl_megatron.launch.slurm_task import START_FAILED, roster_of
+from qurl_megatron.launch.slurm_task import START_FAILED
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import H100, Node, node_of
 from qurl_megatron.planning.job import objections
-from qurl_megatron.process import LOG_TAIL_LINES, free_port, tail
+from qurl_megatron.process import free_port
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
 
@@ -65,20 +65,16 @@ REMIND_S = 5.0  # between two requests to stop early; a rank that is still start
 PREFLIGHT_TIMEOUT_S = 300.0
 CONTAINER_TIMEOUT_S = 3600.0  # of a preflight whose nodes import a container image first
 END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
-RETRY_S = 10.0  # between the end of a rollout node's task and its next start
+RETRY_S = 10.0  # between the end of a rollout node's supervisor and its next start
 GUARD_POLL_S = 60.0
 ASK_AGAIN_S = 10.0  # between two attempts to reach Slurm's controller, which restarts now and then
 ASK_ONCE_TIMEOUT_S = 15.0
 ASK_TIMEOUT_S = 300.0  # for all of these attempts
 CLOCK_POLL_S = 30.0  # between two looks at the time limit, and at what steps and saves take
 SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has ended
-RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a server's log
 # A request to stop early must not kill a task whose Python is still starting. (The option
 # --ignore-signal of `env` would do, but needs coreutils 8.31, and RHEL 8 has 8.30.)
 IGNORE_SIGNALS = ["sh", "-c", "trap '' USR1 TERM; exec \"$@\"", "sh"]
-# For steps that have the same GPUs, all of a node's, in turn. By default a step has them alone, and
-# the next one waits for its end. (With --gpu-bind=none, Slurm 22.05 names its tasks no GPUs.)
-OVERLAP = ["--overlap"]
 LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this much late
 LEAD_GROWTH = (
     1.1  # the next step, evaluation or save may take this much longer than the longest yet
@@ -104,9 +100,9 @@ def _run(config: Config, max_restarts: int) -> int:
     with exit_on_bad_input():
         takes_turns = config.rollout.placement == "shared"
         groups = node_groups(os.environ, config.learner.world_size, takes_turns=takes_turns)
-        learner_group, *rollout_groups = groups
+        learner_group = groups[0]
         attempt = Attempt.create(config)
-        rollout_nodes = [name for group in rollout_groups for name in group.nodes]
+        rollout_nodes = [name for group in groups[1:] for name in group.nodes]
         plan = make_plan(config, attempt.number, learner_group.nodes, rollout_nodes, free_port())
         save_servers_at(config)
         if takes_turns:
@@ -128,15 +124,9 @@ def _run(config: Config, max_restarts: int) -> int:
         save_s = expected_save_s(config)
     with contextlib.ExitStack() as stack:
         stack.callback(release_servers_at, config)
-        with_servers = {node.name for node in plan.nodes if node.servers}
-        nodes = [name for name in groups[-1].nodes if name in with_servers]
-        rollout = RolloutSide(attempt, dataclasses.replace(groups[-1], nodes=nodes), takes_turns)
+        rollout = RolloutSide(attempt, groups)
         stack.callback(rollout.end)
-        threads = {"OMP_NUM_THREADS": str(config.learner.threads_per_rank)}
-        command = task("learner", attempt.logs)
-        command = [*OVERLAP, *command] if takes_turns else command
-        tasks = srun(learner_group, config.learner.world_size, command)
-        learner = JobStep(attempt, "learner", tasks, threads)
+        learner = JobStep(attempt, "learner", srun(learner_group, task("supervisor", attempt.logs)))
         stack.callback(end_steps, [learner])
         code = watch(config, learner, rollout, stop_requests, save_s)
     is_requeued = is_resumable(code, learner_group.nodes) and requeue(max_restarts)
@@ -186,18 +176,15 @@ class JobStep(subprocess.Popen[bytes]):
     Its exit code is the highest of its tasks.
     """
 
-    def __init__(
-        self, attempt: Attempt, name: str, command: list[str], environment: Mapping[str, str] = {}
-    ) -> None:
+    def __init__(self, attempt: Attempt, name: str, command: list[str]) -> None:
         self.started_at = time.monotonic()
         self.ended_at: float | None = None  # the clock when its end was noticed
         self._name = name
-        self._attempt = attempt
         self._log = attempt.logs / f"srun_{name}.log"
         with self._log.open("wb") as log:
             super().__init__(
                 command,
-                env={**step_environment(os.environ), **environment},
+                env=step_environment(os.environ),
                 stdin=subprocess.DEVNULL,
                 stderr=log,
                 # srun waits for the signals that are blocked when it starts, and forwards them.
@@ -205,14 +192,10 @@ class JobStep(subprocess.Popen[bytes]):
             )
 
     def report(self, code: int) -> None:
-        """Print that the step ended, with srun's messages and the end of the failed rank's log."""
+        """Print that the step ended, with srun's messages."""
         lines = self._log.read_text(errors="replace").splitlines()
         messages = "\n".join(line for line in lines if line.startswith("srun: "))
         text = f"\nqurl: {self._name} ended with code {code}; srun printed:\n{messages}\n"
-        task = re.search(r"task[s]? (\d+)", messages)
-        if self._name == "learner" and task:
-            log = self._attempt.rank_log(int(task[1]))
-            text += f"the end of {log}:\n{tail(log, RANK_LOG_LINES)}"
         print(text, file=sys.stderr, flush=True)
 
 
@@ -232,33 +215,33 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> 
 
 
 class RolloutSide:
-    """The rollout nodes of the job, with a job step each, so that one can end without the others.
+    """The nodes with servers only, with a job step each, so that one can end without the others.
 
     A node that is given up gets an empty roster, which tells the learner that no server will come
-    back there.
+    back there. Where all servers are on the learner's nodes there is only the guard.
     """
 
-    def __init__(self, attempt: Attempt, group: NodeGroup, takes_turns: bool) -> None:
-        """Start the tasks of all nodes of a group, whose GPUs the learner has too in its turns."""
+    def __init__(self, attempt: Attempt, groups: Sequence[NodeGroup]) -> None:
+        """Start the supervisors of all groups but the learner's, the first, and the guard."""
         self._attempt = attempt
-        self._group = group
-        self._options = OVERLAP if takes_turns else []
-        self._limits = {name: RestartLimit() for name in group.nodes}
-        # For each node, the step that runs its task, or ran it last.
-        self._steps = {name: self._start(name) for name in group.nodes}
+        self._group = groups[-1]
+        nodes = [name for group in groups[1:] for name in group.nodes]
+        self._limits = {name: RestartLimit() for name in nodes}
+        # For each node, the step that runs its supervisor, or ran it last.
+        self._steps = {name: self._start(name) for name in nodes}
         self._guard = self._start_guard()
 
     def check(self) -> bool:
-        """Start again the tasks that have ended; call it often.
+        """Start again the supervisors that have ended; call it often.
 
-        Return False if a task could not start its servers at all, which ends the job.
+        Return False if one could not start its servers at all, which ends the job.
         """
         now = time.monotonic()
         for name, step in list(self._steps.items()):
             code = step.poll()
             if code is None:
                 continue
-            roster = roster_of(self._attempt.logs, name)
+            roster = self._attempt.roster(name)
             if step.ended_at is None:
                 step.ended_at = now
                 step.report(code)
@@ -267,35 +250,33 @@ class RolloutSide:
             if now < step.ended_at + RETRY_S:
                 continue
             if self._limits[name].allows():
-                print(f"qurl: starting the rollout task of {name} again", flush=True)
+                print(f"qurl: starting the supervisor of {name} again", flush=True)
                 self._steps[name] = self._start(name)
             else:
                 print(f"qurl: {name} is lost; its servers do not come back", flush=True)
                 save_roster(roster, {})
                 del self._steps[name]
-        is_due = now > self._guard.started_at + RETRY_S
-        if self._guard.poll() is not None and self._steps and is_due:
+        if self._guard.poll() is not None and now > self._guard.started_at + RETRY_S:
             self._guard = self._start_guard()
         return True
 
     def end(self) -> None:
-        """End all tasks, and the guard."""
+        """End all supervisors, and the guard."""
         end_steps([self._guard, *self._steps.values()])
 
     def _start(self, node: str) -> JobStep:
-        command = [*self._options, *task("rollout", self._attempt.logs)]
-        return self._step(node, f"rollout_{node}", command)
+        return self._step(node, f"rollout_{node}", task("supervisor", self._attempt.logs))
 
     def _start_guard(self) -> JobStep:
         running = [node for node, step in self._steps.items() if step.ended_at is None]
-        # It asks Slurm, which a container may not be able to.
+        # It asks Slurm, which a container may not be able to, and has no part of the node.
         command = [*IGNORE_SIGNALS, sys.executable, "-m", "qurl_megatron.launch.slurm", "guard"]
         command = ["--overlap", *command, str(self._attempt.logs)]
-        return self._step((running or list(self._steps))[-1], "guard", command)
+        return self._step((running or self._group.nodes)[-1], "guard", command)
 
     def _step(self, node: str, name: str, command: list[str]) -> JobStep:
         group = dataclasses.replace(self._group, nodes=[node])
-        return JobStep(self._attempt, name, srun(group, 1, command))
+        return JobStep(self._attempt, name, srun(group, command))
 
 
 def guard(logs: Path) -> None:
@@ -383,7 +364,7 @@ def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
     reports.mkdir()
     steps = [
         subprocess.Popen(
-            srun(group, len(group.nodes), task("preflight", attempt.logs, plan.token)),
+            srun(group, task("preflight", attempt.logs, plan.token)),
             env=step_environment(os.environ),
             stdin=subprocess.DEVNULL,
         )
@@ -414,8 +395,7 @@ def network_works(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
     # Without a limit of srun's own: the nodes that are left say who is missing.
     command = ["--wait=0", *task("network", attempt.logs, free_port())]
     steps = [
-        JobStep(attempt, f"network_{group.nodes[0]}", srun(group, len(group.nodes), command))
-        for group in groups
+        JobStep(attempt, f"network_{group.nodes[0]}", srun(group, command)) for group in groups
     ]
     wait_for(steps, network.limit_s(plan.nodes))
     end_steps(steps)
@@ -424,24 +404,22 @@ def network_works(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
     return works
 
 
-def srun(group: NodeGroup, tasks: int, command: Sequence[str]) -> list[str]:
-    """Return the command that runs tasks, equally many on each node of a group.
+def srun(group: NodeGroup, command: Sequence[str]) -> list[str]:
+    """Return the command that runs one task on each node of a group, with all of its CPUs.
 
-    When the first task ends, the others have `SRUN_WAIT_S` to end too. So a rank that dies ends its
-    side, and ranks that are done do not kill each other. `command` may begin with further options.
+    When the first task ends, the others have `SRUN_WAIT_S` to end too. So a node whose rank dies
+    ends the learner, and nodes that are done do not end the others. `command` may begin with
+    further options.
     """
-    per_node = tasks // len(group.nodes)
     het_group = [] if group.het_group is None else [f"--het-group={group.het_group}"]
     return [
         "srun",
         *het_group,
         f"--nodelist={','.join(group.nodes)}",
         f"--nodes={len(group.nodes)}",
-        f"--ntasks={tasks}",
-        f"--ntasks-per-node={per_node}",
-        f"--cpus-per-task={max(1, group.cpus // per_node)}",
-        # Slurm would deal the ranks of a node to its sockets in turn, away from their GPUs.
-        "--distribution=block:block",
+        f"--ntasks={len(group.nodes)}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={group.cpus}",
         f"--wait={SRUN_WAIT_S}",
         "--kill-on-bad-exit=0",
         *shlex.split(os.environ.get("QURL_SRUN_ARGS", "")),

@@ -120,7 +120,7 @@ def server_counts(run_dir: Path) -> str:
     Return an empty string before the servers are started.
     """
     logs = newest_attempt(run_dir)
-    rosters = list(logs.glob("servers_*.json")) or list(run_dir.glob("servers.json"))
+    rosters = list(logs.glob("servers_*.json"))
     if not rosters:
         return ""
     servers = [read_json_object(path, dict[str, dict[str, Any]]) for path in rosters]

@@ -153,28 +153,19 @@ def logit_tile(rows: int, whole: bool) -> tuple[int, int]:
     return max(2**18 // height, 64), height
 
 
-def _from_environment(torchrun: str, slurm: str, default: int) -> int:
-    """Return torchrun's variable, else the one that srun sets for each task, else `default`."""
-    if torchrun in os.environ:
-        return int(os.environ[torchrun])
-    if "SLURM_STEP_NUM_TASKS" in os.environ:  # unset in the batch shell, which is not a task
-        return int(os.environ[slurm])
-    return default
-
-
 def rank() -> int:
-    """Return the rank of this process among all learner ranks."""
-    return _from_environment("RANK", "SLURM_PROCID", 0)
+    """Return the rank of this process among all learner ranks, as torchrun's variables have it."""
+    return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
     """Return the number of learner ranks."""
-    return _from_environment("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", 1)
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def local_rank() -> int:
     """Return the rank of this process among those on its machine."""
-    return _from_environment("LOCAL_RANK", "SLURM_LOCALID", 0)
+    return int(os.environ.get("LOCAL_RANK", 0))
 
 
 def variables(prefixes: tuple[str, ...]) -> set[str]:

@@ -26,7 +26,7 @@ from qurl_megatron.config.schema import (
     RolloutConfig,
     ServerConfig,
 )
-from qurl_megatron.launch import local, slurm, slurm_task
+from qurl_megatron.launch import local, slurm, slurm_task, supervisor
 from qurl_megatron.launch.placement import (
     JobPlan,
     NodeGroup,
@@ -322,8 +322,8 @@ def test_tasks_run_in_the_container_and_steps_with_the_options_that_the_script_n
 ) -> None:
     monkeypatch.setenv("QURL_CONTAINER_OPTIONS", "--container-image='my image'")
     monkeypatch.setenv("QURL_SRUN_ARGS", "--mpi=none --comment='a b'")
-    assert slurm.task("learner", "/logs")[0] == "--container-image=my image"
-    command = slurm.srun(NodeGroup(["n3"], None, cpus=8), 2, ["true"])
+    assert slurm.task("supervisor", "/logs")[0] == "--container-image=my image"
+    command = slurm.srun(NodeGroup(["n3"], None, cpus=8), ["true"])
     assert command[-3:] == ["--mpi=none", "--comment=a b", "true"]
 
 
@@ -340,10 +340,10 @@ def test_steps_do_not_inherit_the_options_of_sbatch() -> None:
     assert slurm.step_environment(environment) == {"SLURM_JOB_ID": "7"}
 
 
-def test_a_step_names_its_nodes_and_their_group_of_a_heterogeneous_job() -> None:
-    command = slurm.srun(NodeGroup(["n3"], 1, cpus=8), 2, ["true"])
-    assert command[:4] == ["srun", "--het-group=1", "--nodelist=n3", "--nodes=1"]
-    assert {"--ntasks=2", "--cpus-per-task=4"} <= set(command) and command[-1] == "true"
+def test_a_step_names_its_nodes_and_their_group_and_has_a_task_with_all_cpus_on_each() -> None:
+    command = slurm.srun(NodeGroup(["n3", "n4"], 1, cpus=8), ["true"])
+    assert command[:4] == ["srun", "--het-group=1", "--nodelist=n3,n4", "--nodes=2"]
+    assert {"--ntasks=2", "--cpus-per-task=8"} <= set(command) and command[-1] == "true"
 
 
 class Controller:
@@ -533,7 +533,7 @@ def test_a_signal_to_a_launcher_or_its_closed_terminal_ends_a_run_in_order(
     config = Config(output_dir=str(tmp_path), name="first")
     config.run_dir.mkdir()
     released: list[Config] = []
-    monkeypatch.setattr(local, "preload", lambda *_: os.kill(os.getpid(), number))
+    monkeypatch.setattr(supervisor, "preload", lambda *_: os.kill(os.getpid(), number))
     monkeypatch.setattr(local, "release_servers_at", released.append)
     with contextlib.suppress(OSError), (tmp_path / terminal).open("w") as errors:
         monkeypatch.setattr(sys, "stderr", errors)
@@ -555,11 +555,11 @@ def test_a_job_without_a_name_for_its_run_is_refused() -> None:
 def test_a_rank_that_loses_a_request_to_stop_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "import signal, sys, time; asked = []\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3) if asked else asked.append(1))\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3) if asked else asked.append(1))\n"
         "print('ready', flush=True); time.sleep(60); time.sleep(60)"
     )
     rank = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     assert rank.stdout and rank.stdout.readline() == b"ready\n"
-    monkeypatch.setattr(local, "REMIND_S", 0.5)
-    local._stop_ranks([Started(rank.pid, rank.poll)])
+    monkeypatch.setattr(supervisor, "REMIND_S", 0.5)
+    supervisor.end_ranks([Started(rank.pid, rank.poll)])
     assert rank.returncode == 3

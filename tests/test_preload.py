@@ -50,6 +50,7 @@ def main(name):
     print("USR1 ignored:", signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
     print("TERM by default:", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
     print("event loops:", type(asyncio.get_event_loop_policy()).__module__)
+    print("CPUs:", len(os.sched_getaffinity(0)))
     print("blocked:", [number.name for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])])
     sys.exit(7)
 
@@ -99,12 +100,13 @@ def how(request: pytest.FixtureRequest) -> str:
 
 DESCRIBE = """
 signals = {"ignored_signals": [signal.SIGUSR1], "blocked_signals": [signal.SIGUSR2]}
-started = start("describe", environment={"COLOUR": "green"}, **signals)
+cpus = [min(os.sched_getaffinity(0))]
+started = start("describe", environment={"COLOUR": "green"}, cpus=cpus, **signals)
 print(wait(started), preload.exit_code(started.pid))
 """
 
 
-def test_a_program_has_its_own_session_environment_log_signals_and_exit_code(
+def test_a_program_has_its_own_session_environment_log_cpus_signals_and_exit_code(
     starter: Starter, how: str
 ) -> None:
     assert starter.run(DESCRIBE, how) == ["7 7"]
@@ -116,6 +118,7 @@ def test_a_program_has_its_own_session_environment_log_signals_and_exit_code(
         "USR1 ignored: True",
         "TERM by default: True",
         "event loops: uvloop",
+        "CPUs: 1",
         "blocked: ['SIGUSR2']",
         "at its end",
     }

@@ -114,7 +114,7 @@ def test_a_run_that_is_not_complete_ends_with_the_line_that_resumes_it(
     line = f"to {place}: qurl resume '{tmp_path}/my runs/first'\n"
 
     def failing(config: Config) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device", "runs/first/servers.json")
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/first/logs/servers_here.json")
 
     monkeypatch.setattr(local, "_launch", lambda config: code)
     assert local.launch(config) == code
@@ -122,7 +122,7 @@ def test_a_run_that_is_not_complete_ends_with_the_line_that_resumes_it(
     monkeypatch.setattr(local, "_launch", failing)
     with pytest.raises(SystemExit):
         local.launch(config)
-    full = "qurl: No space left on device: runs/first/servers.json\n"
+    full = "qurl: No space left on device: runs/first/logs/servers_here.json\n"
     assert capsys.readouterr().err == full + line
 
 

@@ -34,7 +34,7 @@ class Machine:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.attempt = Attempt.create(config)
-        self.roster = config.run_dir / "servers.json"
+        self.roster = self.attempt.roster("here")
         self.seeds: list[int] = []
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.answering: set[str] = set()  # URLs

@@ -72,11 +72,12 @@ def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(
 
     monkeypatch.setattr(train, "train", fail)
     monkeypatch.setattr(train, "load", lambda path: None)
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     try:
-        code = train.run_rank(Path("runs/a"), [], stop_on=[], exit_on=signal.SIGTERM)
+        code = train.run_rank(Path("runs/a"), [])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         dist.destroy_process_group()
     assert code == 1
     assert capsys.readouterr().err == f"qurl: {error}: qurl resume runs/a\n"

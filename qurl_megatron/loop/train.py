@@ -22,7 +22,7 @@ import errno
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -146,21 +146,14 @@ def evaluation_is_due(config: Config, step: int) -> bool:
     return config.evaluation.enabled and is_due
 
 
-def run_rank(
-    run_dir: Path,
-    rosters: Sequence[Path],
-    *,
-    stop_on: Collection[signal.Signals],
-    exit_on: signal.Signals,
-) -> int:
+def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
     """Train the run in `run_dir` as this learner rank; return the exit code of the process.
 
-    A signal in `stop_on` stops the run after the current step; `exit_on` ends the process at once.
+    SIGUSR1 stops the run after the current step, SIGUSR2 ends the process at once.
     """
     stop_signals: list[int] = []
-    for number in stop_on:
-        signal.signal(number, lambda number, _: stop_signals.append(number))
-    signal.signal(exit_on, lambda *_: sys.exit(128 + exit_on))
+    signal.signal(signal.SIGUSR1, lambda number, _: stop_signals.append(number))
+    signal.signal(signal.SIGUSR2, lambda number, _: sys.exit(128 + number))
     device.initialize_distributed()
     try:
         config, rosters = load(run_dir / "config.yaml"), [*rosters, run_dir / SERVERS_AT]
@@ -175,8 +168,7 @@ def run_rank(
         # To the console if there is one: the logs may be on the disk that is full.
         print(f"\nqurl: {_told(error, run_dir)}", flush=True)
         return 1
-    for number in stop_on:  # while Python exits, one of these signals would kill the process
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would kill the process while Python exits
     dist.destroy_process_group()
     return 0 if is_complete else STOPPED_EARLY
 
@@ -193,15 +185,14 @@ def _told(error: CheckpointError | OSError, run_dir: Path) -> str:
     return f"{place}{error.strerror or error}; {last}"
 
 
-def main(run_dir: str) -> None:
-    """Run one learner rank for a launcher: `python -m qurl_megatron.loop.train RUN_DIR`.
+def main(run_dir: str, *rosters: str) -> None:
+    """Run a learner rank for a supervisor: `python -m qurl_megatron.loop.train RUN_DIR ROSTER...`.
 
-    SIGUSR1 stops the run after the current step, SIGTERM ends the process at once.
+    The rosters are the files in which the supervisors of all nodes list their servers.
     """
     outlive_output(Path(run_dir))
-    rosters = [Path(run_dir) / "servers.json"]
-    sys.exit(run_rank(Path(run_dir), rosters, stop_on={signal.SIGUSR1}, exit_on=signal.SIGTERM))
+    sys.exit(run_rank(Path(run_dir), [Path(roster) for roster in rosters]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

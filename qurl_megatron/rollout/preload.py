@@ -57,12 +57,15 @@ class Program:
     without: Collection[str] = ()  # variables of the starter that it does not get
     is_fresh: bool = False  # no fork: an import may have read the starter's variables
     inherits_stdout: bool = False
+    cpus: Collection[int] = ()  # that it may use; none: those of the starter
     ignored_signals: Collection[int] = ()
     blocked_signals: Collection[int] = ()
 
     def begin(self) -> None:
         """Set up the process before the program runs in it."""
         die_with_parent()
+        if self.cpus:
+            os.sched_setaffinity(0, self.cpus)
         for number in self.ignored_signals:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked_signals)

@@ -108,7 +108,7 @@ def test_a_request_that_waits_through_a_sleep_is_answered(deployment: Deployment
 
 def await_learners_turn(run: Command) -> None:
     """Return at the beginning of a turn of the learner, in which all servers sleep."""
-    lock = TurnLock(run.run_dir)
+    lock = TurnLock(run.run_dir / "logs")
     was_servers = False
     while not was_servers or is_free(lock):
         was_servers |= is_free(lock)

@@ -150,16 +150,24 @@ class Cluster:
                     processes.append(process)
         return processes
 
-    def tasks(self, node: str, role: str, rank: int) -> list[psutil.Process]:
-        """Return the task of a rank on a node, without its child processes."""
-        tasks = []
+    def supervisors(self, node: str) -> list[psutil.Process]:
+        """Return the supervisors on a node, without their child processes."""
+        supervisors = []
         for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):  # it just ended
                 parent = process.parent()
-                if parent and "slurmstepd" in parent.name() and role in process.cmdline():
-                    if process.environ().get("SLURM_PROCID") == str(rank):
-                        tasks.append(process)
-        return tasks
+                if parent and "slurmstepd" in parent.name() and "supervisor" in process.cmdline():
+                    supervisors.append(process)
+        return supervisors
+
+    def rank(self, node: str, rank: int) -> psutil.Process:
+        """Return the process of a learner rank on a node without servers."""
+        (supervisor,) = self.supervisors(node)
+        return next(
+            process
+            for process in supervisor.children()
+            if process.environ().get("RANK") == str(rank)
+        )
 
     def left_over(self) -> list[str]:
         """Return the command lines of Python processes that jobs have left on the nodes."""

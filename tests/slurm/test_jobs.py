@@ -109,12 +109,11 @@ def test_a_killed_rank_fails_the_job_and_the_next_job_resumes(
     script = script_of("steps=100000", "checkpoint.every_steps=100000")
     second = cluster.submit(tmp_path, script, nodes, f"--dependency=afterany:{first.id}")
     wait_for_text(first, "step 5/")
-    (rank,) = cluster.tasks("n1", "learner", rank=1)
-    rank.kill()
+    cluster.rank("n1", 1).kill()
     assert wait_for_end(first) == "FAILED"
-    assert first.exit_code() == 128 + signal.SIGKILL
-    assert "learner ended with code 137" in first.text()
-    assert "task 1: Killed" in first.text()
+    assert first.exit_code() == 1
+    assert "learner ended with code 1;" in first.text()
+    assert "learner rank 1 ended (killed by signal 9); the end of" in first.text()
 
     # The next job of the chain resumes from its checkpoint. When it is preempted it saves at once,
     # ignoring the schedule, and is requeued until nodes are free.
@@ -155,18 +154,18 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
             f"{last} steps",
         )
 
-    # A server is killed; its rollout task starts it again.
+    # A server is killed; its supervisor starts it again.
     wait_for_text(job, "step 3/")
     os.kill(read_roster(logs / "servers_n3.json")["rollout"][1].pid, signal.SIGKILL)
     wait_for_text(job, "server rollout_1 died (killed by signal 9); restarting (1)")
     wait_for_steps(1)
     wait_for_text(job, "server rollout_1 serves", count=2)
 
-    # The task of a rollout node is killed; the job starts it again.
-    (rollout,) = cluster.tasks("n2", "rollout", rank=0)
-    rollout.kill()
+    # The supervisor of a rollout node is killed; the job starts it again.
+    (supervisor,) = cluster.supervisors("n2")
+    supervisor.kill()
     wait_for_text(job, "rollout_n2 ended with code 137")
-    wait_for_text(job, "starting the rollout task of n2 again")
+    wait_for_text(job, "starting the supervisor of n2 again")
     wait_for_text(job, "server rollout_0 serves", count=2)
     assert (logs / "server_rollout_0_restarted_1.log").exists()
     wait_for_steps(2)
@@ -210,12 +209,10 @@ def test_learner_and_servers_take_turns_on_the_same_gpus_of_one_group_of_nodes(
     plan = json.loads((logs / "plan.json").read_text())
     parts = [(node["name"], node["ranks"], len(node["servers"])) for node in plan["nodes"]]
     assert parts == [(node, gpus_per_node, gpus_per_node) for node in nodes]
-    for number, node in enumerate(nodes):
-        tasks = cluster.tasks(node, "rollout", rank=0)
-        for rank in range(number * gpus_per_node, (number + 1) * gpus_per_node):
-            tasks += cluster.tasks(node, "learner", rank=rank)
-        seen = [task.environ()["CUDA_VISIBLE_DEVICES"] for task in tasks]
-        assert seen == [",".join(map(str, range(gpus_per_node)))] * (1 + gpus_per_node)
+    for node in nodes:
+        (supervisor,) = cluster.supervisors(node)  # of the ranks and the servers
+        gpus = ",".join(map(str, range(gpus_per_node)))
+        assert supervisor.environ()["CUDA_VISIBLE_DEVICES"] == gpus
     assert wait_for_end(job) == "COMPLETED", job.text()
     steps = metrics_of(tmp_path / "runs" / "run")
     assert [step["servers_serving"] for step in steps] == [2] * 6
