@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,6 +20,7 @@ from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.asking import Answer, NoAnswer
 from qurl_megatron.rollout.fleet import (
     FEW_REQUESTS,
+    TRANSITIONS,
     Fleet,
     FleetTooSmall,
     RequestRefused,
@@ -40,6 +42,26 @@ class Script:
         self.begun.append(server.url)
         await self.release.setdefault(server.url, asyncio.Event()).wait()
         return server.url
+
+
+def test_the_states_of_a_server_are_drawn_as_the_code_has_them() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
+    drawn = re.findall(r"^    (\w+) +─ ([\w ]+) ─+► (\w+)$", page, re.MULTILINE)
+    assert sorted(drawn) == sorted(
+        (state, why, next_state)
+        for state, ways in TRANSITIONS.items()
+        for next_state, why in ways.items()
+    )
+
+
+def test_a_server_goes_no_way_that_the_table_lacks(tmp_path: Path) -> None:
+    fleet = make_fleet(tmp_path, 1)
+    (member,) = fleet.members("serving")
+    fleet.lose(member, "killed")
+    fleet.joined(member)
+    assert member.state == "lost"
+    with pytest.raises(AssertionError, match="lost to serving"):
+        fleet._change(member, "serving")
 
 
 def test_a_prompt_goes_to_the_server_with_the_fewest_tokens_outstanding(tmp_path: Path) -> None:

@@ -1,9 +1,6 @@
 """The servers of one set, which of them can be asked, and what becomes of a server that is lost.
 
-A server is in one of four states:
-
-    starting ──answers──► joining ──has the current weights──► serving
-        └──────────────────────┴──────── lost ◄────────────────────┘
+A server is in one of four states, and `TRANSITIONS` has all ways between them.
 
 - Only serving servers are asked. A prompt goes to the one with the fewest tokens outstanding.
 - A lost server is never asked again. What it has not answered is asked of the others, once.
@@ -40,6 +37,14 @@ from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed, revived
 
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]
+
+# From each state, where a server can go, and why it does. `docs/architecture.md` draws this.
+TRANSITIONS: Mapping[State, Mapping[State, str]] = {
+    "starting": {"joining": "answers", "lost": "is given up"},
+    "joining": {"serving": "holds the current weights", "lost": "is given up"},
+    "serving": {"lost": "is given up"},
+    "lost": {},
+}
 
 # A server that owes answers has given none for so long, although it answers /health. The longest
 # responses of the largest models take less.
@@ -287,6 +292,7 @@ class Fleet:
             raise FleetTooSmall(f"{few} for {self._patience_s:g} s; {self._last_loss}")
 
     def _change(self, member: Member, state: State) -> None:
+        assert state in TRANSITIONS[member.state], f"{member.state} to {state}"
         member.state = state
         self._note_size()
 
