@@ -1,83 +1,48 @@
 """Estimate the memory of a run's GPUs, in bytes by part, for a learner rank and a server GPU.
 
-All figures follow from an `Architecture` and a `Config`. Symbols:
+All figures follow from an `Architecture` and a `Config`. Of a learner rank, of which a plan shows
+the fullest pipeline stage:
 
-    B          bytes
-    e          bytes of a value in the learner's compute dtype
-    t, p, d, c the learner's tensor, pipeline, data and context parallel sizes
-    h          hidden size
-    Q, K       query and key-value channels
-    F          intermediate channels; with experts, those of the k experts that a token chooses
-    tokens     tokens in a micro batch on one rank: learner.tokens_per_micro_batch, or
-               learner.micro_batch_size sequences of the maximum length; divided by c
-
-Memory of a learner rank; a plan shows the fullest pipeline stage:
-
-    weights      e B per parameter of the rank, in Megatron's buffer, which aligns every parameter
-                 to 64 values. Linear layers are divided by t and p, the vocabulary by t; norms are
-                 not divided by t. Experts are divided by p and by the expert and expert-tensor
-                 parallel sizes.
-    gradients    4 B per parameter, in a float32 buffer of the same shape.
-    optimizer    8 B per parameter for Adam's two moments, and 4 B for a float32 master if the
-                 weights are bfloat16, divided by d c, those of experts by the number of copies of
-                 an expert. A rank has less where the alignment leaves gaps in its share. With
-                 learner.offload_optimizer it is in the host's memory while activations, backward
-                 and logits are on the GPU.
-    fp8 codes    2 B per weight of the linear layers with learner.fp8: Transformer Engine keeps
-                 their codes by rows and by columns. It keeps some activations as codes, which is
-                 not counted on.
-    reference    e B per parameter if objective.kl_coefficient is not 0.
-    activations  Kept for the backward pass, per layer and token:
-                   (4eh + 8)/t             two norms, inputs of qkv and fc1 (sequence parallel)
-                   e(3Q + 3K)/t + 4 heads/t  qkv, rotated q and k, attention output, log-sum-exp
-                   3eF/t                   fc1 output and fc2 input
-                   eQ/t                    if query and key are normalized
-                   (eskh + 9 experts)/t    with experts, each on s ranks: their inputs, the router's
-                                           probabilities; every expert is taken to get equally
-                                           many tokens
-                 plus 4e head_dim per time step for the rotary tables. This is multiplied by the
-                 layers of a stage and by its micro batches in flight, at most p - stage. With v
-                 virtual stages, at most 2 (p - 1 - stage) + (v - 1) p + 1 passes through layers / v
-                 layers are in flight, and at most v for each micro batch. (On the first stage that
-                 is Korthikanti et al., arXiv:2205.05198, Section 4.2.3.)
-                 With recompute=selective: eF/t less; without Transformer Engine's fused norms also
-                 (2eh + 8)/t less, which is not counted on. With recompute=full: eh/t in all. If
-                 every layer of a stage is recomputed, one of them also has all of the above.
-                 Without fused kernels (on a CPU): norms keep float32 tensors and SwiGLU 2eF/t more,
-                 and selective drops those too.
-    logits       Computed in chunks of at most 2^26 values (`device.logit_tile`). The
-                 forward pass takes 12 B per value, the backward pass 6 B, and 6 B per value of the
-                 output layer's shard for its gradient.
-    gathered     eh per token with t > 1: the input of a layer, from all tensor-parallel ranks.
-                 Without Transformer Engine Megatron keeps this memory between passes.
-    workspaces   32 MiB for the products of Transformer Engine, and as much for those of experts.
-    placeholders e per value of the weight of each of a layer's linear modules, of experts of one.
-                 Transformer Engine adds gradients to Megatron's buffers itself, gives autograd a
-                 placeholder of its shape, and keeps that for the next layers and passes.
-    backward     e(3F/t + h) per token, with t = 1 e(3F + 2h), and the largest weight's gradient
-                 before it is accumulated.
-    exchange     With experts, in the forward pass of a layer, a copy of a token for each chosen
-                 expert: sorted, received, sorted by local expert, and multiplied; per token
-                 e(4h + 4kh + 3F)/t. With s > 1 all s ranks have the copies of each and add up their
-                 products in float32: e(4h + 2kh + 6skh)/t.
-                 Only one of backward, exchange and logits is in memory.
-    converter    At most 128 rows of each quantized weight with their codes, to measure QuRL Eq. 13
-                 between publishes; of an expert's at most 128 / experts, but 4. Unless
-                 quantization.publish is full, also what the rank sent last: codes and scales, and
-                 the rest in BF16.
-    buckets      While publishing, on the rank that sends: a bucket, and the parts of all ranks of
-                 which it is put together; with t = 1 a bucket that is on its way, and the next one.
-                 A tensor that is larger has a bucket of its own. With transport=direct, a rank's
-                 own part of a bucket. They replace activations, logits and backward, which are not
-                 in memory then.
-    runtime      `RUNTIME_BYTES`.
+    weights      in the compute dtype, in Megatron's buffer, which aligns every parameter
+    gradients    float32, in a buffer of the same shape
+    optimizer    Adam's two moments, and a float32 master if the weights are bfloat16, divided by
+                 the ranks that hold the same parameters. With learner.offload_optimizer it is in
+                 the host's memory while activations, backward and logits are on the GPU.
+    fp8 codes    with learner.fp8: Transformer Engine keeps the codes of linear layers by rows and
+                 by columns. It keeps some activations as codes, which is not counted on.
+    reference    a copy of the weights if objective.kl_coefficient is not 0
+    activations  what `layer_activation_bytes` says of a layer, times the layers of a stage and its
+                 micro batches in flight (on the first of several virtual stages that is Korthikanti
+                 et al., arXiv:2205.05198, Section 4.2.3). If every layer of a stage is recomputed,
+                 one of them also has all that it recomputes. Every expert is taken to get equally
+                 many tokens. What recompute=selective leaves out without Transformer Engine's fused
+                 norms is not counted on.
+    logits       computed in chunks (`device.logit_tile`), and the gradient of the output layer
+    gathered     the input of a layer, from all tensor-parallel ranks. Without Transformer Engine
+                 Megatron keeps this memory between passes.
+    workspaces   of Transformer Engine's products, and of those of experts
+    placeholders Transformer Engine adds gradients to Megatron's buffers itself, gives autograd a
+                 placeholder of the shape of each linear weight of a layer, and keeps that.
+    backward     gradients of a layer's activations, and the largest weight's before it is
+                 accumulated
+    exchange     with experts, in the forward pass of a layer, a copy of a token for each chosen
+                 expert: sorted, received, sorted by local expert, and multiplied. Ranks that share
+                 an expert have the copies of each and add up their products in float32. Only one of
+                 backward, exchange and logits is in memory.
+    converter    the rows of each quantized weight with which QuRL Eq. 13 is measured between
+                 publishes, and their codes; unless quantization.publish is full, also what the rank
+                 sent last
+    buckets      while publishing, on the rank that sends, in place of activations, logits and
+                 backward: a bucket, and the parts of all ranks of which it is put together; with
+                 one rank a bucket that is on its way, and the next one. A tensor that is larger has
+                 a bucket of its own. With transport=direct, a rank's own part of a bucket.
+    runtime      `RUNTIME_BYTES`
 
 Memory of a server GPU: the fraction rollout.server.mem_fraction_static holds weights (codes and
-scales, divided by t; embedding, output layer and norms in BF16) and the KV cache, which takes
-4 layers max(1, K heads / t) head_dim B per token, or half with an 8-bit kv_cache_dtype. One
-sequence of maximum length must fit. The server decodes as many sequences at once as fit at their
-mean length, and at most max_running_requests. SGLang admits more than fit at full length and
-retracts some if memory runs out.
+scales, divided by the GPUs of a server; embedding, output layer and norms in BF16) and the KV
+cache. One sequence of maximum length must fit. The server decodes as many sequences at once as fit
+at their mean length, and at most max_running_requests. SGLang admits more than fit at full length
+and retracts some if memory runs out.
 """
 
 import bisect

@@ -1,66 +1,37 @@
-"""Estimate the time of a step, by phase.
+"""Estimate the time of a step, by phase. The terms of each are in the function that is named.
 
-Symbols are those of `memory`: B bytes, e the bytes of a value, t and p the tensor and
-pipeline parallel sizes, d the data parallel size times the context parallel size, h hidden size, Q
-query channels, V vocabulary rows.
-
-    decode     One token for each of b sequences with C tokens of context in all, on one server, is
-               the sum of:
-                 max(weight B / (HBM e_w), 2 b weights / (peak e_f)) / t, for the linear layers in
-                   the weight format and for the output layer in BF16
-                 C x KV cache B per token / (HBM e_kv)
-                 layers x `LAYER_S` + b x `SEQUENCE_S`
-                 two all-reduces of 2bh B per layer over NVLink, or over InfiniBand if a server has
-                   more GPUs than a node, with a latency of `ALL_REDUCE_S`
-               Of experts, those bytes are read that at least one of b sequences chooses,
-               1 - (1 - k / experts)^b of them if all are chosen equally often, and the weights are
-               those that a sequence chooses. Grouped products read their many small weights at an
-               efficiency of their own, and a layer of experts has further kernels: `EXPERT_DECODE`.
-               HBM and peak are the datasheet's bandwidth and FLOP/s; e_w, e_f and e_kv are the
-               fitted efficiencies below.
-    rollout    `rollout_time.py` has its terms. Prompts are read once per group, at the matrix
-               product rate of the weight format.
-    forward    2 FLOPs per weight and token, 2 time^2 Q per layer and sequence for causal attention
-               (of which the mean over sequences counts), and 2hV per response token on the last
-               stage, at peak x `LEARNER_MFU`, those of experts x `EXPERT_RATE`; plus two
-               all-reduces of eh B per layer and token over NVLink (with sequence parallelism, a
-               reduce-scatter and an all-gather each). With context
-               parallel size c, (c - 1) times the keys and values of a rank's tokens per layer, over
-               NVLink within a node, not overlapped. With experts, k eh B per layer and token of a
-               rank are written and read twice in the GPU's memory, to sort the copies of tokens by
-               expert and back, and with expert parallel size n sent twice: the part for ranks of
-               other nodes over InfiniBand, the rest over NVLink, whichever takes longer, not
-               overlapped. The ranks that share a layer's experts wait for the one with the most
-               tokens (`expert_imbalance`). The slowest stage counts. The pipeline bubble
-               multiplies it by 1 + (p - 1) / (m v), with m micro batches and v virtual stages.
+    decode     `decode_s`: one token for each of the sequences of a server. It reads the weights, or
+               multiplies by them if that takes longer; reads the KV cache; has an overhead for each
+               layer and sequence, and two all-reduces a layer, over InfiniBand if a server has more
+               GPUs than a node. Of experts those are read that at least one sequence chooses, if
+               all are chosen equally often. Grouped products read their many small weights at an
+               efficiency of their own, and need further kernels: `EXPERT_DECODE`.
+    rollout    `rollout_time.py`. Prompts are read once per group, at the matrix product rate of the
+               weight format.
+    forward    `_forward_s`: two operations per weight and token and those of causal attention, at
+               the peak x `LEARNER_MFU`, those of experts x `EXPERT_RATE`; the output layer for
+               tokens of responses. Two all-reduces a layer (with sequence parallelism, a
+               reduce-scatter and an all-gather each), and with context parallelism the keys and
+               values of all ranks, not overlapped. Tokens go to their experts and back, sorted by
+               expert on both ways, and ranks wait for the one with the most. The slowest stage
+               counts, and the pipeline bubble multiplies it.
     proximal   One forward pass if there are several minibatches, and one with a reference. A run
                leaves the first minibatch out of the former, which published steps do not: rates
                are fitted to these, so the plan counts it.
-    update     Three forward passes, but two of the tokens' ways to experts, and one more of the
-               layers that recompute=full computes again.
-               With recompute=selective, SwiGLU reads 2eF and writes eF B per layer and token at the
-               HBM's bandwidth. The output layer counts four times, because its logits are computed
-               twice. Plus, per minibatch, over InfiniBand and not overlapped: the scattered sum of
-               the gradients and the gathered weights, (d - 1) / d of their bytes, with d the
-               number of copies of an expert for those of experts. Plus one pass
-               over the rank's optimizer state, and if it is offloaded its copies to the host and
-               back.
-    publish    The longer of a sender's gather and send, one after the other, and of receive. The
-               senders are those of `weight_sync`: the first tensor-parallel rank of each pipeline
-               stage, and of experts the first rank of each expert-parallel one. Each gathers its
-               own part of the bytes, and sends every server a copy of that.
-                 gather   (t - 1) / t of a sender's bytes over NVLink; of experts, with their own t
-                 send     a sender's bytes over InfiniBand, for each server
-                 receive  all bytes over InfiniBand, into each server at the same time
-                 direct   instead of these, a rank's own bytes over NVLink, for each server of its
-                          node; before, what no rank of a node holds over InfiniBand, once
-                 shared   with rollout.placement=shared, where it is not direct: over gloo at an
-                          assumed `GLOO_BYTES_PER_S`, and over PCIe on both sides
-               This is a lower bound, without the pause, the loading and the checksums. Stages are
-               counted as if each had its layers in one piece. With `quantization.publish` set to
-               `delta` or `auto`, the bytes are those of what changes in a step. How much that is
-               depends on the run; here it is what `benchmarks/delta.py` measures of Qwen2.5-32B, in
-               proportion to the learning rate.
+    update     `learner_s`: three forward passes, but two of the tokens' ways to experts, and one
+               more of the layers that recompute=full computes again. The output layer counts four
+               times, because its logits are computed twice. Per minibatch, over InfiniBand and not
+               overlapped, the scattered sum of the gradients and the gathered weights; a pass over
+               the optimizer's state, and if it is offloaded its copies to the host and back.
+    publish    `plan_publish`: the longer of a sender's gather and send, one after the other, and of
+               what a server receives. The senders are those of `weight_sync`: the first rank of
+               each pipeline stage, and of experts of each expert-parallel rank. Within a node, a
+               rank instead writes its own bytes for each server over NVLink; before, what no rank
+               of a node holds comes over InfiniBand, once. With rollout.placement=shared, where it
+               is not direct, it goes over gloo and PCIe. This is a lower bound, without the pause,
+               the loading and the checksums. With `quantization.publish` set to `delta` or `auto`,
+               the bytes are those of what changes in a step (`delta_part`), which depends on the
+               run.
 
 Not included: rewards, evaluation, checkpoints, padding of micro batches, retries of dynamic
 sampling, and the host: the time in which it prepares batches and starts kernels.
@@ -131,19 +102,20 @@ EXPERT_RATE = 0.84
 # 0.2 is taken, which is that of a normal distribution with this deviation.
 EXPERT_LOAD_DEVIATION = 0.2 * math.sqrt(math.pi)
 
-# Bytes of a delta over those of all tensors, by optimizer steps since the last publish, at a
-# learning rate of 1e-6: `python -m benchmarks.delta` (docs/findings/systems.md).
-_INT8 = {1: 91 / 34341, 4: 298 / 34341, 16: 855 / 34341}
-_FP8 = {1: 184 / 34341, 4: 609 / 34341, 16: 1755 / 34341}
-DELTA_PARTS: dict[WeightFormat, dict[int, float]] = {
-    "int8": _INT8,
-    "int4": _INT8,  # the steps of its grid are larger, so this is too much
-    "int4-g32": _INT8,
-    "fp8": _FP8,
-    "fp8-tensor": _FP8,
-    "fp8-block": {1: 182 / 34330, 4: 608 / 34330, 16: 1746 / 34330},
-    "bf16": {1: 1905 / 65528, 4: 5734 / 65528, 16: 15192 / 65528},
+# Bytes of a delta over those of all tensors, after one optimizer step at a learning rate of 1e-6,
+# and the power of the number of steps with which they grow, within a fifth of what was measured up
+# to 16 steps: `python -m benchmarks.delta` (docs/findings/systems.md). INT4 is taken to change as
+# INT8 does, which is too much: the steps of its grid are larger.
+DELTA_PARTS: dict[WeightFormat, float] = {
+    "int8": 91 / 34341,
+    "int4": 91 / 34341,
+    "int4-g32": 91 / 34341,
+    "fp8": 184 / 34341,
+    "fp8-tensor": 184 / 34341,
+    "fp8-block": 182 / 34330,
+    "bf16": 1905 / 65528,
 }
+DELTA_POWER = 0.8
 MEASURED_LEARNING_RATE = 1e-6
 
 
@@ -315,14 +287,8 @@ def learner_s(
     layer_s = forward.layer_s + forward.exchange_s
     stages = learner.pipeline_parallel_size
     by_stage = stage_layers(architecture, learner)
-    again_s = layer_s
-    if learner.recompute == "selective":
-        sequences = config.rollout.prompts_per_step * config.rollout.completions_per_prompt
-        copies = learner.data_parallel_size * learner.context_parallel_size
-        tokens = sequences * workload.mean_length / copies
-        # SwiGLU reads two values and writes one.
-        values = 3 * architecture.active_intermediate_size / learner.tensor_parallel_size
-        again_s = element_bytes(learner) * values * tokens / gpu.hbm_bytes_per_s
+    # What `selective` computes again, SwiGLU, takes a hundredth of an update.
+    again_s = layer_s if learner.recompute == "full" else 0.0
 
     def passes_s(by_stage: list[float], micro_batches: int) -> float:
         virtual = learner.virtual_pipeline_parallel_size
@@ -380,16 +346,8 @@ def stage_bytes(architecture: Architecture, config: Config) -> list[tuple[float,
 
 
 def delta_part(weight_format: WeightFormat, steps: int, learning_rate: float) -> float:
-    """Return the bytes of a delta over those of all tensors, after so many optimizer steps.
-
-    Between the measured numbers of steps, and beyond them, it grows with a power of the number.
-    """
-    measured = DELTA_PARTS[weight_format]
-    numbers = sorted(measured)
-    high = next((n for n in numbers[1:] if steps <= n), numbers[-1])
-    low = numbers[numbers.index(high) - 1]
-    power = math.log(measured[high] / measured[low]) / math.log(high / low)
-    part = measured[low] * (steps / low) ** power
+    """Return the bytes of a delta over those of all tensors, after so many optimizer steps."""
+    part = DELTA_PARTS[weight_format] * steps**DELTA_POWER
     return min(1.0, part * learning_rate / MEASURED_LEARNING_RATE)
 
 
