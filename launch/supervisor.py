@@ -34,7 +34,7 @@ from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.launch.placement import JobPlan, NodePlan, server_specs
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.planning.host import settle_run
-from qurl_megatron.process import LOG_TAIL_LINES, tail
+from qurl_megatron.process import tail
 from qurl_megatron.rollout.preload import Program, Started, how_it_ended, preload, start
 from qurl_megatron.rollout.server import LOOPBACK, ServerFailed, wait_ready
 
@@ -44,7 +44,6 @@ GOOD_CODES = (None, 0, STOPPED_EARLY)  # exit codes of a rank: still running, do
 REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to stop early
 END_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
 TOPOLOGY = Path("/sys/devices/system/cpu")
-RANK_LOG_LINES = 3 * LOG_TAIL_LINES  # a rank's error may include the end of a server's log
 
 
 class Signals:
@@ -255,7 +254,7 @@ def watch(ranks: dict[int, Started], servers: Servers, signals: Signals, has_ran
                 log = servers.attempt.rank_log(rank)
                 print(
                     f"\nqurl: learner rank {rank} ended ({how_it_ended(ranks[rank].pid)}); the end "
-                    f"of {log}:\n{tail(log, RANK_LOG_LINES)}",
+                    f"of {log}:\n{tail(log)}",
                     file=sys.stderr,
                     flush=True,
                 )
