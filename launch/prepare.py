@@ -63,6 +63,9 @@ def prepare_new(
     config.reward = absolute(config.reward)  # a resume may start in another directory
     config.objective.objective = absolute(config.objective.objective)
     config.rollout.agent = absolute(config.rollout.agent)
+    output = Path(config.output_dir)
+    if file := next((each for each in (output, *output.parents) if each.is_file()), None):
+        raise ConfigError(f"output_dir={output}: {file} is a file; choose another directory")
     if config.run_dir.exists():
         raise ConfigError(
             f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
@@ -277,7 +280,7 @@ def _check(
         raise ConfigError(problem)
     if num_gpus is not None:
         check_workers(config.scoring_workers)
-    check_reward(config)
+    columns = check_reward(config)
     check_objective(config)
     check_model(Path(hub.local_model(config.model)))
     config.template_date = config.template_date or date.today().isoformat()
@@ -301,7 +304,7 @@ def _check(
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)
-    prompts = load_prompts(config, tokenizer)
+    prompts = load_prompts(config, tokenizer, columns)
     num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
     available = len(prompts.train) - num_check
     if config.rollout.prompts_per_step > available:

@@ -145,6 +145,8 @@ def _of_yaml(path: Path) -> Recipe:
                 config = with_overrides(config, [word])
             elif is_own(value):
                 raise ConfigError(f"recipe: {value}: must be a recipe of the package")
+            elif value == "null":
+                raise ConfigError("recipe: is empty; name one, such as grpo, or leave it out")
             else:
                 config, package = load_recipe(value).config, value
         except ConfigError as error:

@@ -30,7 +30,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qurl_megatron import device
-from qurl_megatron.config.schema import STOPPED_EARLY
+from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY
 from qurl_megatron.launch.placement import JobPlan, NodePlan, server_specs
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.planning.host import settle_run
@@ -40,7 +40,8 @@ from qurl_megatron.rollout.server import LOOPBACK, ServerFailed, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
 POLL_S = 0.2
-GOOD_CODES = (None, 0, STOPPED_EARLY)  # exit codes of a rank: still running, done, stopped early
+# Exit codes of a rank after which the others are waited for, or None: it runs.
+KNOWN_CODES = (None, 0, STOPPED_EARLY, SAID_WHY)
 REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to stop early
 END_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -250,7 +251,7 @@ def watch(ranks: dict[int, Started], servers: Servers, signals: Signals, has_ran
                 started.send_signal(signal.SIGUSR1)
         codes = {rank: started.poll() for rank, started in ranks.items()}
         for rank, code in codes.items():
-            if code not in GOOD_CODES:
+            if code not in KNOWN_CODES:
                 log = servers.attempt.rank_log(rank)
                 print(
                     f"\nqurl: learner rank {rank} ended ({how_it_ended(ranks[rank].pid)}); the end "
@@ -262,7 +263,7 @@ def watch(ranks: dict[int, Started], servers: Servers, signals: Signals, has_ran
         done = [code for code in codes.values() if code is not None]
         if has_ranks and len(done) == len(ranks):
             # Without a rank, a request to stop came before any was started.
-            return max(done, default=STOPPED_EARLY)
+            return 1 if SAID_WHY in done else max(done, default=STOPPED_EARLY)
         servers.check()
         time.sleep(POLL_S)
 

@@ -332,7 +332,7 @@ def test_groups_that_a_server_cannot_hold_are_refused_with_what_would_do(tmp_pat
     read(tmp_path, **fits).check_blocks("int4-g32", 2)
     read(tmp_path, **fits).check_blocks("int8", 12)
     for weight_format, size, words in (
-        ("int4", 2, "128 wide, but one of 2 server ranks has 192 query .*; use group_size=32, or"),
+        ("int4", 2, "128 wide, but one of 2 server ranks has 192 query .*; use groups of 32, or"),
         ("int4", 12, "32 query channels; use format int8"),  # 512 / 12 is 42
         ("int4-g32", 12, "32 wide, .* of 12 server ranks has 42 intermediate .*; use format int8"),
     ):

@@ -90,6 +90,9 @@ def test_a_resume_without_a_file_to_evaluate_on_is_refused_although_the_file_is_
 
 
 def test_a_directory_that_cannot_be_a_runs_name_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="^output_dir=file/of/runs: file is a file; choose"):
+        prepare_new("quickstart", ["output_dir=file/of/runs"], writes=False)
     prepare_new("quickstart", ["name=first"])
     shutil.move("runs/first", "runs/my run")
     with pytest.raises(ConfigError, match="^name=my run: a run's name has letters"):

@@ -53,6 +53,8 @@ def test_a_reward_function_gets_the_prompt_of_a_conversation_without_the_answer(
     assert problem.columns == {"prompt": asked, "messages": chat, "level": 3}
     (problem,) = read(tmp_path, GOOD, fields=kept)
     assert problem.columns == GOOD
+    with pytest.raises(DataError, match="line 1: has no field level, .* question, answer"):
+        read(tmp_path, GOOD, fields=kept._replace(columns=["answer", "level"]))
 
 
 def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_a_file_holds_what_differs_from_its_recipe_or_from_the_defaults() -> Non
         ("learner: {recompute: None}", "learner.recompute", None),
         ("system_prompt: 'a: b # c'", "system_prompt", "a: b # c"),
         ("system_prompt: >-\n  Réponds\n  en 中", "system_prompt", "Réponds en 中"),
+        ("system_prompt: |\n  Think.\n\n  Answer.", "system_prompt", "Think.\n\nAnswer."),
         ("quantization.keep: '*.down_proj'", "quantization.keep", ["*.down_proj"]),
         ("quantization: {keep: [a, '*.b']}", "quantization.keep", ["a", "*.b"]),
         ("quantization: {keep: []}", "quantization.keep", []),

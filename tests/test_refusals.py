@@ -125,7 +125,7 @@ FIELDS = rows(r"""
     quantization.format=int3                'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-bloc
     quantization.format=                    quantization.format=
     quantization.format=fp8-block           has 64 query channels; use format fp8
-    quantization.format=int4                has 64 query channels; use group_size=32, or format int8
+    quantization.format=int4                has 64 query channels; use groups of 32, or format int8
     quantization.group_size=32              quantization.group_size=32: format int8 has no groups
     quantization.group_size=64              group_size=64: input should be 32 or 128
     quantization.keep=[*.q_proj]            a server holds them as one layer, so keep all or none
@@ -233,7 +233,7 @@ FIELDS = rows(r"""
     data_options={a: 1, a: 2}               a is given twice, also in line 1
     data_options.a=!!python/name:os.system  the tag tag:yaml.org,2002:python/name:os.system is
     rollout.server.threads.x=1              rollout.server.threads.x: no such field
-    =1                                      no such field
+    =1                                      not of the form field=value
     steps                                   not of the form field=value
     learner.world_size=2                    no such field
     __class__=1                             no such field
@@ -673,7 +673,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a chat template that is no template": (
         text_of("chat_template.jinja", "{% for message in"),
-        "the chat template refuses it",
+        "its tokenizer cannot be loaded (TemplateSyntaxError",
     ),
 }
 

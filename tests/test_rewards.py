@@ -107,10 +107,6 @@ async def trl_with_prompts(prompts, completions, **columns):  # type: ignore[no-
     return torch.tensor([len(prompt[0]["content"]) for prompt in prompts])
 
 
-def column_that_is_not_there(completions, level):  # type: ignore[no-untyped-def]
-    return level
-
-
 def array(completions, problem):  # type: ignore[no-untyped-def]
     return np.array([text == problem.answer for text in completions])
 
@@ -137,14 +133,12 @@ async def times_out_or_waits(completion, problem):  # type: ignore[no-untyped-de
     raise TimeoutError("read timed out")
 
 
-MISSING = "TypeError: its parameter level is no field of the entry, which has prompt, data_source"
 READ = "TimeoutError: read timed out"
 RETURNED: dict[Callable[..., Any], list[float | str]] = {  # for 42 and 7: a reward or a failure
     verl: [1.0, 0.0],
     verl_with_two: [1.0, 1.0],
     trl: [1.0, "it returned None, which is no score of this response"],
     trl_with_prompts: [8.0, 8.0],
-    column_that_is_not_there: [MISSING] * 2,
     array: [1.0, 0.0],
     two_dimensions: ["TypeError: it returned [0.0]; expected a number"] * 2,
     values_of_a_set: ["TypeError: it returned {0, 1}; expected a list of 2 rewards"] * 2,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config.schema import STOPPED_EARLY, Config
+from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, Config
 from qurl_megatron.launch import supervisor
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
@@ -26,6 +26,7 @@ RANK = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 signal.signal(signal.SIGUSR2, lambda *_: sys.exit(9))
+signal.signal(signal.SIGHUP, lambda *_: sys.exit(3))
 pathlib.Path(sys.argv[1]).touch()
 time.sleep(600)
 """
@@ -138,6 +139,20 @@ def test_ranks_are_told_their_numbers_their_peers_and_the_rosters_of_all_nodes(n
     assert not any(program.inherits_stdout for program in node.programs)  # which is for rank 0
     roster = str(node.attempt.roster("own"))
     assert [program.arguments[1:] for program in node.programs] == [[roster]] * 2
+
+
+def test_ranks_that_have_said_why_they_end_are_waited_for_and_no_log_is_shown(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end_one_after_the_other() -> None:
+        node.ranks[1].send_signal(signal.SIGHUP)
+        time.sleep(1.0)
+        node.ranks[0].send_signal(signal.SIGHUP)
+
+    node.at["ranks"] = end_one_after_the_other
+    assert node.supervise() == 1
+    assert [rank.returncode for rank in node.ranks] == [SAID_WHY] * 2
+    assert capsys.readouterr().err == ""
 
 
 def test_each_rank_of_a_jobs_node_has_whole_cores_of_one_socket(

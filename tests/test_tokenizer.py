@@ -258,3 +258,6 @@ def test_a_chat_template_gets_its_options_and_one_day(tmp_path: Path) -> None:
     write(tmp_path, byte_level(RULES[0]))
     with pytest.raises(ArchitectureError, match="thinks=True: .* it has none"):
         prompt(thinks=True)
+    write(tmp_path, byte_level(RULES[0]), chat_template="{% for m in messages %}{{ m.content }}")
+    with pytest.raises(ArchitectureError, match="cannot be loaded .TemplateSyntaxError: .*endfor"):
+        prompt()

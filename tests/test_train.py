@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import SAID_WHY, Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner.learner import NonFinite
 from qurl_megatron.loop import train
@@ -79,8 +79,8 @@ def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(
         for number, handler in before.items():
             signal.signal(number, handler)
         dist.destroy_process_group()
-    assert code == 1
-    assert capsys.readouterr().err == f"qurl: {error}: qurl resume runs/a\n"
+    assert code == SAID_WHY
+    assert capsys.readouterr().out == f"\nqurl: {error}: qurl resume runs/a\n"
 
 
 def test_a_server_that_got_no_prompt_before_training_is_still_to_be_compared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,11 +40,13 @@ def export(
 ) -> Iterator[int]:
     """Export a checkpoint as a Hugging Face directory, without UAQ's scaling."""
     from qurl_megatron.launch.prepare import warn_of_pickles
+
+    _check_new(destination)
+    warn_of_pickles(checkpoint)
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # of what is not installed
     from qurl_megatron.learner.checkpoint import read_config
 
-    warn_of_pickles(checkpoint)
     read_config(checkpoint)
-    _check_new(destination)
     yield 0
     with progress_bar("exporting") as progress:
         from qurl_megatron.weight_sync.export import export_checkpoint

@@ -36,13 +36,13 @@ def plan(
     ],
     overrides: Overrides = None,
     gpus: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="N[,N...]",
             help="Number of GPUs of learner and servers together. Several, such as 24,32,64, give "
-            "a table.",
+            "a table. Default: 64 for a model, and what it takes for a recipe.",
         ),
-    ] = "64",
+    ] = None,
     gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
     gpus_per_node: Annotated[int, typer.Option(min=1, max=72, help="GPUs of a node.")] = 8,
     mean_prompt: Annotated[
@@ -107,7 +107,7 @@ def plan(
     turns. Beside it stands the step of servers that sample ahead, which is chosen only if
     rollout.max_staleness is given. Fields that are given keep their values.
 
-    For a recipe, keep its own layout.
+    For a recipe, keep its own layout. With --gpus, servers get all that its learner leaves.
 
     If something does not fit, the error names the part that is too large.
     """
@@ -121,8 +121,14 @@ def plan(
     scaling.check_outputs(output or [])
     limit_s = checked_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
-    numbers = _numbers(gpus)
     architecture, config, given = plan_input(subject, overrides or [])
+    is_sized = gpus or given is not None  # or the recipe says how many servers there are
+    numbers = _numbers(gpus or "64") if is_sized else [None]
+    if is_sized and any(word.startswith("rollout.servers=") for word in overrides or []):
+        raise ConfigError(
+            "rollout.servers: servers get all of --gpus that the learner leaves; leave out one of "
+            "the two"
+        )
     check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
     workload = _workload(
         config, mean_prompt, mean_response, log_deviation, mean_observed, agent_time
@@ -132,7 +138,7 @@ def plan(
         try:
             rows.append(scaling.planned_row(architecture, config, number, workload, node, given))
         except ConfigError as error:
-            refusals[number] = error
+            refusals[number or 0] = error
     if refusals and not rows:
         raise refusals[max(refusals)]
     rows += [scaling.measured_row(run, architecture, workload, node) for run in measured or []]

@@ -86,6 +86,9 @@ def resume(
     here: Annotated[
         bool, typer.Option("--here", help="Also a run of Slurm jobs, outside of a job.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the run. Start and write nothing.")
+    ] = False,
 ) -> None:
     """Resume a run from its newest checkpoint, or start it again if it has none.
 
@@ -98,8 +101,11 @@ def resume(
     if not here:
         check_not_of_slurm(run_dir)
     warn_of_pickles(run_dir)
-    config, data_summary = prepare_resume(run_dir, overrides or [], num_gpus())
-    _run_here(config, data_summary)
+    config, data_summary = prepare_resume(run_dir, overrides or [], num_gpus(), writes=not dry_run)
+    if dry_run:
+        print(data_summary, end="")
+    else:
+        _run_here(config, data_summary)
 
 
 def _run_here(config: Config, data_summary: str) -> None:

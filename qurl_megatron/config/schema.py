@@ -26,6 +26,7 @@ from qurl_megatron.config.values import (
     FractionOrZero,
     GroupSize,
     LearningRate,
+    Lines,
     NonNegative,
     OptionName,
     OptionValue,
@@ -88,6 +89,7 @@ FunctionName = Annotated[
 
 # Exit code of a run that was asked to stop early and can be resumed: EX_TEMPFAIL of sysexits.h.
 STOPPED_EARLY = 75
+SAID_WHY = 3  # exit code of every learner rank after a failure that the console already explains
 
 
 class ConfigError(ValueError):
@@ -761,7 +763,7 @@ class Config:
     """What becomes of entries without an answer, of `data` and of `evaluation.data`. drop: they are
     left out and counted. refuse: the run does not start."""
 
-    system_prompt: Text = ""
+    system_prompt: Lines = ""
     """System message put before each question that has none; the tokenizer needs a chat template.
     Empty: none."""
 

@@ -73,7 +73,7 @@ def with_overrides(config: T, overrides: list[str]) -> T:
     leaves = leaf_values(config)
     for override in overrides:
         path, equals, value = override.partition("=")
-        if not equals:
+        if not equals or not path:
             raise ConfigError(f"{override}: not of the form field=value")
         section, _, leaf = path.rpartition(".")
         is_key = isinstance(leaves.get(section), dict)

@@ -331,9 +331,8 @@ def validate_resume(saved: Config, config: Config) -> None:
     for field, value in after.items():
         reason = next((why for prefix, why in _FIXED.items() if field.startswith(prefix)), None)
         if reason and before[field] != value:
-            raise ConfigError(
-                f"{field}={value}: the run has {before[field]}, and {reason}; start a new run"
-            )
+            own = before[field] or "none"
+            raise ConfigError(f"{field}={value}: the run has {own}, and {reason}; start a new run")
 
 
 def validate_sharing(config: Config) -> None:

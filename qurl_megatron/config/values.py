@@ -63,6 +63,11 @@ RunName = Annotated[
 Text = Annotated[
     str, matching(r"[^\x00-\x1f\x7f]*", "must not have line breaks or other control characters")
 ]
+# Of a prompt.
+Lines = Annotated[
+    str,
+    matching(r"[^\x00-\x08\x0b-\x1f\x7f]*", "must not have control characters but line breaks"),
+]
 
 # `~/` is the home directory, also where no shell has replaced it: in a file.
 at_home = pydantic.AfterValidator(os.path.expanduser)

@@ -53,7 +53,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -112,6 +112,7 @@ class Fields(NamedTuple):
     required: bool = True
     incomplete: Unusable = "refuse"  # what becomes of entries without an answer
     keeps_entries: bool = False  # for a reward function, which may ask for any field
+    columns: Collection[str] = ()  # fields that each entry must have, for a reward function
 
 
 RECOGNIZED = Fields()
@@ -555,6 +556,11 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     columns: dict[str, Any] = {}
     if fields.keeps_entries:  # of a conversation, a function gets the prompt without the answer
         columns = {**entry, "prompt": messages} if isinstance(asked, list) else entry
+    if missing := [column for column in fields.columns if column not in columns]:
+        raise DataError(
+            f"has no field {missing[0]}, which is a parameter of the reward function; give the "
+            f"parameter a default, or name a field: {', '.join(columns)}"
+        )
     return Problem(question, messages, answer, metadata or {}, location, tools, answers, columns)
 
 

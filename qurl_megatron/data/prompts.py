@@ -11,7 +11,7 @@ import hashlib
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -43,8 +43,8 @@ class PromptSet(NamedTuple):
     sources: dict[str, Source] = {}  # what was read and dropped, by field of config
 
 
-def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
-    """Read, tokenize and split the data of a run.
+def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) -> PromptSet:
+    """Read, tokenize and split the data of a run, whose entries must have the fields `columns`.
 
     Problems whose answer the verifier cannot read are left out of `config.data`, and prompts that
     are too long if `config.overlong_prompts` says so. In `config.evaluation.data` the former stay
@@ -59,6 +59,7 @@ def load_prompts(config: Config, tokenizer: Any) -> PromptSet:
         config.answer_key,
         incomplete=config.incomplete,
         keeps_entries=is_own_function(config),
+        columns=() if config.rollout.agent else columns,
     )
     sources = {"data": read(config.data, config.data_options, fields=fields)}
     for name, data in config.evaluation.data.items():

@@ -99,6 +99,12 @@ class RewardFunction:
         self._is_async = any(map(inspect.iscoroutinefunction, (function, call)))
         self._runner = asyncio.Runner()  # one event loop, so that a client can outlive a call
         self.whole_groups = self._is_batch or self._is_async  # all scores come at once
+        needed = [name for name, each in self._parameters.items() if _is_needed(each)]
+        self.columns = (  # fields that it needs of each entry of the data
+            [name for name in needed if name not in ("prompts", "completions")]
+            if self._style == "trl"
+            else []
+        )
 
     def score(self, texts: Sequence[str], question: Question) -> Iterator[Score]:
         """Yield the score of each text."""
@@ -137,12 +143,6 @@ class RewardFunction:
         offered = _offered(self._style, texts, question)
         kinds = {each.kind for each in self._parameters.values()}
         takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        needed = [name for name, each in self._parameters.items() if _is_needed(each)]
-        if missing := [name for name in needed if name not in offered]:
-            raise TypeError(
-                f"its parameter {missing[0]} is no field of the entry, which has "
-                f"{', '.join(question.columns) or 'none'}"
-            )
         given = {n: value for n, value in offered.items() if takes_all or n in self._parameters}
         return self._function(**given)
 

@@ -81,13 +81,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         """
         return self._threads.submit(self._answer, question, texts)
 
-    def wait_ready(self) -> None:
-        """Wait until a worker has loaded the reward.
+    def wait_ready(self) -> list[str]:
+        """Wait until a worker has loaded the reward; return the fields that it needs of an entry.
 
         Raises:
             ConfigError: the reward cannot be loaded; the text says why.
         """
-        self._threads.submit(self._ready_worker).result()
+        return self._threads.submit(self._ready_worker).result().columns
 
     def close(self) -> None:
         """End the workers. Futures that are not done are cancelled."""
@@ -152,6 +152,7 @@ class _Worker:
         self._connection.send(config)
         self._error: str | None = None  # why the reward cannot be loaded; None: not known yet
         self._whole_groups = False  # a group's scores come all at once, not one after the other
+        self.columns: list[str] = []  # fields that the reward needs of each entry
         self.is_dead = False
 
     def wait_ready(self) -> None:
@@ -163,7 +164,7 @@ class _Worker:
         if self._error is None:
             try:
                 if self._connection.poll(START_TIMEOUT_S):
-                    self._error, self._whole_groups = self._connection.recv()
+                    self._error, self._whole_groups, self.columns = self._connection.recv()
                 else:
                     self._error = f"not loaded within {START_TIMEOUT_S:g} s"
             except (EOFError, OSError):
@@ -233,15 +234,18 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     return reasons
 
 
-def check_reward(config: Config) -> None:
+def check_reward(config: Config) -> list[str]:
     """Check that the reward can be loaded; a built-in verifier always can.
+
+    Return the fields that it needs of each entry of the data.
 
     Raises:
         ConfigError: it cannot; the text says why.
     """
-    if rewards.is_own_function(config):
-        with Scorer(config, workers=1) as scorer:
-            scorer.wait_ready()
+    if not rewards.is_own_function(config):
+        return []
+    with Scorer(config, workers=1) as scorer:
+        return scorer.wait_ready()
 
 
 def work(descriptor: int) -> None:
@@ -259,10 +263,10 @@ def work(descriptor: int) -> None:
         try:
             reward = rewards.load(config)
         except (Exception, SystemExit) as error:
-            connection.send((rewards.one_line(f"{type(error).__name__}: {error}"), False))
+            connection.send((rewards.one_line(f"{type(error).__name__}: {error}"), False, []))
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send(("", reward.whole_groups))
+        connection.send(("", reward.whole_groups, reward.columns))
         while True:
             question, texts = connection.recv()
             if texts == [None]:

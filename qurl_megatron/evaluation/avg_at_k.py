@@ -15,7 +15,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import date
@@ -303,7 +303,7 @@ def run(config: EvalConfig) -> None:
         scoring_workers=config.scoring_workers,
     )
     check_workers(config.scoring_workers)
-    check_reward(reward)
+    columns = check_reward(reward)
     config.agent = absolute(config.agent)
     console = Console(stderr=True, highlight=False)
     averages_of: dict[str, dict[str, Average]] = {}
@@ -316,7 +316,7 @@ def run(config: EvalConfig) -> None:
         template = (config.chat_template_options, date.today().isoformat())
         tokenizer = load_tokenizer(model_dir, *template)
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
-        prompts = _load_prompts(config, reward, tokenizer)
+        prompts = _load_prompts(config, reward, tokenizer, columns)
         if config.format != "bf16":
             quantized = Path(scratch) / "quantized"
             quantize_directory(
@@ -426,13 +426,16 @@ def _is_checkpoint(model: Path) -> bool:
     return (model / "state.json").exists()
 
 
-def _load_prompts(config: EvalConfig, reward: Config, tokenizer: Any) -> dict[str, list[Prompt]]:
+def _load_prompts(
+    config: EvalConfig, reward: Config, tokenizer: Any, columns: Collection[str]
+) -> dict[str, list[Prompt]]:
     """Return the prompts of each data file, and print how many there are and what was dropped."""
     fields = Fields(
         config.question_key,
         config.answer_key,
         incomplete=config.incomplete,
         keeps_entries=is_own_function(reward),
+        columns=() if config.agent else columns,
     )
     sources = {
         data: read_problems(data, {}, seed=config.seed, fields=fields) for data in config.data

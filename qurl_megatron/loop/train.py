@@ -32,7 +32,7 @@ import torch.distributed as dist
 from qurl_megatron import device
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.algorithm.proof import WrongRollouts
-from qurl_megatron.config.schema import STOPPED_EARLY, Config
+from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, Config
 from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import CheckpointError
@@ -159,12 +159,12 @@ def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
         config, rosters = load(run_dir / "config.yaml"), [*rosters, run_dir / SERVERS_AT]
         is_complete = train(config, rosters, lambda: bool(stop_signals))
     except (NonFinite, NothingScored) as error:  # on every rank
-        print(f"qurl: {error}: qurl resume {run_dir}", file=sys.stderr)
-        return 1
+        print(f"\nqurl: {error}: qurl resume {run_dir}", flush=True)
+        return SAID_WHY
     except WrongRollouts as error:  # on every rank
-        print(f"qurl: {error}", file=sys.stderr)
-        return 1
-    except (CheckpointError, OSError) as error:
+        print(f"\nqurl: {error}", flush=True)
+        return SAID_WHY
+    except (CheckpointError, OSError) as error:  # perhaps on one, for which others would wait
         # To the console if there is one: the logs may be on the disk that is full.
         print(f"\nqurl: {_told(error, run_dir)}", flush=True)
         return 1

@@ -356,7 +356,7 @@ class Architecture:
             if width % block:
                 other = "format int8" if is_int4 else "format fp8"
                 if block == 128 and is_int4 and not any(each % 32 for each in widths.values()):
-                    other = "group_size=32, or format int8"
+                    other = "groups of 32, or format int8"
                 raise ArchitectureError(
                     f"{'groups of int4' if is_int4 else 'blocks of fp8-block'} are {block} wide, "
                     f"but one of {tensor_parallel_size} server ranks has {width} {width_name} "

@@ -54,7 +54,7 @@ def load_tokenizer(directory: Path, options: Mapping[str, Any] = _NOTHING, day: 
         tokenizer = _loaded(directory)
         token_ids = tokenizer("1")["input_ids"]
         largest = max(tokenizer.get_vocab().values(), default=0)
-        known = template_options(tokenizer) if options else set()
+        known = template_options(tokenizer)  # also without options: it reads the template
     except Exception as error:  # transformers and its parsers raise any type for a broken file
         reason = " ".join(str(error).split())
         raise ArchitectureError(
