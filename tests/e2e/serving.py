@@ -127,6 +127,7 @@ def launched(
     tensor_parallel_size: int = 1,
     expert_parallel_size: int = 1,
     records_routing: bool = False,
+    context_length: int = CONTEXT_LENGTH,
     options: Mapping[str, OptionValue] = {},
     **model: Any,
 ) -> Iterator[tuple[Server, list[Path]]]:
@@ -146,7 +147,7 @@ def launched(
         model_dirs[0],
         config,
         weight_format,
-        CONTEXT_LENGTH,
+        context_length,
         directory / "server.log",
         seed=0,
         records_routing=records_routing,

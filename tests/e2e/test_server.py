@@ -3,6 +3,7 @@
 import itertools
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -243,6 +244,36 @@ def test_a_server_can_keep_keys_and_values_in_fp8(tmp_path: Path) -> None:
     )
     print(f"mean |log-prob difference| to keys and values in FP8 {in_fp8}, in BF16 {in_bf16}")
     assert in_fp8 < in_bf16 / NEARER
+
+
+def test_a_request_that_its_caller_gave_up_is_sampled_no_further(tmp_path: Path) -> None:
+    length = 8000  # tens of seconds
+    with (
+        launched(tmp_path, "bf16", context_length=8192, max_position_embeddings=8192) as server,
+        joined(*server, "bf16") as deployment,
+    ):
+        deployment.sender.send(deployment.weights[0])
+        main = psutil.Process(deployment.server.pid)
+        tree = [main, *main.children(recursive=True)]
+        (scheduler,) = (p for p in tree if "scheduler" in " ".join(p.cmdline()))
+
+        def is_sampling() -> bool:
+            before = scheduler.cpu_times().user
+            time.sleep(1.0)
+            return scheduler.cpu_times().user - before > 0.5
+
+        body = {
+            "input_ids": PROMPTS[0].token_ids,
+            "sampling_params": {"max_new_tokens": length, "ignore_eos": True},
+        }
+        with pytest.raises(httpx.ReadTimeout):
+            url, headers = f"{deployment.server.url}/generate", deployment.server.headers
+            httpx.post(url, json=body, headers=headers, timeout=2.0)
+        began, sampled_for = time.monotonic(), 0.0
+        while is_sampling():
+            sampled_for = time.monotonic() - began
+        print(f"sampled for {sampled_for:.0f} s more")
+        assert sampled_for < 8
 
 
 def test_two_ranks_compute_with_their_shards(two_ranks: Deployment) -> None:

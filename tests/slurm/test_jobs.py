@@ -33,7 +33,10 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
 
     def launch(*options: str) -> Job:
         """Submit a job: learner ranks on n1 and n2, servers on n3 and n4."""
-        words = [*WORDS, "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
+        recipe, *fields = WORDS  # the fields in a file of one's own
+        lines = "".join(f"{field.replace('=', ': ', 1)}\n" for field in fields)
+        (directory / "own.yaml").write_text(f"recipe: {recipe}\n{lines}")
+        words = ["own.yaml", "steps=100", "checkpoint.every_steps=1000", "rollout.servers=2"]
         nodes = ["--executor=slurm", "--partition=low", "--gpus-per-node=1", "--heterogeneous"]
         output = qurl("launch", *words, *nodes, *options)
         number = output.removeprefix("runs/run: job ").removesuffix("\n")
@@ -93,7 +96,7 @@ def test_a_signalled_job_is_requeued_and_resumes_at_that_step_until_it_completes
     assert metrics_of(run_dir) == after
     status = "runs/run: step 100 of 100, newest checkpoint step_000100, finished\n"
     assert qurl("status", "runs/run") == status
-    assert sorted(path.name for path in directory.iterdir()) == ["logs", "runs"]
+    assert sorted(path.name for path in directory.iterdir()) == ["logs", "own.yaml", "runs"]
     assert cluster.left_over() == []
 
 
