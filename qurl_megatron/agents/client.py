@@ -165,7 +165,7 @@ def collect_rarely() -> None:
     """Have Python's collector of cycles visit less: episodes make many objects, and few cycles.
 
     It would visit all that was imported, and all that thousands of episodes hold, again and again:
-    more than a third of what a turn costs (`benchmarks/agents.py`).
+    more than a third of what a turn costs.
     """
     gc.collect()
     gc.freeze()

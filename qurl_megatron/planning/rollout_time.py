@@ -23,7 +23,7 @@ context of every running sequence again. So do the next turns of an agent's runn
 An agent's observed tokens are read like prompts, each once, and cost no decoding. The longest
 episode also waits for its agent.
 
-`benchmarks/overlap.py` compares this estimate with a simulation of every sequence.
+docs/findings/planning.md compares this estimate with a simulation of every sequence.
 """
 
 from collections.abc import Callable

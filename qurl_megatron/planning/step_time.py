@@ -104,8 +104,8 @@ EXPERT_LOAD_DEVIATION = 0.2 * math.sqrt(math.pi)
 
 # Bytes of a delta over those of all tensors, after one optimizer step at a learning rate of 1e-6,
 # and the power of the number of steps with which they grow, within a fifth of what was measured up
-# to 16 steps: `python -m benchmarks.delta` (docs/findings/systems.md). INT4 is taken to change as
-# INT8 does, which is too much: the steps of its grid are larger.
+# to 16 steps (docs/findings/systems.md). INT4 is taken to change as INT8 does, which is too much:
+# the steps of its grid are larger.
 DELTA_PARTS: dict[WeightFormat, float] = {
     "int8": 91 / 34341,
     "int4": 91 / 34341,

@@ -29,7 +29,7 @@ from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
 from qurl_megatron.weight_sync.transport import Channel, SendersEndpoint, Transport
 
 # To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
-# takes for the bytes that it saves (`python -m benchmarks.delta`).
+# takes for the bytes that it saves (docs/findings/systems.md).
 COMPRESSION_PAYS_BELOW_BYTES_PER_S = 25e6
 MEASURED_BYTES = 2**16  # smaller buckets say more of the latency than of the rate
 _CHUNK_BYTES = 2**20  # copied from the device and written to the connection at once
