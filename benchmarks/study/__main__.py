@@ -12,12 +12,9 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
     chapter            what differs between its arms
     map                objective x gap x staleness x minibatches per step
     candidates         other weights with a product of the sequence, by length of answers
-    cap                C of tis and acr
-    rate               learning rate
-    length             length of the answers
     top_p              symbols drawn from a nucleus, the learner's log-probs over the same
-    uaq                s, against a learning rate that is as much larger and against stochastic
-                       rounding, for updates below and above a code's step, FP32 and BF16 masters
+    uaq                s, against a learning rate that is as much larger, for updates below and
+                       above a code's step
 """
 
 import json
@@ -69,7 +66,7 @@ CANDIDATE_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] =
     (512, "int4", (4,), LONG),
     (512, "int4", (0,), ("tis", "sequence_tis")),
     (512, "int8", (4,), ("tis", "sequence_tis")),
-    (32, "int8", (4,), ("tis", "sequence_tis", "root_tis", "tempered_tis")),
+    (32, "int8", (4,), LONG),
 )
 TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
 
@@ -90,22 +87,6 @@ def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
             for length, gap, ages, objectives in CANDIDATE_CELLS
             for staleness in ages
             for objective in objectives
-        ],
-        "cap": [
-            replace(cell, objective=objective, ratio_cap=cap)
-            for cell in (FAR, replace(FAR, staleness=16))
-            for cap in (1.2, 2.0, 8.0)
-            for objective in ("tis", "acr")
-        ],
-        "rate": [
-            replace(FAR, objective=objective, learning_rate=rate)
-            for rate in (3e-4, 3e-3)
-            for objective in OBJECTIVES
-        ],
-        "length": [
-            replace(FAR, objective=objective, length=length)
-            for length in (16, 128)
-            for objective in ("on_policy", "tis", "acr", "sequence_tis")
         ],
         "top_p": [
             replace(FAR, gap=gap, staleness=staleness, objective=objective, top_p=top_p)
@@ -131,25 +112,13 @@ def uaq_arms() -> dict[Arm, Arm]:
     for gap in UAQ_GAPS:
         for rate in (1e-4, 1e-3, 5e-3):
             plain = replace(NEAR, gap=gap, objective="tis", learning_rate=rate)
-            rounded = replace(plain, masters="bfloat16")
             for arm in (
                 plain,
                 *(replace(plain, uaq_scale=scale) for scale in (1.25, 1.5, 2.0)),
                 replace(plain, weight_rate=2.0, norm_rate=0.5),
                 replace(plain, learning_rate=2 * rate),
-                replace(plain, learning_rate=2 * rate, norm_rate=2.0),
-                replace(plain, rounding="stochastic"),
             ):
                 arms[arm] = plain
-            if gap == "int8":
-                for scale in (1.0, 1.5, 2.0):
-                    arms[replace(rounded, uaq_scale=scale)] = rounded
-                for arm in (
-                    replace(rounded, weight_rate=2.0, norm_rate=0.5),
-                    replace(rounded, learning_rate=2 * rate),
-                    replace(rounded, rounding="stochastic"),
-                ):
-                    arms[arm] = rounded
     return arms
 
 

@@ -5,7 +5,6 @@ the advantage, T the number of tokens of a sequence. All maximize
 J = weight * min(R * A, clip(R, 1 - eps_low, 1 + eps_high) * A), token by token, as `sequence_tis`
 does, whose weight is min(product of the sequence's rho, C):
 
-    mixed_tis      weight = min(square root of rho * product of the sequence's rho, C)
     root_tis       weight = min((product of the sequence's rho)^(1 / sqrt(T)), C): its spread does
                    not grow with T
     tempered_tis   weight = min((product of the sequence's rho)^a, C), where a is at most 1 and such
@@ -17,7 +16,7 @@ docs/findings/objectives.md has what they gain, and what objectives of others di
 import torch
 from torch import Tensor
 
-CANDIDATES = ("mixed_tis", "root_tis", "tempered_tis")
+CANDIDATES = ("root_tis", "tempered_tis")
 
 
 def candidate_loss(
@@ -39,7 +38,6 @@ def candidate_loss(
     log_rho = proximal - behaviour
     whole = log_rho.sum(-1, keepdim=True).expand_as(log_rho)
     log_weight = {
-        "mixed_tis": (log_rho + whole) / 2,
         "root_tis": whole / log_rho.shape[-1] ** 0.5,
         "tempered_tis": whole / whole.std(-2, correction=0, keepdim=True).clamp(min=1),
     }[objective]

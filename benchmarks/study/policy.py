@@ -32,21 +32,13 @@ class Engine:
 
     weight_format: str  # int8, fp8, or int4: INT8's codes from -7 to 7, with a scale per channel
     error: float = 1.0  # factor on the rounding error of the weights
-    dither: torch.Generator | None = None  # of stochastic rounding; None: weights round to nearest
 
     def quantized(self, weight: Tensor) -> QuantizedTensor:
-        """Return the codes `[seeds * out, in]` of a weight `[seeds, out, in]`, and their scales.
-
-        Stochastic rounding takes the upper neighbour with a chance of the distance to the lower.
-        That is rounding to nearest after adding uniform noise of one code step.
-        """
+        """Return the codes `[seeds * out, in]` of a weight `[seeds, out, in]`, and their scales."""
         rows = weight.flatten(0, 1)
         absmax = quantize.block_absmax(rows, self._eight_bits)
         if self.weight_format == "int4":
             absmax *= 127 / 7
-        if self.dither is not None:
-            scale = quantize.block_scale(absmax, self._eight_bits, rows.dtype)
-            rows = rows + (torch.rand(rows.shape, generator=self.dither) - 0.5) * scale
         return quantize.quantize(rows, self._eight_bits, absmax)
 
     def weights(self, weight: Tensor) -> Tensor:

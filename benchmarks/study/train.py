@@ -3,7 +3,7 @@
 import functools
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
@@ -58,8 +58,6 @@ class Arm:
     learning_rate: float = 1e-3
     length: int = 32  # symbols per answer of a chain
     uaq_scale: float = 1.0
-    rounding: Literal["nearest", "stochastic"] = "nearest"  # of the engine's weights
-    masters: Literal["float32", "bfloat16"] = "float32"  # what Adam updates
     weight_rate: float = 1.0  # factor on the learning rate of the weights that UAQ divides by s
     norm_rate: float = 1.0  # factor on the learning rate of the norms that UAQ multiplies by s
     top_p: float = 1.0  # symbols are drawn from the likeliest ones, up to this probability
@@ -81,13 +79,9 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     """Train `seeds` policies for `steps` steps and return what was measured."""
     began = time.monotonic()
     task = Chain(arm.length)
-    nearest = ENGINES[arm.gap]
-    engine = nearest
-    if nearest is not None and arm.rounding == "stochastic":
-        engine = replace(nearest, dither=torch.Generator().manual_seed(3))
+    engine = ENGINES[arm.gap]
     begun = scaled(start(arm.length, seeds), arm.uaq_scale)
     parameters = {name: parameter.clone().requires_grad_() for name, parameter in begun.items()}
-    round_masters(parameters, arm.masters)
     settings = OptimizerConfig(learning_rate=arm.learning_rate)
     optimizer = make_optimizer(parameters, settings, arm)
     objective = ObjectiveConfig(ratio_cap=arm.ratio_cap)
@@ -102,7 +96,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
 
     before = score(None)
     totals: dict[str, float] = {}
-    codes, flips = codes_of(parameters, nearest), []
+    codes, flips = codes_of(parameters, engine), []
     for _ in range(steps):
         with torch.no_grad():
             table = logprob_table(parameters, engine)
@@ -144,12 +138,11 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             loss.backward()
             clip_gradients(parameters, settings.clip_grad)
             optimizer.step()
-            round_masters(parameters, arm.masters)
             sums = mismatch_sums(proximal, behaviour, mask, objective.ratio_cap)
             sums |= {name: stats[name] for name in ("clipped", "acr_widened")}
             totals = add_up([totals, {name: value.item() for name, value in sums.items()}])
-        if nearest is not None:
-            last, codes = codes, codes_of(parameters, nearest)
+        if engine is not None:
+            last, codes = codes, codes_of(parameters, engine)
             flips.append(quantize.code_flips(last, codes).item() / codes.numel())
     return Outcome(
         before=before.tolist(),
@@ -211,14 +204,6 @@ def warmed_up(parameters: Parameters, task: Chain, score: float) -> Parameters:
 def scaled(parameters: Parameters, uaq_scale: float) -> Parameters:
     transform = uaq.transform(UaqConfig(scale=uaq_scale))
     return {name: transform(name, parameter) for name, parameter in parameters.items()}
-
-
-@torch.no_grad()
-def round_masters(parameters: Parameters, dtype: str) -> None:
-    """Round the masters to `dtype`. Adam's moments stay float32."""
-    if dtype == "bfloat16":
-        for parameter in parameters.values():
-            parameter.copy_(parameter.bfloat16())
 
 
 @torch.no_grad()
