@@ -1,18 +1,12 @@
 """Measure the errors of `qurl plan`'s times: `python -m benchmarks.plan`.
 
-1. Constants of `planning/step_time.py`, fitted again to the times they come from.
-2. Published times and ratios that no constant was fitted to, with their sources. Settings that a
-   source leaves out are stated beside the figure.
+It sets them beside published times and ratios that no constant of `planning/step_time.py` was
+fitted to, with their sources. Settings that a source leaves out are stated beside the figure.
 
 `tests/test_memory.py` compares the planned memory with what real learners allocate.
 """
 
-from collections.abc import Callable
-from functools import partial
 from unittest.mock import patch
-
-import numpy as np
-from scipy.optimize import brentq, least_squares
 
 from benchmarks import machine
 from qurl_megatron.config.schema import Config, WeightFormat
@@ -23,28 +17,15 @@ from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.gpus import H100
 from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.published import STEPS
-from qurl_megatron.planning.step_time import EXPERT_DECODE, ExpertDecode, plan_publish
+from qurl_megatron.planning.step_time import plan_publish
 from qurl_megatron.recipes.scaling_32b import study
-
-# (format, mean context in tokens, {sequences: median inter-token latency in ms}) of Qwen3-8B on one
-# H100 with vLLM 0.30. Source: github.com/tgarg01/silybench-data, derived/csv/perf_points.csv at
-# 93e4887, decode-128-1024, balanced-2048-2048 and longctx-8192-512. The mean context is the prompt
-# and half of the output. With more sequences than these, not all of them ran at once.
-FITTED: list[tuple[WeightFormat, int, dict[int, float]]] = [
-    ("bf16", 640, {1: 6.858, 4: 7.009, 16: 7.530, 32: 8.110, 64: 9.494, 128: 12.004, 256: 18.084}),
-    ("fp8", 640, {1: 4.662, 4: 4.815, 16: 5.251, 32: 6.032, 64: 7.260, 128: 10.159, 256: 16.129}),
-    ("fp8", 3072, {1: 4.796, 4: 5.319, 16: 7.217, 32: 9.811, 48: 12.252}),
-    ("bf16", 8448, {1: 7.301, 4: 8.617, 7: 10.182, 10: 11.779}),
-    ("fp8", 8448, {1: 5.104, 4: 6.425, 10: 9.506}),
-]
 
 # (model, format, GPUs, task, mean output tokens, {sequences: median inter-token latency in ms}) on
 # H100 with vLLM. Source: github.com/ml-energy/leaderboard at 0cd52da, public/data/tasks. It does
 # not state the context, for which the mean output is assumed; that is too much when memory is full.
 # In the chat task new prompts are read between the tokens, which the plan leaves out. Models with
 # experts were served with as many expert-parallel ranks as GPUs.
-Latencies = list[tuple[str, WeightFormat, int, str, int, dict[int, float]]]
-LATENCIES: Latencies = [
+LATENCIES: list[tuple[str, WeightFormat, int, str, int, dict[int, float]]] = [
     ("Qwen3-32B", "bf16", 2, "gpqa", 7000, {8: 16.72, 16: 19.32, 32: 25.27, 64: 32.28}),
     ("Qwen3-14B", "bf16", 1, "gpqa", 7000, {8: 14.42, 16: 17.34, 32: 21.55, 59: 28.07}),
     ("Qwen3-32B", "bf16", 1, "chat", 630, {8: 25.21, 16: 26.35, 29: 28.81}),
@@ -59,115 +40,12 @@ LATENCIES: Latencies = [
     ("Qwen3-235B-A22B", "bf16", 8, "chat", 865, {128: 46.64, 228: 55.48}),
     ("Qwen3-235B-A22B", "fp8", 8, "chat", 875, {128: 42.14, 256: 54.93, 511: 75.84}),
 ]
-# The latencies of experts that `EXPERT_DECODE` is fitted to: the chat task again.
-FITTED_EXPERTS: Latencies = [
-    ("Qwen3-30B-A3B", "bf16", 1, "chat", 925, {8: 12.85, 16: 17.55, 32: 22.57, 64: 28.94}),
-    ("Qwen3-30B-A3B", "bf16", 2, "chat", 920, {8: 9.36, 16: 12.55, 32: 15.39, 64: 18.70}),
-    ("Qwen3-235B-A22B", "bf16", 8, "chat", 865, {8: 20.24, 16: 25.35, 32: 34.71, 64: 40.34}),
-    ("Qwen3-235B-A22B", "fp8", 4, "chat", 865, {8: 35.24, 16: 37.27, 32: 42.75, 64: 49.00}),
-    ("Qwen3-235B-A22B", "fp8", 8, "chat", 875, {8: 24.74, 16: 26.79, 32: 30.16, 64: 34.67}),
-]
 
 
 def print_row(label: str, planned: float, measured: float, unit: str) -> None:
     """Print a planned value beside a measured or published one, with the plan's error."""
     error = planned / measured - 1
     print(f"   {label:58} {planned:9.2f} {measured:9.2f} {unit:5} {error:+7.1%}", flush=True)
-
-
-def latency_errors(constants: np.ndarray) -> list[float]:
-    """Return the relative errors of the latencies in `FITTED` with these decode constants."""
-    weights, kv, layer_s, sequence_s, bf16, eight_bit = constants
-    errors = []
-    with patch.multiple(
-        step_time,
-        HBM_EFFICIENCY={"weights": weights, "kv": kv},
-        LAYER_S=layer_s,
-        SEQUENCE_S=sequence_s,
-        PRODUCT_EFFICIENCY={"bf16": bf16, "8-bit": eight_bit},
-    ):
-        for weight_format, context, latencies in FITTED:
-            for sequences, latency_ms in latencies.items():
-                tokens = sequences * context
-                time_s = step_time.decode_s(
-                    KNOWN_MODELS["Qwen3-8B"], weight_format, 1, sequences, tokens
-                )
-                errors.append(1000 * time_s / latency_ms - 1)
-    return errors
-
-
-def expert_errors(precision: str, constants: np.ndarray) -> list[float]:
-    """Return the relative errors of `FITTED_EXPERTS` of a precision with these constants."""
-    with patch.dict(EXPERT_DECODE, {precision: ExpertDecode(*constants)}):
-        return [
-            planned_ms / latency_ms - 1
-            for row in FITTED_EXPERTS
-            if (row[1] == "bf16") == (precision == "bf16")
-            for _, planned_ms, latency_ms in latencies_of(*row)
-        ]
-
-
-def latencies_of(
-    name: str,
-    weight_format: WeightFormat,
-    gpus: int,
-    task: str,
-    context: int,
-    latencies: dict[int, float],
-) -> list[tuple[str, float, float]]:
-    """Return a label, the planned and the published latency of each number of sequences."""
-    rows = []
-    for sequences, latency_ms in latencies.items():
-        time_s = step_time.decode_s(
-            KNOWN_MODELS[name], weight_format, gpus, sequences, sequences * context
-        )
-        label = f"{name} in {weight_format}, {gpus} GPUs, {task}, {sequences} sequences"
-        rows.append((label, 1000 * time_s, latency_ms))
-    return rows
-
-
-def refit(
-    constants: dict[str, float], errors_of: Callable[[np.ndarray], list[float]], source: str
-) -> None:
-    """Fit constants by least squares of the relative error; print them beside their values."""
-    scale = np.array(list(constants.values()))
-    factors = least_squares(lambda x: errors_of(x * scale), np.ones(len(scale)), bounds=(0.1, 10)).x
-    for (name, value), fitted in zip(constants.items(), factors * scale, strict=True):
-        print(f"   {name:58} {value:9.3g} {fitted:9.3g}")
-    own = np.array(errors_of(scale))
-    print(
-        f"   {len(own)} latencies of {source}: root mean square error "
-        f"{np.sqrt(np.mean(own**2)):.1%}, largest {np.abs(own).max():.1%}\n"
-    )
-
-
-def refit_constants() -> None:
-    """Fit the constants of decoding and of a learner's experts, and print them."""
-    print("1. Constants: in step_time.py, and fitted\n")
-    constants = {
-        "HBM_EFFICIENCY of weights": step_time.HBM_EFFICIENCY["weights"],
-        "HBM_EFFICIENCY of kv": step_time.HBM_EFFICIENCY["kv"],
-        "LAYER_S": step_time.LAYER_S,
-        "SEQUENCE_S": step_time.SEQUENCE_S,
-        "PRODUCT_EFFICIENCY of bf16": step_time.PRODUCT_EFFICIENCY["bf16"],
-        "PRODUCT_EFFICIENCY of 8-bit": step_time.PRODUCT_EFFICIENCY["8-bit"],
-    }
-    refit(constants, latency_errors, "Qwen3-8B on one H100 (silybench)")
-    for precision, experts in EXPERT_DECODE.items():
-        constants = {
-            f"EXPERT_DECODE of {precision}: hbm_efficiency": experts.hbm_efficiency,
-            f"EXPERT_DECODE of {precision}: layer_s": experts.layer_s,
-        }
-        source = "Qwen3-30B-A3B and 235B-A22B (ML.ENERGY, chat)"
-        refit(constants, partial(expert_errors, precision), source)
-
-    def excess_s(rate: float) -> float:
-        with patch.object(step_time, "EXPERT_RATE", rate):
-            return pretraining_s("Qwen3-30B-A3B", 512, (1, 1, 8, 8), 4) - 21.773
-
-    fitted = brentq(excess_s, 0.1, 2)
-    print(f"   {'EXPERT_RATE':58} {step_time.EXPERT_RATE:9.3g} {fitted:9.3g}")
-    print("   a step of Qwen3-30B-A3B on 8 H100 (NeMo AutoModel)\n")
 
 
 def pretraining_s(
@@ -201,11 +79,14 @@ def pretraining_s(
 
 def compare_published() -> None:
     """Print planned times and ratios beside published ones that no constant was fitted to."""
-    print("2. Published figures: planned, published, error\n")
+    print("Planned, published, error\n")
     print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100")
-    for row in LATENCIES:
-        for label, planned_ms, latency_ms in latencies_of(*row):
-            print_row(label, planned_ms, latency_ms, "ms")
+    for name, weight_format, gpus, task, context, latencies in LATENCIES:
+        for sequences, latency_ms in latencies.items():
+            tokens = sequences * context
+            time_s = step_time.decode_s(KNOWN_MODELS[name], weight_format, gpus, sequences, tokens)
+            label = f"{name} in {weight_format}, {gpus} GPUs, {task}, {sequences} sequences"
+            print_row(label, 1000 * time_s, latency_ms, "ms")
     print("\n   8-bit over BF16 in throughput")
     print("   QuRL paper, Figure 8, INT8 on H100 (lengths not stated; 512 + 1024 tokens assumed)")
     ratio = throughput_ratio(KNOWN_MODELS["Qwen2.5-7B"], 1, 512, 1024, "int8")
@@ -266,7 +147,6 @@ def throughput_ratio(
 
 def main() -> None:
     machine.parser(__doc__).parse_args()
-    refit_constants()
     compare_published()
 
 

@@ -60,7 +60,7 @@ from qurl_megatron.planning.memory import (
 )
 from qurl_megatron.planning.nodes import nodes_of_learner
 
-# Fitted by `benchmarks/plan.py` to 26 inter-token latencies of Qwen3-8B in BF16 and FP8 on one H100
+# Fitted in November 2026 to 26 inter-token latencies of Qwen3-8B in BF16 and FP8 on one H100
 # (vLLM 0.30, github.com/tgarg01/silybench-data, 24 Sep 2026). INT8 is assumed to equal FP8.
 HBM_EFFICIENCY = {"weights": 0.93, "kv": 0.84}
 PRODUCT_EFFICIENCY = {"bf16": 0.71, "8-bit": 0.575}
@@ -83,7 +83,7 @@ class ExpertDecode:
     layer_s: float  # overhead per layer and token, beyond `LAYER_S`
 
 
-# Fitted by `benchmarks/plan.py` to 20 latencies of Qwen3-30B-A3B and 235B-A22B on 1 to 8 H100, 8 to
+# Fitted in November 2026 to 20 latencies of Qwen3-30B-A3B and 235B-A22B on 1 to 8 H100, 8 to
 # 64 sequences of the chat task (the same leaderboard). INT8 is assumed to equal FP8.
 EXPERT_DECODE = {
     "bf16": ExpertDecode(hbm_efficiency=0.87, layer_s=50e-6),
@@ -95,7 +95,7 @@ EXPERT_DECODE = {
 LEARNER_MFU = 389e12 / H100.bf16_flops
 # The rate of grouped products over that of large ones: with it a step of Qwen3-30B-A3B on 8 H100,
 # 512 sequences of 4096 tokens and experts chosen equally often, takes the 21.77 s of the same
-# summary. Fitted by `benchmarks/plan.py`.
+# summary.
 EXPERT_RATE = 0.84
 # Standard deviation of the tokens of an expert over their mean. The Gini coefficient of five models
 # is 0.105 to 0.24 and more on real text, and that of Qwen3-30B-A3B in between (arXiv:2605.20982);
