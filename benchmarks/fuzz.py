@@ -47,6 +47,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from benchmarks import machine
+from benchmarks.runs import write_sums, write_tiny_model
 from qurl_megatron import cli
 from qurl_megatron.config import text
 from qurl_megatron.config.schema import Config
@@ -54,7 +55,7 @@ from qurl_megatron.config.text import leaf_values, with_overrides
 from qurl_megatron.launch.recipe import recipe_names
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import PR_SET_CHILD_SUBREAPER
-from qurl_megatron.recipes import grpo, quickstart
+from qurl_megatron.recipes import grpo
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.rollout.wire import RUN_HEADER
 from qurl_megatron.sglang_plugin.door import ROUTES, Door
@@ -123,12 +124,8 @@ class Fuzz:
     def __init__(self, directory: Path) -> None:
         self.home = directory / "home"
         self.work = directory / "work"  # a copy of the home for each command
-        sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-        quickstart.build_model(self.home / "model", seed=0, **sizes, **heads)
-        problems = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(60)]
-        lines = "\n".join(map(json.dumps, problems)) + "\n"
-        (self.home / "problems.jsonl").write_text(lines)
+        write_tiny_model(self.home / "model")
+        write_sums(self.home / "problems.jsonl", 60)
         run_dir = self.home / "runs" / "run"
         for name in FILES:
             (run_dir / name).parent.mkdir(parents=True, exist_ok=True)

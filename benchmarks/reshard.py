@@ -17,9 +17,6 @@ All but "delta" give rank 0, or the server, the same tensors, byte for byte.
 "sent" counts the bytes that ranks send each other. "CPU" adds up the processor time of all ranks,
 the kernel's included; on a busy machine it says more than the time that passed. "memory" is the
 largest growth of a rank's resident set (on a GPU, of its allocator's peak) beside the layer itself.
-
-With `--tiny` the model has 64 layers of tiny tensors instead. Then only the host's own work is
-left: Python, and the calls of torch.
 """
 
 import argparse
@@ -61,15 +58,6 @@ QWEN_32B_LAYER = dataclasses.replace(
     num_layers=1,
     vocab_size=256,  # small: only the layer is measured
     tie_word_embeddings=True,
-)
-TINY = dataclasses.replace(
-    QWEN_32B_LAYER,
-    num_layers=64,
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
 )
 
 
@@ -197,7 +185,7 @@ def run_paths(arguments: argparse.Namespace) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with megatron_runtime():
         parallel_state.initialize_model_parallel(size, create_gloo_process_groups=False)
-    learner = random_learner(TINY if arguments.tiny else QWEN_32B_LAYER, rank, size)
+    learner = random_learner(QWEN_32B_LAYER, rank, size)
     sent = SentBytes()
     bucket_bytes = arguments.bucket_mib * MIB
     rows = []
@@ -280,11 +268,9 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=256)
-    parser.add_argument("--tiny", action="store_true", help="64 layers of tiny tensors")
     arguments = parser.parse_args()
     machine.print_machine("torch", "megatron-core")
-    architecture = TINY if arguments.tiny else QWEN_32B_LAYER
-    largest = 2 * architecture.hidden_size * architecture.intermediate_size / MIB
+    largest = 2 * QWEN_32B_LAYER.hidden_size * QWEN_32B_LAYER.intermediate_size / MIB
     print(
         f"buckets of {arguments.bucket_mib} MiB; two of them and the largest tensor in BF16 take "
         f"{2 * arguments.bucket_mib + largest:.0f} MiB; medians of {arguments.repetitions}, "

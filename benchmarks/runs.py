@@ -1,5 +1,6 @@
-"""Complete runs of `qurl train`, which a second call does not repeat."""
+"""What runs of `qurl` begin with and leave, and runs that a second call does not repeat."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -7,9 +8,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from qurl_megatron.files import read_json_lines
+from qurl_megatron.recipes import quickstart
 
 QURL = (sys.executable, "-c", "from qurl_megatron.cli import main; main()")
+
+
+def write_tiny_model(directory: Path) -> None:
+    """Write a random model of two layers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    quickstart.build_model(directory, seed=0, **sizes, **heads)
+
+
+def write_sums(file: Path, number: int) -> None:
+    """Write so many problems."""
+    problems = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(number)]
+    file.write_text("\n".join(map(json.dumps, problems)) + "\n")
+
+
+def processes_with(variable: str, value: str) -> list[psutil.Process]:
+    """Return the processes that run with a value of a variable of the environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_zombie = process.status() == psutil.STATUS_ZOMBIE
+            if process.environ().get(variable) == value and not is_zombie:
+                found.append(process)
+    return found
 
 
 def complete_run(run_dir: Path, words: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:

@@ -31,13 +31,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from benchmarks import machine
-from benchmarks.runs import QURL
+from benchmarks.runs import QURL, processes_with, write_sums, write_tiny_model
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import PARTIAL
-from qurl_megatron.recipes import quickstart
 
 SIGNALS = ("INT", "TERM", "USR1", "HUP", "QUIT", "PIPE")
 FROM_TERMINALS = ("INT", "HUP", "QUIT")
@@ -200,7 +197,7 @@ def run_cell(home: Path, command: str, phase: str, name: str, slack_s: float) ->
         except subprocess.TimeoutExpired:
             return f"WRONG: still runs after {LIMIT_S:.0f} s"
         finally:
-            for left in processes(mark):
+            for left in processes_with(MARK, mark):
                 left.kill()
 
 
@@ -231,7 +228,7 @@ def judge(
     if ends_at_once and cell.shown().count("qurl: interrupted by") != 1:
         wrong.append("no line")
     deadline = time.monotonic() + 10
-    while (left := processes(mark)) and time.monotonic() < deadline:
+    while (left := processes_with(MARK, mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     if left:
         wrong.append(f"{len(left)} processes are left")
@@ -239,16 +236,6 @@ def judge(
         print(cell.shown()[-4000:], file=sys.stderr)
     found = f"{code}, {took_s:.1f} s"
     return f"WRONG: {found}: {', '.join(wrong)}" if wrong else found
-
-
-def processes(mark: str) -> list[psutil.Process]:
-    """Return the processes of a cell that run."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
 
 
 def main() -> None:
@@ -264,11 +251,8 @@ def main() -> None:
     names, is_wrong = arguments.signals.split(","), False
     with tempfile.TemporaryDirectory(prefix="qurl-signals-") as scratch:
         home = Path(scratch)
-        sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-        quickstart.build_model(home / "model", seed=0, **sizes, **heads)
-        problems = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
-        (home / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n")
+        write_tiny_model(home / "model")
+        write_sums(home / "problems.jsonl", 40)
         (home / "key").write_text(secrets.token_hex(32))
         (home / "key").chmod(0o600)
         print(f"| command | phase | {' | '.join(names)} |\n|{'---|' * (2 + len(names))}")

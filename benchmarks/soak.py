@@ -63,6 +63,7 @@ from benchmarks.deployment import (
     wait_until,
 )
 from benchmarks.process_memory import growth_of
+from benchmarks.runs import processes_with, write_tiny_model
 from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient
 from qurl_megatron.agents.pool import Agents
@@ -74,7 +75,6 @@ from qurl_megatron.config.schema import AgentConfig, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.process import trim_heap
-from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, ServerBusy
 from qurl_megatron.rollout.server import Server, ServerFailed
@@ -468,19 +468,12 @@ def make_prompt(number: int) -> Prompt:
 
 def orphans(mark: str, directory: Path) -> list[str]:
     """Return the processes and the files that are left of this command."""
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == mark:
-                left.append(str(process))
-    return left + [str(path) for path in directory.iterdir()]
+    return [*map(str, processes_with(MARK, mark)), *map(str, directory.iterdir())]
 
 
 def build_model(directory: Path) -> Path:
     """Write a tiny model whose weights are large enough for it to prefer some tokens."""
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    quickstart.build_model(directory, seed=0, **sizes, **heads)
+    write_tiny_model(directory)
     file = directory / "model.safetensors"
     weights = load_file(file)
     larger = {name: weight * (1 if "norm" in name else 3) for name, weight in weights.items()}
