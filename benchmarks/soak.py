@@ -274,7 +274,6 @@ class Soak:
             with (
                 closing(self._faults),
                 self._faults.exchanging(),
-                closing(self._producer),
                 counted_refusals(outcome),
             ):
                 checking = starter.submit(self._keep_servers, closed)
@@ -291,6 +290,7 @@ class Soak:
                     wait_until(lambda: len(fleet.members("serving", "joining")) == 2)
                 finally:
                     closed.set()
+                    self._deployment.fleet.controller.wait(self._producer.close())
                 checking.result()
             self._look_back()
         return outcome
@@ -307,9 +307,10 @@ class Soak:
         """Take the groups of a step, and check what is known of them."""
         deployment = self._deployment
         while True:
-            groups = self._producer.take(
+            taking = self._producer.take(
                 PER_STEP, step=step, version=version, interrupted=deployment.fleet.has_joining
             )
+            groups = deployment.fleet.controller.wait(taking)
             if groups is not None:
                 break
             deployment.publisher.admit()

@@ -13,6 +13,7 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.sampling import Sampler
+from qurl_megatron.rollout.controller import Controller
 
 
 def scores_of(values: Iterable[float]) -> Future[list[Score]]:
@@ -40,7 +41,8 @@ def sampler_of(
             device.initialize_distributed()
             stack.callback(dist.destroy_process_group)
         publisher: Any = SimpleNamespace(admit=admit, serving=nullcontext)
-        if client is not None:
-            client.fleet = SimpleNamespace(has_joining=servers_join)
+        controller = stack.enter_context(closing(Controller()))
+        client = client or SimpleNamespace()
+        client.fleet = SimpleNamespace(has_joining=servers_join, controller=controller)
         sampler = Sampler(config, client, publisher, score, prompts, tokenizer, say)
         yield stack.enter_context(closing(sampler))

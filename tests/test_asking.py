@@ -143,7 +143,7 @@ def test_an_answer_that_is_too_large_is_not_read() -> None:
             asyncio.run(server.ask("GET", "/x", timeout_s=20))
         with pytest.raises(ServerFailed, match="answered /generate with more than 1,052,672 bytes"):
             client = RolloutClient(Fleet("rollout", {}), None, [])
-            asyncio.run(client._post(ONE_PROMPT, server))
+            client.fleet.controller.wait(client._post(ONE_PROMPT, server))
 
 
 def test_nothing_that_is_packed_is_unpacked() -> None:
@@ -239,12 +239,12 @@ def test_an_answer_that_is_no_completion_costs_the_server_or_the_run_if_it_is_it
 ) -> None:
     client = RolloutClient(Fleet("rollout", {}), None, [])
     with server_that(saying(json.dumps(RIGHT))) as server:
-        assert len(asyncio.run(client._post(ONE_PROMPT, server))) == 1
+        assert len(client.fleet.controller.wait(client._post(ONE_PROMPT, server))) == 1
     with server_that(saying(json.dumps(sampled))) as server:
         own = make_server(0, tmp_path, url=server.url)
         for each, error in ((server, ServerFailed), (own, RequestRefused)):
             with pytest.raises(error, match="answered a prompt with something else") as failed:
-                asyncio.run(client._post(ONE_PROMPT, each))
+                client.fleet.controller.wait(client._post(ONE_PROMPT, each))
             assert failed.type is error
 
 
@@ -254,7 +254,7 @@ def test_the_experts_of_an_answer_must_be_of_each_token() -> None:
         sampled = {**RIGHT, "meta_info": {**META, "routed_experts": experts}}
         with server_that(saying(json.dumps(sampled))) as server:
             with pytest.raises(ServerFailed, match="with something else"):
-                asyncio.run(client._post(ONE_PROMPT, server))
+                client.fleet.controller.wait(client._post(ONE_PROMPT, server))
 
 
 def test_the_sampling_masks_of_an_answer_must_have_its_tokens() -> None:
@@ -267,7 +267,7 @@ def test_the_sampling_masks_of_an_answer_must_have_its_tokens() -> None:
     }
     right = {**RIGHT, "meta_info": {**META, **masks}}
     with server_that(saying(json.dumps(right))) as server:
-        (answer,) = asyncio.run(client._post(asked, server))
+        (answer,) = client.fleet.controller.wait(client._post(asked, server))
     completion = client._completion(answer, 2)
     assert completion.behaviour_logprobs == [-0.5, 0.0]
     assert completion.sampling_masks is not None
@@ -285,10 +285,10 @@ def test_the_sampling_masks_of_an_answer_must_have_its_tokens() -> None:
         sampled = {**RIGHT, "meta_info": {**META, **masks, **each}}
         with server_that(saying(json.dumps(sampled))) as server:
             with pytest.raises(ServerFailed, match="with something else"):
-                asyncio.run(client._post(asked, server))
+                client.fleet.controller.wait(client._post(asked, server))
     with server_that(saying(json.dumps(right))) as server:  # nobody asked for masks
         with pytest.raises(ServerFailed, match="with something else"):
-            asyncio.run(client._post(ONE_PROMPT, server))
+            client.fleet.controller.wait(client._post(ONE_PROMPT, server))
 
 
 def test_a_server_that_answers_health_and_no_prompt_is_lost(
@@ -300,20 +300,15 @@ def test_a_server_that_answers_health_and_no_prompt_is_lost(
     async def never(server: Server) -> None:
         await asyncio.Event().wait()
 
-    async def ask_for_nothing() -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(fleet.ask(1, never), 5)
-
     with closing(fleet):
         (member,) = fleet.members("serving")
         member.heard_at += 3600  # it has just answered /health
         fleet.watch()
         assert not wait_for(fleet, "lost", 1.0)  # it owes nothing
-        thread = threading.Thread(target=lambda: asyncio.run(ask_for_nothing()))
-        thread.start()
+        asking = fleet.controller.start(fleet.ask(1, never))
         assert wait_for(fleet, "lost")
+        asking.cancel()
         assert "has answered no prompt for" in fleet._last_loss
-        thread.join()
 
 
 # ------------------------------------------------------------------------------------ many servers

@@ -67,10 +67,9 @@ def test_publishes_leave_no_object_behind_and_give_freed_memory_back(tmp_path: P
 def test_connections_read_the_certificates_at_most_once() -> None:
     nobody = "http://127.0.0.1:9"
     server = Server(nobody, "a key", "elsewhere", 0, None, 1, [], log_file=os.devnull)
-    client = RolloutClient(Fleet("rollout", {}), None, [])
 
     async def connect() -> None:
-        await client._connector().close()
+        await RolloutClient(Fleet("rollout", {}), None, [])._connector.close()
 
     with patch.object(ssl, "create_default_context", wraps=ssl.create_default_context) as read:
         for _ in range(2):

@@ -79,7 +79,7 @@ def test_a_prompt_goes_to_the_server_with_the_fewest_tokens_outstanding(tmp_path
         return await asyncio.gather(*tasks)
 
     # 100 | 10 | 50, then 30 and 5 to the second (45 in all, the third has 50), then 20 as well
-    assert asyncio.run(run()) == [f"http://{index}" for index in (0, 1, 2, 1, 1, 1)]
+    assert fleet.controller.wait(run()) == [f"http://{index}" for index in (0, 1, 2, 1, 1, 1)]
     assert [member.outstanding for member in fleet.members("serving")] == [0, 0, 0]
 
 
@@ -109,7 +109,7 @@ def test_an_episode_stays_on_its_server_unless_that_has_far_more_to_do_or_is_los
         fleet.lose(owes, "hangs")
         assert await ask(10, first) is second
 
-    asyncio.run(run())
+    fleet.controller.wait(run())
 
 
 def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) 
         tasks = [asyncio.create_task(fleet.ask(10, script)) for _ in range(6)]
         await asyncio.sleep(0.05)
         lost = fleet.members("serving")[0]
-        with ThreadPoolExecutor() as threads:  # as the thread that watches does
+        with ThreadPoolExecutor() as threads:  # as a publish does
             threads.submit(fleet.lose, lost, "hangs").result()
         await asyncio.sleep(0.05)
         assert lost.outstanding == 0 and not lost.requests
@@ -127,7 +127,7 @@ def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) 
         script.release["http://1"].set()
         return await asyncio.gather(*tasks)
 
-    assert asyncio.run(run()) == ["http://1"] * 6
+    assert fleet.controller.wait(run()) == ["http://1"] * 6
     assert script.begun.count("http://0") == 3 and script.begun.count("http://1") == 6
     ((lost, *_),) = reported_lost(tmp_path)
     assert lost == "rollout"
@@ -145,12 +145,12 @@ def test_a_server_that_does_not_answer_is_lost_and_a_refusal_is_an_error(tmp_pat
     async def refuses(server: Server) -> str:
         raise RequestRefused("the prompt is too long")
 
-    assert asyncio.run(fleet.ask(1, fails)) == "http://1"
+    assert fleet.controller.wait(fleet.ask(1, fails)) == "http://1"
     assert [member.index for member in fleet.members("serving")] == [1]
     why = f"server http://0 closed the connection; {tmp_path / 'server_0.log'}"
     assert said == [f"server rollout_0 is lost: {why}"]
     with pytest.raises(RequestRefused, match="the prompt is too long"):
-        asyncio.run(fleet.ask(1, refuses))
+        fleet.controller.wait(fleet.ask(1, refuses))
     assert [member.index for member in fleet.members("serving")] == [1]
 
 
@@ -164,7 +164,7 @@ def test_a_full_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
             raise problem
         return "answer"
 
-    assert asyncio.run(fleet.ask(1, request)) == "answer"
+    assert fleet.controller.wait(fleet.ask(1, request)) == "answer"
 
 
 def test_nothing_is_sampled_while_fewer_servers_serve_than_needed(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_nothing_is_sampled_while_fewer_servers_serve_than_needed(tmp_path: Path
     with pytest.raises(
         FleetTooSmall, match=r"1 of at least 2 rollout servers.*server rollout_0.*died"
     ):
-        asyncio.run(fleet.ask(1, script))
+        fleet.controller.wait(fleet.ask(1, script))
     assert 0.3 < time.monotonic() - begin < 2
     assert script.begun == [] and second.state == "serving"
     assert isinstance(FleetTooSmall(""), ServerFailed)  # which commands print without a traceback
@@ -206,22 +206,20 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
     with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=2.0)) as fleet:
         fleet.watch()
         (member,) = fleet.members("serving")
-        with ThreadPoolExecutor() as threads:
-            request = asyncio.wait_for(fleet.ask(1, never), timeout=120)
-            asking = threads.submit(lambda: asyncio.run(request))
-            assert wait_until(lambda: bool(address.asked))
-            assert not wait_for(fleet, "lost", 1.0)  # it answers
-            address.delay_s = 60.0
-            assert wait_until(lambda: 60.0 in address.asked)
-            with fleet.pausing(member):  # while it is asked
-                assert not wait_for(fleet, "lost", 3.0)
-                assert address.asked.count(60.0) == 1
-                address.delay_s = 0.0
-            assert not wait_for(fleet, "lost", 1.0)
-            address.delay_s = 60.0
-            assert wait_for(fleet, "lost", 30.0)
-            with pytest.raises(FleetTooSmall, match="did not answer /health in 2 s"):
-                asking.result(timeout=10)
+        asking = fleet.controller.start(fleet.ask(1, never))
+        assert wait_until(lambda: bool(address.asked))
+        assert not wait_for(fleet, "lost", 1.0)  # it answers
+        address.delay_s = 60.0
+        assert wait_until(lambda: 60.0 in address.asked)
+        with fleet.pausing(member):  # while it is asked
+            assert not wait_for(fleet, "lost", 3.0)
+            assert address.asked.count(60.0) == 1
+            address.delay_s = 0.0
+        assert not wait_for(fleet, "lost", 1.0)
+        address.delay_s = 60.0
+        assert wait_for(fleet, "lost", 30.0)
+        with pytest.raises(FleetTooSmall, match="did not answer /health in 2 s"):
+            asking.result(timeout=10)
     assert reported_lost(tmp_path) == {incarnation("rollout", 0, server)}
 
 
@@ -238,11 +236,11 @@ def test_a_server_that_compiles_in_its_first_prompt_is_kept_and_one_that_hangs_l
 
     with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=0.5)) as fleet:
         fleet.watch()
-        assert asyncio.run(fleet.ask(1, compile_and_answer)) == server.url
+        assert fleet.controller.wait(fleet.ask(1, compile_and_answer)) == server.url
         assert 3.0 in address.asked  # it was silent, and did not answer /health in time
         address.delay_s = 60.0
         with pytest.raises(FleetTooSmall, match="did not answer /health in 0.5 s"):
-            asyncio.run(asyncio.wait_for(fleet.ask(1, never), timeout=120))
+            fleet.controller.wait(asyncio.wait_for(fleet.ask(1, never), timeout=120))
 
 
 @pytest.mark.parametrize("answers_a_prompt", [True, False])
@@ -261,7 +259,7 @@ def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
         raise NoAnswer(f"did not answer {path}")
 
     monkeypatch.setattr(Server, "ask", silence)
-    asyncio.run(fleet._probe(member))
+    fleet.controller.wait(fleet._probe(member))
     assert member.state == ("serving" if answers_a_prompt else "lost")
 
 
@@ -301,14 +299,14 @@ def test_nobody_waits_for_servers_that_will_not_be_started_again(tmp_path: Path)
         fleet.check_size()  # its successor may come
         roster = {}
         with pytest.raises(FleetTooSmall, match=r"0 of at least 1 .*no more will start.*died"):
-            asyncio.run(asyncio.wait_for(fleet.ask(1, never), timeout=10))
+            fleet.controller.wait(asyncio.wait_for(fleet.ask(1, never), timeout=10))
 
 
-def test_an_error_of_the_thread_that_watches_is_not_silent(tmp_path: Path) -> None:
+def test_an_error_of_the_watch_is_not_silent(tmp_path: Path) -> None:
     def read() -> dict[int, Server]:
         raise ValueError("not a roster")
 
     with closing(make_fleet(tmp_path, 1, loaded=False)) as fleet:
         fleet.watch(read)
         with pytest.raises(ValueError, match="not a roster"):
-            asyncio.run(fleet.ask(1, never))
+            fleet.controller.wait(fleet.ask(1, never))

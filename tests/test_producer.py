@@ -4,9 +4,9 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -20,11 +20,13 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.loop import producer as producer_module
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.loop.sampling import NothingScored, Sampler
+from qurl_megatron.rollout.controller import Controller
 from samplers import sampler_of, scores_of
 
 PROMPTS = [Prompt(str(number), "", "", [number]) for number in range(7)]
 REJECTED = {"2", "5"}
 STEPS = 12
+CONTROLLER = Controller()
 PER_STEP = 3
 
 
@@ -85,20 +87,31 @@ def rollout(max_staleness: int, stages: dict[int, StageConfig] | None = None) ->
     )
 
 
-def make(servers: Servers, config: RolloutConfig, stream: PromptStream | None = None) -> Producer:
+@contextmanager
+def closed_at_end(producer: Producer) -> Iterator[Producer]:
+    try:
+        yield producer
+    finally:
+        CONTROLLER.wait(producer.close())
+
+
+def made(
+    servers: Servers, config: RolloutConfig, stream: PromptStream | None = None
+) -> AbstractContextManager[Producer]:
     stream = stream or PromptStream(PROMPTS, seed=0)
-    return Producer(config, STEPS, stream, servers.sample, servers.score)
+    return closed_at_end(Producer(config, STEPS, stream, servers.sample, servers.score))
 
 
 def take(producer: Producer, number: int, step: int, servers: Servers) -> list[RolloutGroup]:
-    groups = producer.take(number, step=step, version=servers.version, interrupted=lambda: False)
+    taking = producer.take(number, step=step, version=servers.version, interrupted=lambda: False)
+    groups = CONTROLLER.wait(taking)
     assert groups is not None
     return groups
 
 
 def number_asked(producer: Producer, servers: Servers) -> int:
     """Return the number of prompts sent, after the producer has sent all that it wants to."""
-    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), producer._loop).result()
+    CONTROLLER.wait(asyncio.sleep(0.01))
     return len(servers.asked)
 
 
@@ -118,7 +131,7 @@ def test_groups_are_taken_in_the_order_of_the_stream_whichever_is_answered_first
     delays = random.Random(max_staleness)
     servers = Servers(delay_s=lambda prompt: delays.choice([0.0, 0.001, 0.03]))
     taken = []
-    with closing(make(servers, rollout(max_staleness))) as producer:
+    with made(servers, rollout(max_staleness)) as producer:
         for step in range(1, STEPS + 1):
             taken += ids(take(producer, PER_STEP, step, servers))
             if step % 2:  # whether a step has ended makes no difference to what is taken
@@ -131,7 +144,7 @@ def test_groups_are_taken_in_the_order_of_the_stream_whichever_is_answered_first
 
 def test_without_staleness_nothing_is_asked_for_before_it_is_taken() -> None:
     servers = Servers()
-    with closing(make(servers, rollout(0))) as producer:
+    with made(servers, rollout(0)) as producer:
         assert servers.asked == []
         for number in (3, 1, 1, 3):
             before = len(servers.asked)
@@ -145,7 +158,7 @@ def test_no_more_is_asked_for_than_the_staleness_allows_and_no_less(max_stalenes
     servers = Servers()
     oldest = []
     rejected = 0
-    with closing(make(servers, rollout(max_staleness))) as producer:
+    with made(servers, rollout(max_staleness)) as producer:
         for step in range(1, STEPS + 1):
             groups = take(producer, PER_STEP, step, servers)
             if step % 3 == 0:  # as dynamic sampling does
@@ -165,20 +178,24 @@ def test_no_more_is_asked_for_than_the_staleness_allows_and_no_less(max_stalenes
 def test_answers_that_are_not_needed_yet_are_not_waited_for() -> None:
     late = in_order(PER_STEP + 1)[-1]
     servers = Servers(delay_s=lambda prompt: 60.0 if prompt.id == late else 0.0)
-    with closing(make(servers, rollout(2))) as producer:
+    with made(servers, rollout(2)) as producer:
         assert ids(take(producer, PER_STEP, 1, servers)) == in_order(PER_STEP)
         assert producer.waited_s < 10
         interrupted = iter([False, True])
-        groups = producer.take(PER_STEP, step=2, version=1, interrupted=lambda: next(interrupted))
+        taking = producer.take(PER_STEP, step=2, version=1, interrupted=lambda: next(interrupted))
+        groups = CONTROLLER.wait(taking)
         assert groups is None and producer.in_flight == 3 * PER_STEP
 
 
 def test_a_wait_that_was_interrupted_goes_on() -> None:
     servers = Servers(delay_s=lambda prompt: 0.4)
-    with closing(make(servers, rollout(0))) as producer:
+    with made(servers, rollout(0)) as producer:
         times = 0
-        while not (groups := producer.take(PER_STEP, step=1, version=1, interrupted=lambda: True)):
-            times += 1
+        groups = None
+        while not groups:
+            taking = producer.take(PER_STEP, step=1, version=1, interrupted=lambda: True)
+            groups = CONTROLLER.wait(taking)
+            times += not groups
         assert times >= 1 and ids(groups) == in_order(PER_STEP)
         assert len(servers.asked) == PER_STEP
         assert 0.3 < producer.waited_s < 10
@@ -194,7 +211,7 @@ def test_only_the_wait_for_scores_alone_counts_as_scoring() -> None:
 
     slow_samplers = Servers(delay_s=lambda prompt: 1.0)
     for servers, least_s, most_s in ((SlowVerifier(), 0.25, 10), (slow_samplers, 0, 0.5)):
-        with closing(make(servers, rollout(0))) as producer:
+        with made(servers, rollout(0)) as producer:
             take(producer, PER_STEP, 1, servers)
             assert least_s <= producer.scoring_s <= most_s
             assert producer.scoring_s <= producer.waited_s
@@ -202,7 +219,7 @@ def test_only_the_wait_for_scores_alone_counts_as_scoring() -> None:
 
 def test_groups_that_are_too_old_are_dropped_and_their_prompts_are_sampled_again_first() -> None:
     servers = Servers()
-    with closing(make(servers, rollout(1))) as producer:
+    with made(servers, rollout(1)) as producer:
         take(producer, PER_STEP, 1, servers)
         assert number_asked(producer, servers) == 2 * PER_STEP
         servers.version += 2  # two updates in one step: the groups in flight are too old
@@ -217,7 +234,7 @@ def test_groups_that_are_too_old_are_dropped_and_their_prompts_are_sampled_again
 def test_a_group_that_is_dropped_while_it_is_sampled_is_cancelled() -> None:
     late, delays = in_order(PER_STEP + 1)[-1], iter([60.0, 0.0])
     servers = Servers(delay_s=lambda prompt: next(delays) if prompt.id == late else 0.0)
-    with closing(make(servers, rollout(1, stages={2: StageConfig(8, 4)}))) as producer:
+    with made(servers, rollout(1, stages={2: StageConfig(8, 4)})) as producer:
         take(producer, PER_STEP, 1, servers)
         assert number_asked(producer, servers) == 2 * PER_STEP
         (moved,) = take(producer, 1, 1, servers)  # to step 1, with its number of completions
@@ -228,7 +245,7 @@ def test_a_group_that_is_dropped_while_it_is_sampled_is_cancelled() -> None:
 
 def test_the_oldest_token_of_a_group_decides_its_age() -> None:
     servers = Servers(delay_s=lambda prompt: 0.0 if prompt.id in in_order(PER_STEP) else 0.3)
-    with closing(make(servers, rollout(1))) as producer:
+    with made(servers, rollout(1)) as producer:
         take(producer, PER_STEP, 1, servers)
         assert number_asked(producer, servers) == 2 * PER_STEP
         servers.version += 2  # requests are running: their first tokens have version 1
@@ -238,9 +255,9 @@ def test_the_oldest_token_of_a_group_decides_its_age() -> None:
 
 def test_servers_that_keep_sampling_with_old_weights_are_an_error() -> None:
     servers = Servers()
-    with closing(make(servers, rollout(1))) as producer:
+    with made(servers, rollout(1)) as producer:
         with pytest.raises(RuntimeError, match="weight version 5 was answered with weights 4 ver"):
-            producer.take(PER_STEP, step=1, version=5, interrupted=lambda: False)
+            CONTROLLER.wait(producer.take(PER_STEP, step=1, version=5, interrupted=lambda: False))
 
 
 def test_a_group_has_the_settings_of_the_step_that_trains_it() -> None:
@@ -249,7 +266,7 @@ def test_a_group_has_the_settings_of_the_step_that_trains_it() -> None:
     sizes = {step: config.at(step).completions_per_prompt for step in range(1, STEPS + 1)}
     assert list(sizes.values())[:5] == [2, 2, 4, 3, 3]
     taken = []
-    with closing(make(servers, config)) as producer:
+    with made(servers, config) as producer:
         for step in range(1, STEPS + 1):
             # One group of each step is rejected, so later groups move to an earlier step.
             groups = take(producer, PER_STEP, step, servers) + take(producer, 1, step, servers)
@@ -263,7 +280,7 @@ def test_a_group_has_the_settings_of_the_step_that_trains_it() -> None:
 
 def test_a_checkpoint_counts_the_groups_of_whole_steps_only() -> None:
     servers, stream = Servers(), PromptStream(PROMPTS, seed=0)
-    with closing(make(servers, rollout(1), stream)) as producer:
+    with made(servers, rollout(1), stream) as producer:
         take(producer, PER_STEP, 1, servers)
         take(producer, 2, 1, servers)  # replacements
         assert stream.position == 0
@@ -286,22 +303,20 @@ def test_what_sampling_or_scoring_raises_is_raised_by_take() -> None:
         (fail, servers.score, "the server is gone"),
         (servers.sample, fail_to_score, "no such verifier"),
     ):
-        with closing(Producer(rollout(1), STEPS, stream, sample, score)) as producer:
+        with closed_at_end(Producer(rollout(1), STEPS, stream, sample, score)) as producer:
             with pytest.raises(OSError, match=message):
-                producer.take(PER_STEP, step=1, version=1, interrupted=lambda: False)
+                CONTROLLER.wait(
+                    producer.take(PER_STEP, step=1, version=1, interrupted=lambda: False)
+                )
             assert producer.waited_s < 30
             assert stream.position == 0
 
 
-def test_closing_cancels_what_is_being_sampled_and_ends_the_thread() -> None:
+def test_closing_cancels_what_is_being_sampled() -> None:
     servers = Servers(delay_s=lambda prompt: 0.0 if prompt.id in in_order(PER_STEP) else 60.0)
-    before = set(threading.enumerate())
-    producer = make(servers, rollout(1))
-    take(producer, PER_STEP, 1, servers)
-    assert set(threading.enumerate()) - before
-    producer.close()
+    with made(servers, rollout(1)) as producer:
+        take(producer, PER_STEP, 1, servers)
     assert servers.cancelled == PER_STEP
-    assert set(threading.enumerate()) == before
 
 
 def run_config(max_staleness: int) -> Config:

@@ -426,8 +426,8 @@ def test_an_answer_that_is_none_is_told_from_a_refusal_and_from_a_busy_server(
     client = RolloutClient(Fleet("rollout", {}), None, [])
     server = elsewhere.remote_server(address.url, KEY)
     address.text = json.dumps(completion("stop", 3, 3))
-    assert asyncio.run(client._post(ONE_PROMPT, server))
+    assert client.fleet.controller.wait(client._post(ONE_PROMPT, server))
     address.status, address.text = status, text
     with pytest.raises(error, match=message) as failed:
-        asyncio.run(client._post(ONE_PROMPT, server))
+        client.fleet.controller.wait(client._post(ONE_PROMPT, server))
     assert failed.type is error

@@ -32,6 +32,7 @@ PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(i
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 16
 WATCH_S = 1.0
+READY_POLL_S = 0.2  # between two looks whether a process has loaded the agent
 GRACE_S = 10.0  # beyond a time limit, for a process to end an episode by itself
 MOST_PROCESSES = 3  # that an episode is played in, if they die of others
 
@@ -187,7 +188,7 @@ class _Process:
         self.num_episodes += 1
         try:
             while not self._begin(key, playing, episode):
-                await asyncio.to_thread(self._ready.wait)
+                await asyncio.sleep(READY_POLL_S)
             return await playing.ended
         except BaseException:
             self._send(("cancel", key))

@@ -33,6 +33,7 @@ from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, revive, wait_ready
@@ -164,9 +165,10 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     quantizations = {"rollout": config.quantization}
     if config.evaluation.enabled:
         quantizations["evaluation"] = replace(config.quantization, format="bf16", publish="full")
+    controller = keep(closing(Controller()))
     clients, publishers = {}, {}
     for name, quantization in quantizations.items():
-        fleet = keep(closing(_fleet(config, name, rosters, log)))
+        fleet = keep(closing(_fleet(config, name, rosters, controller, log)))
         clients[name] = _client(config, name, fleet, learner, tokenizer, agents)
         releases = getattr(config, name).server.releases if turn else None
         if releases:
@@ -241,7 +243,9 @@ def _client(
     return make(fleet, tokenizer, config.rollout.stop_token_ids, routing_shape=shape)
 
 
-def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> Fleet:
+def _fleet(
+    config: Config, name: str, rosters: Sequence[Path], controller: Controller, log: RunLog
+) -> Fleet:
     """Return the servers of a set once they answer; only global rank 0 has any.
 
     Raises:
@@ -270,6 +274,7 @@ def _fleet(config: Config, name: str, rosters: Sequence[Path], log: RunLog) -> F
         min_servers=config.rollout.min_servers if name == "rollout" else 1,
         patience_s=start_timeout_s,
         takes_turns=takes_turns,
+        controller=controller,
         say=log.say,
     )
     fleet.watch(lambda: read_set(rosters, name))

@@ -1,8 +1,8 @@
 """Groups for training, sampled and scored up to `rollout.max_staleness` steps ahead.
 
-Requests and scores are awaited in a thread of their own, in an asyncio loop, while the caller
-trains. With `max_staleness` 0 nothing is asked for before it is to be taken, so nothing runs while
-the caller trains.
+Requests and scores are awaited in the controller's loop while the caller trains. With
+`max_staleness` 0 nothing is asked for before it is to be taken, so nothing runs while the caller
+trains.
 
 Invariants:
 - Groups are taken in the order of the stream, whichever is answered first: the length of an answer
@@ -19,11 +19,9 @@ Invariants:
 """
 
 import asyncio
-import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from itertools import islice
 
@@ -31,6 +29,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup
 from qurl_megatron.config.schema import RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
+from qurl_megatron.rollout.controller import end
 
 POLL_S = 0.2
 
@@ -44,7 +43,7 @@ class _InFlight:
     prompt: Prompt
     settings: RolloutConfig  # of the step that will train it
     version: int  # the weight version that the servers had when it was asked for
-    group: Future[RolloutGroup]
+    group: asyncio.Task[RolloutGroup]
 
     def lag(self, version: int) -> int:
         """Return by how many versions the oldest token of the finished group is behind."""
@@ -55,7 +54,7 @@ class _InFlight:
 class Producer:
     """Samples and scores the groups of a stream of prompts. Only global rank 0 has one.
 
-    All calls come from one thread. `sample` and `score` are called in the producer's own thread.
+    Its coroutines run in the controller's loop.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Producer:
         sample: Sample,
         score: StartScoring,
     ) -> None:
-        """Start the thread. It asks for nothing before the first `take`.
+        """Ask for nothing before the first `take`.
 
         Args:
             steps: number of steps of the run; nothing is sampled for a step after them.
@@ -81,17 +80,13 @@ class Producer:
         self.dropped = 0  # groups so far
         self.waited_s = 0.0  # seconds that calls of `take` have waited so far
         self.scoring_s = 0.0  # of these, with nothing but scores missing
-        self._closing = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
-        self._thread.start()
 
     @property
     def in_flight(self) -> int:
         """Number of groups that have been asked for and have not been taken."""
         return len(self._queue)
 
-    def take(
+    async def take(
         self, count: int, *, step: int, version: int, interrupted: Callable[[], bool]
     ) -> list[RolloutGroup] | None:
         """Wait for the next `count` groups and return them; None if `interrupted()` is true first.
@@ -111,7 +106,7 @@ class Producer:
         for place in range(count):
             if self._queue[place].settings != settings:
                 self._drop(place, settings, version)
-        while self._wait(count, interrupted):
+        while await self._wait(count, interrupted):
             old = [
                 place
                 for place in range(count)
@@ -134,7 +129,7 @@ class Producer:
         self._stream.position += self._taken
         self._taken = 0
 
-    def take_again(self, step: int, version: int) -> None:
+    async def take_again(self, step: int, version: int) -> None:
         """Ask once more for what was taken since `end_step`; the next calls of `take` return it.
 
         Args:
@@ -145,10 +140,9 @@ class Producer:
             self._queue.appendleft(self._start(self._stream.prompt(ordinal), settings, version))
         self._taken = 0
 
-    def close(self) -> None:
-        """Cancel all requests and end the thread."""
-        self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
+    async def close(self) -> None:
+        """Cancel all requests."""
+        await end(each.group for each in self._queue)
 
     def _ask_for(self, count: int, step: int, version: int) -> None:
         """Ask for the `count` groups that `step` still needs and for those of the steps ahead."""
@@ -167,10 +161,8 @@ class Producer:
         self.dropped += 1
 
     def _start(self, prompt: Prompt, settings: RolloutConfig, version: int) -> _InFlight:
-        work = self._sample_and_score(prompt, settings)
-        return _InFlight(
-            prompt, settings, version, asyncio.run_coroutine_threadsafe(work, self._loop)
-        )
+        group = asyncio.create_task(self._sample_and_score(prompt, settings))
+        return _InFlight(prompt, settings, version, group)
 
     async def _sample_and_score(self, prompt: Prompt, settings: RolloutConfig) -> RolloutGroup:
         sampled = await self._sample(prompt, settings)
@@ -181,13 +173,13 @@ class Producer:
         rewards = [score.value for score in scores]
         return RolloutGroup(prompt, completions, rewards, scores, sampled_at_s, failed)
 
-    def _wait(self, count: int, interrupted: Callable[[], bool]) -> bool:
+    async def _wait(self, count: int, interrupted: Callable[[], bool]) -> bool:
         """Return True when the first `count` groups are done, False if interrupted before."""
         groups = [each.group for each in islice(self._queue, count)]
         begin = time.perf_counter()
         try:
             while True:
-                done, missing = wait(groups, POLL_S)
+                done, missing = await asyncio.wait(groups, timeout=POLL_S)
                 for group in done:
                     group.result()  # raises what sampling or scoring raised
                 if not missing:
@@ -198,8 +190,3 @@ class Producer:
                     return False
         finally:
             self.waited_s += time.perf_counter() - begin
-
-    def _run(self) -> None:
-        """Run the loop until `close`; leaving it cancels all requests and waits for their ends."""
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._closing.wait())

@@ -90,6 +90,7 @@ class Sampler:
         self._groups: list[RolloutGroup] = []
         if rank() == 0:
             self._stream = PromptStream(prompts, config.seed)
+            self._wait = client.fleet.controller.wait
             self._producer = Producer(config.rollout, config.steps, self._stream, sample, score)
 
     def state(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ class Sampler:
     def close(self) -> None:
         """Cancel what is being sampled."""
         if rank() == 0:
-            self._producer.close()
+            self._wait(self._producer.close())
 
     def sample(self, step: int, version: int) -> tuple[TrainBatch, dict[str, Any]]:
         """Return the batch of `step`, which starts from weight version `version`.
@@ -165,7 +166,9 @@ class Sampler:
         def take(count: int) -> Generator[None, None, list[RolloutGroup]]:
             interrupted = self._client.fleet.has_joining
             while True:
-                groups = producer.take(count, step=step, version=version, interrupted=interrupted)
+                groups = self._wait(
+                    producer.take(count, step=step, version=version, interrupted=interrupted)
+                )
                 if groups is not None:
                     return groups
                 yield
@@ -189,7 +192,7 @@ class Sampler:
             if attempt == TRIES:
                 raise NothingScored(f"{failure}; {why}; mend that and resume")
             self._say(f"warning: {failure}; {why}")
-            producer.take_again(step, version)
+            self._wait(producer.take_again(step, version))
         producer.end_step()
         self._groups = [_penalize_length(group, rollout) for group in chosen]
         advantages = None

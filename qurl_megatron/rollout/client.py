@@ -1,12 +1,11 @@
 """Sample completions from the SGLang servers of a fleet."""
 
 import asyncio
-import contextlib
 import itertools
-import weakref
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from http import HTTPStatus
 from typing import Annotated, Any, TypeVar
 
@@ -18,6 +17,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, SamplingMasks
 from qurl_megatron.config.values import CountOrZero, Finite
 from qurl_megatron.process import raise_open_file_limit
 from qurl_megatron.rollout.asking import LARGEST_ANSWER_BYTES, NoAnswer, connect
+from qurl_megatron.rollout.controller import end
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.server import POLL_S, Server
 
@@ -100,9 +100,6 @@ class RolloutClient:
         self._routing_shape = routing_shape
         self._tokenizer = tokenizer
         self.stop_token_ids = list(stop_token_ids)
-        self._connectors: weakref.WeakKeyDictionary[
-            asyncio.AbstractEventLoop, aiohttp.TCPConnector
-        ] = weakref.WeakKeyDictionary()
 
     def generate(
         self,
@@ -133,7 +130,7 @@ class RolloutClient:
 
     def gather(self, answers: Iterable[Awaitable[T]]) -> list[T]:
         """Wait for answers of the fleet, in order; the exceptions are those of `generate`."""
-        return asyncio.run(self._gather(answers))
+        return self.fleet.controller.wait(self._gather(answers))
 
     def sampling(
         self,
@@ -209,15 +206,16 @@ class RolloutClient:
         return [self._completion(answer, len(token_ids)) for answer in answers], asked[-1]
 
     async def _gather(self, answers: Iterable[Awaitable[T]]) -> list[T]:
-        gathered = asyncio.gather(*answers)
-        while not gathered.done():
-            await asyncio.wait({gathered}, timeout=POLL_S)
-            if not gathered.done() and self.fleet.needs_admission():
-                gathered.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await gathered
-                raise AdmissionNeeded
-        return gathered.result()
+        tasks = [asyncio.ensure_future(answer) for answer in answers]
+        gathered = asyncio.gather(*tasks)
+        try:
+            while not gathered.done():
+                await asyncio.wait({gathered}, timeout=POLL_S)
+                if not gathered.done() and self.fleet.needs_admission():
+                    raise AdmissionNeeded
+            return gathered.result()
+        finally:
+            await end([gathered, *tasks])
 
     async def _post(self, body: dict[str, Any], server: Server) -> list[_Sampled]:
         """Return a server's answers to one request, one for each completion."""
@@ -228,7 +226,7 @@ class RolloutClient:
                 json=body,
                 timeout_s=None,
                 most_bytes=self._most_bytes(body),
-                connector=self._connector(),
+                connector=self._connector,
             )
         except NoAnswer as error:
             raise server.failed(str(error)) from None
@@ -301,13 +299,11 @@ class RolloutClient:
                 if len(numbers) != read * layers * experts * torch.int32.itemsize:
                     raise ValueError("not the experts of each token")
 
+    @cached_property
     def _connector(self) -> aiohttp.TCPConnector:
-        """Return what opens this event loop's connections; a loop that has ended leaves none."""
-        loop = asyncio.get_running_loop()
-        if loop not in self._connectors:
-            # A prompt takes a connection, which is an open file. Those over the limit wait.
-            self._connectors[loop] = connect(raise_open_file_limit() // 2)
-        return self._connectors[loop]
+        """What opens the connections, in the controller's loop."""
+        # A prompt takes a connection, which is an open file. Those over the limit wait.
+        return connect(raise_open_file_limit() // 2)
 
     def _completion(self, answer: _Sampled, prompt_length: int) -> Completion:
         meta = answer.meta_info

@@ -16,8 +16,7 @@ answered, when it is silent and does not answer /health, when it answers that, b
 hours, or when a publish to it fails. It does not answer /health while it is paused, so paused
 servers are not asked.
 
-A fleet is used from several threads: the one that trains and publishes, the one that samples, and
-its own, which watches.
+Servers are asked and watched in the thread of the controller. Publishes call from others.
 """
 
 import asyncio
@@ -25,13 +24,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.asking import NoAnswer
+from qurl_megatron.rollout.controller import Controller, end
 from qurl_megatron.rollout.roster import incarnation, report_lost
 from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed, revived
 
@@ -105,6 +105,7 @@ class Fleet:
         patience_s: float = 0.0,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
         takes_turns: bool = False,
+        controller: Controller | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
         """Take servers, by index, that answer already.
@@ -117,8 +118,11 @@ class Fleet:
                 more until its first answer.
             takes_turns: the servers sleep while the learner has the GPUs that they share. Who is
                 new sleeps, and gets the weights in the learner's next turn.
+            controller: in whose thread the servers are asked; None: the fleet has one of its own.
             say: prints a line for the user.
         """
+        self.controller = controller or Controller()
+        self._own_controller = None if controller else self.controller
         self.set_name = set_name
         self._min_servers = min_servers
         self._patience_s = patience_s
@@ -126,8 +130,6 @@ class Fleet:
         self._takes_turns = takes_turns
         self._say = say
         self._lock = threading.RLock()
-        self._closing = threading.Event()
-        self._thread: ThreadPoolExecutor | None = None
         self._watching: Future[None] = Future()
         self._last_loss = "none was started"
         self._too_small_since: float | None = None
@@ -146,14 +148,13 @@ class Fleet:
                 server that is new there is added, one that is no longer there is lost. None: no
                 server is replaced.
         """
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"fleet {self.set_name}")
-        self._watching = self._thread.submit(lambda: asyncio.run(self._watch(read)))
+        self._watching = self.controller.start(self._watch(read))
 
     def close(self) -> None:
         """Stop watching; the servers keep running."""
-        self._closing.set()
-        if self._thread:
-            self._thread.shutdown()
+        self._watching.cancel()
+        if self._own_controller:
+            self._own_controller.close()
 
     def members(self, *states: State) -> list[Member]:
         """Return the servers in these states, by index."""
@@ -280,7 +281,7 @@ class Fleet:
     def check_size(self) -> None:
         """Raise `FleetTooSmall` if there have been too few servers for too long, or will be."""
         if self._watching.done():
-            self._watching.result()  # raises what ended the thread
+            self._watching.result()  # raises what ended it
         since = self._too_small_since
         if since is None:
             return
@@ -304,23 +305,24 @@ class Fleet:
 
     async def _watch(self, read: Callable[[], Mapping[int, Server]] | None) -> None:
         probes: dict[Member, asyncio.Task[None]] = {}
-        while not self._closing.is_set():
-            if read:
-                with contextlib.suppress(OSError):  # a shared file system falters; asked again
-                    self._compare(read())
-            probes = {member: probe for member, probe in probes.items() if not probe.done()}
-            self._await_lost_ones()
-            for member in self.members("starting", "joining", "serving"):
-                if not member.server.alive():
-                    self.lose(member, str(member.server.failed("died")))
-                elif self._stalls(member):
-                    what = f"has answered no prompt for {STALLED_S / 3600:g} h"
-                    self.lose(member, str(member.server.failed(what)))
-                elif member not in probes and self._is_doubtful(member):
-                    probes[member] = asyncio.create_task(self._probe(member))
-            await asyncio.sleep(POLL_S)
-        for probe in probes.values():
-            probe.cancel()
+        try:
+            while True:
+                if read:
+                    with contextlib.suppress(OSError):  # a shared file system falters; asked again
+                        self._compare(await asyncio.to_thread(read))
+                probes = {member: probe for member, probe in probes.items() if not probe.done()}
+                self._await_lost_ones()
+                for member in self.members("starting", "joining", "serving"):
+                    if not member.server.alive():
+                        self.lose(member, str(member.server.failed("died")))
+                    elif self._stalls(member):
+                        what = f"has answered no prompt for {STALLED_S / 3600:g} h"
+                        self.lose(member, str(member.server.failed(what)))
+                    elif member not in probes and self._is_doubtful(member):
+                        probes[member] = asyncio.create_task(self._probe(member))
+                await asyncio.sleep(POLL_S)
+        finally:
+            await end(probes.values())
 
     def _compare(self, servers: Mapping[int, Server]) -> None:
         """Add servers that are new in the rosters, and lose those that are no longer there."""

@@ -1,0 +1,58 @@
+"""One loop in one thread: what is started there ends there."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from qurl_megatron.rollout.controller import Controller
+
+
+def test_all_coroutines_run_in_one_thread_which_close_ends_with_them() -> None:
+    before, ended = set(threading.enumerate()), []
+    controller = Controller()
+    assert set(threading.enumerate()) == before
+
+    async def forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)
+            ended.append(threading.current_thread())
+
+    async def here() -> threading.Thread:
+        return threading.current_thread()
+
+    with ThreadPoolExecutor() as threads:
+        found = set(threads.map(lambda _: controller.wait(here()), range(20)))
+    running = [controller.start(forever()) for _ in range(2)]
+    assert {*found} == set(threading.enumerate()) - before
+    controller.close()
+    assert ended == [*found] * 2 and set(threading.enumerate()) == before
+    with pytest.raises(CancelledError):
+        running[0].result()
+    Controller().close()
+
+
+def test_what_a_caller_no_longer_waits_for_is_cancelled() -> None:
+    cancelled = threading.Event()
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    async def fail() -> None:
+        raise OSError("the server is gone")
+
+    with closing(Controller()) as controller:
+        with pytest.raises(OSError, match="the server is gone"):
+            controller.wait(fail())
+        running = controller.start(long())
+        time.sleep(0.1)
+        running.cancel()
+        assert cancelled.wait(5)
