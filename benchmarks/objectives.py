@@ -1,9 +1,9 @@
 """Compare what each objective learns from the same start: `python -m benchmarks.objectives`.
 
-All arms of a seed start from the same warmed-up model. Each arm is one complete `qurl train
-quickstart` with its own objective, weight format and UAQ scale. The arms compare truncated
-importance sampling (TIS), adaptive clipping range (ACR) and update-aware quantization (UAQ) with
-BF16 rollouts and with the uncorrected objectives.
+All arms of a seed start from the same model, which has seen right answers. Each arm is one complete
+`qurl train quickstart` with its own objective, weight format and UAQ scale. The arms compare
+truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aware quantization
+(UAQ) with BF16 rollouts and with the uncorrected objectives.
 
     setting        what differs from the quickstart's 50 steps with 8-bit rollouts
     quickstart     nothing
@@ -28,6 +28,7 @@ import itertools
 import json
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,8 +46,12 @@ from matplotlib import pyplot
 from benchmarks import machine
 from benchmarks.runs import QURL, complete_run
 from benchmarks.study.figures import save
-from qurl_megatron.config.text import load
+from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.launch.recipe import load_recipe, run_function
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
+from qurl_megatron.recipes import quickstart
 
 RESULTS = Path(__file__).parent / "results" / "objectives.jsonl"
 PICTURE = Path(__file__).parents[1] / "docs" / "assets" / "objectives.svg"
@@ -65,7 +70,7 @@ class Setting:
     overrides: list[str] = field(default_factory=list)  # of every arm
     digits: int = 0  # of an answer; 0: the quickstart's task
     recipe: str = "quickstart"
-    warms_up_after: str = ""  # a setting whose start this one's warm-up goes on with
+    goes_on_from: str = ""  # a setting whose start is shown answers of this one
 
 
 def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
@@ -122,7 +127,7 @@ SETTINGS = {
             "evaluation.problems=512",
         ],
         digits=256,
-        warms_up_after="long",  # 256 digits are learned much sooner after 64
+        goes_on_from="long",  # 256 digits are learned much sooner after 64
     ),
     "experts": Setting(
         {"compare bf16": [*arm("tis", "bf16"), "rollout.routing=compare"]}
@@ -271,18 +276,12 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
         f"rollout.max_response_length={setting.digits + 1}",
         "rollout.prompts_per_step=32",
         "evaluation.problems=256",
-        # Some seeds need hundreds of supervised steps before they get any answer right, and RL
-        # learns little from fewer right answers than half of them.
-        "warmup.max_steps=3000",
-        "warmup.target_accuracy=0.5",
-        "warmup.check_every_steps=25",
-        "warmup.batch_size=32",
     ]
 
 
 def overrides(setting: Setting, name: str, seed: int) -> list[str]:
     """Return the overrides of an arm's run, the model aside."""
-    run = ["warmup.max_steps=0", f"seed={seed}", f"steps={STEPS}", "checkpoint.keep_last=1"]
+    run = [f"seed={seed}", f"steps={STEPS}", "checkpoint.keep_last=1"]
     return [*run, *ONE_RANK, *setting.overrides, *setting.arms[name]]
 
 
@@ -350,15 +349,26 @@ def draw(path: Path) -> None:
 
 
 def make_start(output_dir: Path, setting: Setting, seed: int) -> Path:
-    """Return the model after its warm-up; a run of one step at learning rate 0 writes it."""
-    words = [*recipe(output_dir, setting), f"seed={seed}", "steps=1", "optimizer.learning_rate=0"]
-    if setting.warms_up_after:
-        before = make_start(output_dir, SETTINGS[setting.warms_up_after], seed)
-        words.append(f"model={before}")
+    """Return a model that was shown right answers until it gives some of them."""
     task = f"digits-{setting.digits}" if setting.digits else setting.recipe
     directory = output_dir / f"start-{task}-{seed}"
-    complete_run(directory, [*words, *ONE_RANK])
-    return directory / "final_model"
+    if directory.exists():
+        return directory
+    partial = directory.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    name, *words = recipe(output_dir, setting)
+    config = with_overrides(load_recipe(name).config, [*words, f"model={partial}", f"seed={seed}"])
+    if setting.goes_on_from:
+        shutil.copytree(make_start(output_dir, SETTINGS[setting.goes_on_from], seed), partial)
+    else:
+        run_function(config.model_builder, partial, seed)
+    tokenizer = load_tokenizer(partial)
+    architecture = Architecture.from_directory(partial)
+    config.rollout.stop_token_ids = stop_token_ids(architecture, tokenizer)
+    # RL learns little from fewer right answers than half of them.
+    quickstart.teach(config, *((0.5, 32) if setting.digits else ()))
+    partial.rename(directory)
+    return directory
 
 
 def summarize(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:

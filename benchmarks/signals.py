@@ -41,13 +41,12 @@ FROM_TERMINALS = ("INT", "HUP", "QUIT")
 MARK = "QURL_SIGNALS"  # in the environment of every process of a cell
 AT_ONCE_S = 2.0  # for a command without a run to end
 LIMIT_S = 900.0
-# A run as short as a phase permits: no warm-up and no evaluation, unless that is the phase.
+# A run as short as a phase permits: no evaluation, unless that is the phase.
 RUN = """quickstart name=run steps=3 data_options.size=500 reward=exact evaluation.problems=0
     rollout.prompts_per_step=8 rollout.completions_per_prompt=4 checkpoint.every_steps=1
-    warmup.max_steps=0""".split()
+    model_builder=qurl_megatron.recipes.quickstart:build_model""".split()
 EVALUATED = ["evaluation.problems=8"]
-WARMED_UP = ["warmup.max_steps=40", "warmup.target_accuracy=0.99", "warmup.check_every_steps=40"]
-RUNS_OF_PHASES = {"warm-up": EVALUATED + WARMED_UP, "evaluation": EVALUATED, "end": ["steps=1"]}
+RUNS_OF_PHASES = {"evaluation": EVALUATED, "end": ["steps=1"]}
 SERVER = ["server.max_total_tokens=20000", "server.mem_fraction_static=0.3"]
 SHARED = "train shared"
 RUNS = ("train", SHARED, "launch")
@@ -126,7 +125,6 @@ def has_started(cell: Cell) -> bool:
 OF_RUNS: dict[str, Callable[[Cell], bool]] = {
     "start": has_started,
     "servers": lambda cell: cell.has("runs/run/logs/server_*.log"),
-    "warm-up": lambda cell: cell.says("evaluation server 1 of 1 is up"),
     "evaluation": lambda cell: cell.has("runs/run/evaluation/*"),
     "sampling": lambda cell: cell.is_within("rollout"),
     "update": lambda cell: cell.is_within("update"),

@@ -18,7 +18,7 @@ from datetime import date
 from pathlib import Path
 
 from qurl_megatron.config.disk import check_disk
-from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, ConfigError, UaqConfig
+from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM, local_data
@@ -78,14 +78,16 @@ def prepare_new(
     elif not uaq_is_given and config.quantization.uaq != UaqConfig() and _has_experts(config.model):
         config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
     with tempfile.TemporaryDirectory() as scratch:
-        built = Path(scratch) / "model"
+        built, train = Path(scratch) / "model", None
         if not config.model and config.model_builder:
-            run_function(config.model_builder, built, config.seed)
+            train = run_function(config.model_builder, built, config.seed)
             config.model = str(built)
         data_summary = _check(config, num_gpus, node, asks_servers)
         if writes:
             if num_gpus == 0:
                 check_host(config)
+            if train:
+                train(config)
             config.run_dir.mkdir(parents=True)
             if built.exists():
                 config.model = str(config.run_dir / "model")
@@ -305,13 +307,11 @@ def _check(
     if asks_servers:
         check_servers_at(config, resumes=resumes)
     prompts = load_prompts(config, tokenizer, columns)
-    num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
-    available = len(prompts.train) - num_check
+    available = len(prompts.train)
     if config.rollout.prompts_per_step > available:
-        why = f" after the warm-up set {num_check} aside" if num_check else ""
         raise ConfigError(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
-            f"{available} problems to train on{why}; a step must not repeat a prompt"
+            f"{available} problems to train on; a step must not repeat a prompt"
         )
     summary = summarize(config, prompts, tokenizer)
     if config.rollout.agent:

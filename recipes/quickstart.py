@@ -1,14 +1,23 @@
 """The whole loop on a laptop: a Qwen2 model of 1.3M parameters learns to spell words backward.
 
-It needs no download and no GPU. The model starts from random weights. A short supervised warm-up
-brings it to a fifth of the words or more, and QuRL improves it from there. Task and verifier are
-reasoning-gym's `spell_backward` with words of five letters. Held-out words are never trained on.
+It needs no download and no GPU. The model starts from random weights. First it is shown some right
+answers, until it gives a fifth of them itself, and QuRL improves it from there. Task and verifier
+are reasoning-gym's `spell_backward` with words of five letters. Held-out words are never shown.
 """
 
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from qurl_megatron.config.schema import (
     Config,
+    ConfigError,
     EvaluationConfig,
     LearnerConfig,
     ObjectiveConfig,
@@ -17,8 +26,12 @@ from qurl_megatron.config.schema import (
     RolloutConfig,
     ServerConfig,
     UaqConfig,
-    WarmupConfig,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qurl_megatron.algorithm.batch import Prompt
 
 # The fixed beginning of every question is one token; every other byte is a token of its own.
 _TEMPLATE = "Spell this word backward (example: sun -> nus): "
@@ -29,6 +42,10 @@ DIMENSIONS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
+# Of the answers that are shown. Accuracy rises from 0 to two thirds within a dozen steps.
+MOST_STEPS, WARMUP_STEPS, TEST_EVERY_STEPS = 3000, 20, 4
+TESTED_PROBLEMS = 256
+IGNORED = -100  # label of a token without loss, in torch
 
 
 def recipe() -> Config:
@@ -36,7 +53,7 @@ def recipe() -> Config:
 
     server = ServerConfig(mem_fraction_static=0.3, max_running_requests=512, max_total_tokens=32768)
     return Config(
-        model_builder="qurl_megatron.recipes.quickstart:build_model",
+        model_builder="qurl_megatron.recipes.quickstart:build_taught_model",
         data="reasoning_gym:spell_backward",
         data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
         reward="reasoning_gym",
@@ -61,12 +78,14 @@ def recipe() -> Config:
             max_response_length=8,
             server=server,
         ),
-        # Accuracy rises from 0 to two thirds within a dozen steps: check often, stop early.
-        warmup=WarmupConfig(
-            max_steps=300, target_accuracy=0.2, learning_rate=1.3e-3, check_every_steps=4
-        ),
         evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),
     )
+
+
+def build_taught_model(directory: Path, seed: int) -> Callable[[Config], None]:
+    """Write the model of `build_model`; return what shows it some right answers."""
+    build_model(directory, seed)
+    return teach
 
 
 def build_model(directory: Path, seed: int, **dimensions: int) -> None:
@@ -85,7 +104,9 @@ def write_model(directory: Path, seed: int, model_type: str, **fields: int | boo
     import torch
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     special = ["<pad>", "<eos>"]
     byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Qwen2Tokenizer(
@@ -109,3 +130,90 @@ def write_model(directory: Path, seed: int, model_type: str, **fields: int | boo
         **({"vocab_size": len(tokenizer), "tie_word_embeddings": True} | fields),
     )
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+
+
+def teach(
+    config: Config,
+    accuracy: float = 0.2,
+    batch_size: int = 128,
+    learning_rate: float = 1.3e-3,
+) -> None:
+    """Train the model of a run on right answers until it gives some of them itself.
+
+    RL needs a few rewards to start from, and a model with random weights gets none. Nothing of the
+    held-out problems is shown. A process of its own does it: the caller may have to fork, which a
+    process with torch's threads cannot.
+
+    Args:
+        accuracy: at which it ends, of greedy answers to problems that are not shown, as a fraction.
+        batch_size: answers in a step.
+
+    Raises:
+        ConfigError: it failed.
+    """
+    process = multiprocessing.get_context("spawn").Process(
+        target=_teach, args=(config, accuracy, batch_size, learning_rate)
+    )
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise ConfigError(f"model_builder={config.model_builder}: ended with {process.exitcode}")
+
+
+def _teach(config: Config, accuracy: float, batch_size: int, learning_rate: float) -> None:
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from qurl_megatron import device
+    from qurl_megatron.data.prompts import load_prompts, set_aside
+    from qurl_megatron.model.tokenizer import load_tokenizer
+    from qurl_megatron.process import die_with_parent
+
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller says that it was interrupted
+    logging.disable_progress_bar()
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(min(4, len(os.sched_getaffinity(0))))
+    tokenizer = load_tokenizer(Path(config.model))
+    tested, shown = set_aside(load_prompts(config, tokenizer).train, TESTED_PROBLEMS)
+    model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model.to(device.device())
+    optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.99))
+
+    def scores(prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
+        """Return the mean loss of answers' tokens, and which answers are right token by token."""
+        rows = []
+        for prompt in prompts:
+            answer = tokenizer.encode(prompt.answer, add_special_tokens=False)
+            rows.append((prompt.token_ids, [*answer, *config.rollout.stop_token_ids[:1]]))
+        width = max(len(prompt) + len(answer) for prompt, answer in rows)
+        tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+        labels = torch.full_like(tokens, IGNORED)
+        for number, (prompt_ids, answer_ids) in enumerate(rows):
+            length = len(prompt_ids) + len(answer_ids)
+            tokens[number, :length] = torch.tensor([*prompt_ids, *answer_ids])
+            labels[number, len(prompt_ids) : length] = torch.tensor(answer_ids)
+        # Attention is causal, so padding behind an answer changes nothing before it.
+        logits = model(tokens.to(model.device)).logits[:, :-1]
+        labels = labels[:, 1:].to(model.device)
+        is_right = (logits.argmax(-1) == labels) | (labels == IGNORED)
+        return cross_entropy(logits.flatten(0, 1), labels.flatten()), is_right.all(dim=-1)
+
+    order = random.Random(config.seed)
+    for step in range(1, MOST_STEPS + 1):
+        loss, _ = scores(order.sample(shown, batch_size))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, step / WARMUP_STEPS)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % TEST_EVERY_STEPS == 0:
+            with torch.no_grad():
+                right = float(scores(tested)[1].float().mean())
+            print(f"shown answers, step {step}: loss {loss:.3f}, {right:.1%} right", flush=True)
+            if right >= accuracy:
+                break
+    model.save_pretrained(config.model)

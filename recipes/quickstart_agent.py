@@ -3,8 +3,8 @@
 The secret is one of five letters. `<` or `>` answers a wrong guess: the secret is before or after
 it in the alphabet. Who halves the range always wins. Who begins at an end of it and reads the
 answers misses one letter, and wins four fifths of the games. Who does not read them wins three
-fifths at best. Model and machine are those of `quickstart`. There is no warm-up: a guess is right
-by chance often enough.
+fifths at best. Model and machine are those of `quickstart`. No answers are shown first: a guess is
+right by chance often enough.
 """
 
 import zlib

@@ -5,6 +5,7 @@ in each layer. The learner divides them over two ranks. Update-aware quantizatio
 because a router needs a power of two.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, UaqConfig
@@ -23,12 +24,18 @@ _DIMENSIONS: dict[str, int | bool] = {
 
 def recipe() -> Config:
     config = quickstart.recipe()
-    config.model_builder = "qurl_megatron.recipes.quickstart_experts:build_model"
+    config.model_builder = "qurl_megatron.recipes.quickstart_experts:build_taught_model"
     learner = config.learner
     learner.tensor_parallel_size, learner.data_parallel_size = learner.data_parallel_size, 1
     learner.expert_parallel_size = learner.tensor_parallel_size
     config.quantization.uaq = UaqConfig(scale=2.0)
     return config
+
+
+def build_taught_model(directory: Path, seed: int) -> Callable[[Config], None]:
+    """Write the model of `build_model`; return what shows it some right answers."""
+    build_model(directory, seed)
+    return quickstart.teach
 
 
 def build_model(directory: Path, seed: int, **dimensions: int) -> None:

@@ -49,6 +49,13 @@ def random_rows(rows: int, time: int, vocabulary: range) -> Rows:
     )
 
 
+def negative_log_likelihood(
+    current_logprobs: Tensor, entropy: Tensor, batch: TrainBatch, loss_weights: Tensor, *_: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of supervised training; all tensors are `[1, tokens]` float32."""
+    return -(loss_weights * current_logprobs).sum(), {}
+
+
 def ragged(
     tokens: Tensor, loss_mask: Tensor | None = None, lengths: Tensor | None = None, **fields: Tensor
 ) -> TrainBatch:

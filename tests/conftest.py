@@ -94,9 +94,9 @@ def signals() -> Iterator[None]:
 
 @pytest.fixture
 def short_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the quickstart few problems, and a reward that needs no process to look at them.
+    """Give the quickstart few problems, a reward without processes and a model without lessons.
 
-    Every preparation of a run generates and checks them all, which takes seconds for 10,000.
+    Every preparation of a run generates and checks all problems, which takes seconds for 10,000.
     """
     from qurl_megatron.recipes import quickstart
 
@@ -106,6 +106,7 @@ def short_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
         config = whole()
         config.data_options["size"] = 2000
         config.reward = "exact"
+        config.model_builder = "qurl_megatron.recipes.quickstart:build_model"
         return config
 
     monkeypatch.setattr(quickstart, "recipe", recipe)

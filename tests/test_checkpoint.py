@@ -71,11 +71,11 @@ def train(
     checkpoint of the step before is still being written. With `accuracies`, only the best of them
     are saved, when their evaluation ends.
     """
+    from batches import negative_log_likelihood
     from qurl_megatron.algorithm.batch import TrainBatch
     from qurl_megatron.learner.checkpoint import Checkpoints, RunState
     from qurl_megatron.learner.critic import Critic
     from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.loop.assemble import negative_log_likelihood
     from qurl_megatron.quantization import uaq
 
     config = config_of(directory, dtype, layout)

@@ -230,7 +230,7 @@ FIXED = """
     question_key=text answer_key=text overlong_prompts=refuse rollout.max_prompt_length=9 seed=1
     incomplete=drop system_prompt=Think. chat_template_options.enable_thinking=false
     template_date=2024-02-29
-    evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE warmup.max_steps=9 name=other
+    evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE name=other
     output_dir=elsewhere evaluation.problems=0 evaluation.problems=9
 """.split()
 
@@ -266,7 +266,6 @@ def test_a_package_is_required_only_if_the_run_uses_it(
     ("words", "expected"),
     [
         ("rollout.max_turns=3", "rollout.max_turns=3: there is no agent; give rollout.agent, or"),
-        ("rollout.agent=a.py:play warmup.max_steps=9", "warmup.max_steps=9: the warm-up trains on"),
         (
             "rollout.agent=a.py:play rollout.max_episode_tokens=99999",
             "rollout.max_episode_tokens=99999: the model has [0-9]+ positions; set it to",

@@ -18,8 +18,8 @@ def run_and_export(
     source: Path, destination: Path, config: LearnerConfig, scaling: UaqConfig, updates: int
 ) -> torch.Tensor:
     """Load, update and export; return the learner's log-probs of TOKENS afterwards."""
+    from batches import negative_log_likelihood
     from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.loop.assemble import negative_log_likelihood
     from qurl_megatron.quantization import uaq
     from qurl_megatron.weight_sync.export import export
 

@@ -255,7 +255,6 @@ def spoil(model: Path, layout: dict[str, Any], culprit: int) -> dict[str, str]:
         with torch.no_grad():
             for name, parameter in weights.items():
                 parameter.copy_(before[name])
-        learner.reset_optimizer(OPTIMIZER)
         score_all()  # all is well again
 
     attempt("loss", lambda: train(nan_loss))
@@ -351,7 +350,6 @@ def bfloat16_update(model: Path, layout: dict[str, Any]) -> dict[str, Any]:
     computed_with = parameters[name].detach().clone()
     share = share_of(learner, make_batch())
     grad_norm = learner.update(share, policy_gradient, temperature=1.0).grad_norm
-    learner.reset_optimizer(OptimizerConfig(learning_rate=1e-6))
     changes = {name: master - masters[name] for name, master in masters_of().items()}
     learner.close()
     return {
@@ -373,7 +371,7 @@ def test_bfloat16_computes_with_rounded_weights_and_keeps_unrounded_masters(
     assert torch.equal(rank["master"].view_as(expected), expected)
     assert torch.equal(rank["computed_with"], expected.bfloat16())
     assert not torch.equal(rank["computed_with"].float(), expected)
-    # The change is far below bfloat16's resolution, and survives a reset of the optimizer.
+    # The change is far below bfloat16's resolution.
     assert all(5e-7 < change < 2e-6 for change in rank["changes"].values()), rank["changes"]
     assert 0 < rank["grad_norm"] < 100
 
@@ -416,37 +414,20 @@ def test_llama3_rope_scaling_matches_transformers(tmp_path: Path) -> None:
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
-def use_a_group_of_the_caller(model: Path) -> tuple[float, list[float]]:
-    """Return what a reset of the optimizer changes, and the learning rates after it."""
+def use_a_group_of_the_caller(model: Path) -> bool:
+    """Return whether the group is there after its learner."""
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
 
     device.initialize_distributed()
-    learner = Learner(model, learner_config({}), OPTIMIZER)
-
-    def logprobs() -> Tensor:
-        return score(learner, make_rows().tokens)[0]
-
-    def learning_rate() -> float:
-        share = share_of(learner, make_batch())
-        return learner.update(share, policy_gradient, temperature=1.0).learning_rate
-
-    learning_rate()
-    before = logprobs()
-    learner.reset_optimizer(OptimizerConfig(learning_rate=3e-5))
-    change = float((logprobs() - before).abs().max())
-    learning_rates = [learning_rate(), learning_rate()]
-    learner.close()
-    assert dist.is_initialized()
+    Learner(model, learner_config({}), OPTIMIZER).close()
+    is_there = dist.is_initialized()
     dist.destroy_process_group()
-    return change, learning_rates
+    return is_there
 
 
-def test_a_reset_optimizer_keeps_weights_and_takes_the_new_rate_and_a_group_outlives_its_learner(
-    models: dict[str, Path],
-) -> None:
-    (results,) = run_ranks(use_a_group_of_the_caller, 1, models["llama-tied"])
-    assert results == (0, [3e-5, 3e-5])
+def test_a_group_of_the_caller_outlives_its_learner(models: dict[str, Path]) -> None:
+    assert run_ranks(use_a_group_of_the_caller, 1, models["llama-tied"]) == [True]
 
 
 REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from qurl_megatron import cli
@@ -22,7 +23,7 @@ from qurl_megatron.launch import experiment
 from qurl_megatron.launch.experiment import JobOptions, launch
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.launch.recipe import default_name, load_recipe
-from qurl_megatron.recipes import grpo
+from qurl_megatron.recipes import grpo, quickstart
 from recipe_inputs import RECIPES
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")
@@ -40,6 +41,7 @@ evaluation:
 """
 CHANGES = ["name=own", "steps=7", "objective.objective=tis", "rollout.temperature=0.7"]
 CHANGES += ["rollout.server.threads=2"]
+SHOWN = r"shown answers, step 4: loss \d\.\d+, 0\.0% right\n"
 
 
 @pytest.fixture(autouse=True)
@@ -239,3 +241,21 @@ def test_a_plan_and_a_rehearsal_take_a_file() -> None:
     assert ended.exit_code == 0, ended.stderr
     words = ["plan", "scaling_32b", "model=Qwen2.5-32B", "rollout.max_response_length=4096"]
     assert ended.stdout == CliRunner().invoke(cli.app, words).stdout
+
+
+def test_what_a_builder_returns_may_teach_the_model_until_it_is_as_good_as_asked_for(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ["name=first", "data_options.size=600", "reward=exact"]
+    build = "from functools import partial\nfrom qurl_megatron.recipes import quickstart\n"
+    build += "def build(directory, seed):\n    quickstart.build_model(directory, seed)\n"
+    Path("own.py").write_text(f"{build}    return partial(quickstart.teach, accuracy=0.0)\n")
+    config, _ = prepare_new("quickstart", [*words, "model_builder=own.py:build"])
+    assert re.fullmatch(SHOWN, capfd.readouterr().out)
+    quickstart.build_model(Path("untaught"), config.seed)
+    before, after = (
+        load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+        for directory in (Path("untaught"), Path(config.model))
+    )
+    changed = (before != after).any(dim=1)
+    assert changed.any() and after.isfinite().all()

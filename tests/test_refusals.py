@@ -119,7 +119,6 @@ FIELDS = rows(r"""
     optimizer.minibatches_per_step=7        do not divide into minibatches
     objective.objective=ppo                 no such objective; there are naive, on_policy, decoupled
     objective.aggregation=mean              'sequence_mean' or 'token_mean'
-    objective.kl_coefficient=1 & warmup.max_steps=5  the model before its warm-up
     advantage_estimator=ppo                 'grpo' or 'gae'
     reward=maths                            reward=maths: no such verifier; there are math, gsm8k,
     quantization.format=int3                'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-bloc
@@ -144,7 +143,6 @@ FIELDS = rows(r"""
     learner.recompute_layers=3 & learner.recompute=full  a pipeline stage has 2 layers
     learner.dtype=float8                    'float32' or 'bfloat16'
     rollout.prompts_per_step=1000000000     problems to train on
-    objective.kl_coefficient=0 & warmup.max_steps=1  after the warm-up set 256 aside
     rollout.completions_per_prompt=1        needs at least two; advantage_estimator=gae takes one
     rollout.stop_token_ids=[1,256]          rollout.stop_token_ids: the model has no token 256
     rollout.stop_token_ids=[-1]             greater than or equal to 0
@@ -178,7 +176,6 @@ FIELDS = rows(r"""
     rollout.server.tensor_parallel_size=3   rollout.server: 4 attention heads are not divisible
     rollout.server.expert_parallel_size=2   expert_parallel_size=2 divides experts, and this model
     rollout.server.max_total_tokens=1       one prompt and response of
-    warmup.max_steps=5 & evaluation.problems=0  evaluation.problems=0: the supervised warm-up
     checkpoint.every_minutes=5 & checkpoint.every_steps=0  every_steps=0 disables checkpoints
     evaluation.held_out_fraction=1e-9       leaves none to hold out
     evaluation.data.a/b=problems.jsonl      a name has letters, digits and _ - only

@@ -24,6 +24,7 @@ from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward
 from qurl_megatron.launch.prepare import prepare_new
 
+UNTAUGHT = "model_builder=qurl_megatron.recipes.quickstart:build_model"
 DOCS = Path(__file__).parents[1] / "docs"
 
 FUNCTIONS = """
@@ -288,7 +289,7 @@ def test_the_path_of_the_file_is_stored_with_the_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("import neighbour\nreward = neighbour.reward\n")
     (tmp_path / "neighbour.py").write_text("def reward(completion, problem):\n    return 3\n")
-    words = ["name=run", f"output_dir={tmp_path}", "data_options.size=100", "warmup.max_steps=0"]
+    words = ["name=run", f"output_dir={tmp_path}", "data_options.size=100", UNTAUGHT]
     created, _ = prepare_new("quickstart", [*words, "reward=mine.py:reward"])
     saved = load(created.run_dir / "config.yaml")
     assert saved.reward == f"{tmp_path / 'mine.py'}:reward"

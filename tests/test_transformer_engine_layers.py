@@ -42,8 +42,8 @@ def train_with_local_layers(directory: Path, *, resumes: bool) -> dict[str, list
 
     With `resumes` step 1 is loaded, from a checkpoint by Transformer Engine's layers.
     """
+    from batches import negative_log_likelihood
     from qurl_megatron.learner.checkpoint import Checkpoints
-    from qurl_megatron.loop.assemble import negative_log_likelihood
 
     models: dict[str, list[Any]] = {}
     for name in MODELS:

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.gpu import record
 from benchmarks.runs import complete_run
 from qurl_megatron import device
+from qurl_megatron.config.text import with_overrides
 
 LARGER_DIMENSIONS = {
     "hidden_size": 768,
@@ -29,13 +30,10 @@ LARGER_OVERRIDES = [
     "rollout.max_response_length=10",
     "learner.dtype=bfloat16",
     "optimizer.learning_rate=2e-5",
-    "warmup.learning_rate=3e-4",
-    "warmup.max_steps=600",
     "steps=150",
 ]
 REHEARSAL_OVERRIDES = [
     "steps=2",
-    "warmup.max_steps=0",
     "evaluation.problems=0",
     "rollout.prompts_per_step=8",
     "rollout.completions_per_prompt=4",
@@ -55,7 +53,7 @@ def main() -> None:
     for seed in seeds:
         model = results.log_dir / f"model_{seed}"
         if not model.exists():
-            write_model(model, seed, {} if arguments.rehearsal else LARGER_DIMENSIONS)
+            write_model(model, seed, arguments.rehearsal)
         for weight_format in ("int8", "bf16"):
             key = f"{weight_format} seed {seed}"
             if key not in results.rows:
@@ -69,13 +67,18 @@ def main() -> None:
     results.finish()
 
 
-def write_model(directory: Path, seed: int, dimensions: dict[str, int]) -> None:
-    """Write a random quickstart model with these dimensions; the directory appears complete."""
-    from qurl_megatron.recipes.quickstart import build_model
+def write_model(directory: Path, seed: int, is_rehearsal: bool) -> None:
+    """Write a larger quickstart model that was shown some answers; it appears complete."""
+    from qurl_megatron.recipes import quickstart
 
     partial = directory.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    build_model(partial, seed, **dimensions)
+    if is_rehearsal:
+        quickstart.build_model(partial, seed)
+    else:
+        quickstart.build_model(partial, seed, **LARGER_DIMENSIONS)
+        words = [*LARGER_OVERRIDES, f"model={partial}", f"seed={seed}"]
+        quickstart.teach(with_overrides(quickstart.recipe(), words), learning_rate=3e-4)
     partial.rename(directory)
 
 

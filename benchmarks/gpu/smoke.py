@@ -247,7 +247,7 @@ def fail_in_the_next_publish(publisher: Any, pid: int, number: int) -> None:
 def check_demo(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train the quickstart for two steps."""
     with tempfile.TemporaryDirectory() as directory:
-        words = [f"output_dir={directory}", "name=smoke", "steps=2", "warmup.max_steps=0"]
+        words = [f"output_dir={directory}", "name=smoke", "steps=2"]
         program = "from qurl_megatron.cli import main; main()"
         command = [sys.executable, "-c", program, "train", "quickstart", *words]
         ran = subprocess.run(

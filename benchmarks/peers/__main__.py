@@ -14,6 +14,9 @@ servers take turns. TRL samples in float32 with transformers, the quickstart fro
     --answers 64    the digits of `benchmarks.objectives --setting long`, 32 x 8
     --answers 256   those of `--setting longest`, 32 x 8
 
+With `--vocabulary 151936`, which is Qwen's, both start from random weights, whose answers hardly
+end, and a batch is 8 x 4 answers. It shows what a step takes, and nothing is learned.
+
 A step is one batch. Seconds and CPU-seconds (of all processes, from the kernel) are those of the
 steps after the first `SKIPPED`; the phases of the quickstart's steps are medians. Memory is the sum
 of all processes' proportional set sizes after the last step. Accuracy is greedy, of both final
@@ -40,7 +43,9 @@ from benchmarks.runs import QURL
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.problems import read_problems
+from qurl_megatron.data.prompts import load_prompts, set_aside
 from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.recipes import quickstart
 
 SKIPPED = 2  # first steps, in which both start threads, caches and connections
@@ -69,6 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--answers", type=int, nargs="+", choices=SETTING_OF, default=list(SETTING_OF)
     )
+    parser.add_argument("--vocabulary", type=int, help="of a random start; more than 258")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/peers"))
@@ -82,9 +88,9 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
     """Run both in turn on answers of this length, and print their figures."""
     output_dir = arguments.output_dir.absolute()
     directory = output_dir / str(answers)
-    start, words = task(answers, output_dir, directory)
+    start, words = task(answers, output_dir, directory, arguments.vocabulary)
     words += [f"model={start}", f"steps={arguments.steps}"]
-    words += ["warmup.max_steps=0", "evaluation.problems=0"]
+    words += ["evaluation.problems=0"]
     config = with_overrides(quickstart.recipe(), words)
     sides: dict[str, Callable[[Path, int], list[str]]] = {
         "trl": lambda run, seed: peer(
@@ -119,7 +125,9 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
     show(answers, measured)
 
 
-def task(answers: int, output_dir: Path, directory: Path) -> tuple[Path, list[str]]:
+def task(
+    answers: int, output_dir: Path, directory: Path, vocabulary: int | None
+) -> tuple[Path, list[str]]:
     """Write the start to `output_dir`, and problems to train and to test on to `directory`.
 
     Returns:
@@ -129,9 +137,16 @@ def task(answers: int, output_dir: Path, directory: Path) -> tuple[Path, list[st
     _, *words = recipe(output_dir, setting)
     config = with_overrides(quickstart.recipe(), words)
     problems = read_problems(config.data, config.data_options).problems
-    start = make_start(output_dir, setting, seed=0)
-    held_out = read_json_lines(max(start.parent.glob("evaluation/step_*/held_out.jsonl")))
-    tested = {row["question"]: row["answer"] for row in held_out}
+    if vocabulary:
+        start = output_dir / f"start-{vocabulary}"
+        quickstart.build_model(start, seed=0, vocab_size=vocabulary)
+        tested = {each.question: each.answer for each in problems[:16]}
+        words += ["rollout.prompts_per_step=8", "rollout.completions_per_prompt=4"]
+    else:
+        start = make_start(output_dir, setting, seed=0)
+        held_out = load_prompts(config, load_tokenizer(start)).held_out
+        sample, _ = set_aside(held_out, config.evaluation.problems)
+        tested = {each.question: each.answer for each in sample}
     trained = {each.question: each.answer for each in problems if each.question not in tested}
     directory.mkdir(exist_ok=True)
     for name, answers_of in (("tested", tested), ("trained", trained)):

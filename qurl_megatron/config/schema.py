@@ -562,27 +562,6 @@ class RolloutConfig(AgentConfig):
 
 
 @dataclasses.dataclass
-class WarmupConfig:
-    """A short supervised phase before RL, for models whose rewards would all be 0."""
-
-    max_steps: CountOrZero = 0
-    """Maximum number of supervised optimizer steps. 0 disables."""
-
-    target_accuracy: Fraction = 0.35
-    """Accuracy at which the warm-up ends, as a fraction. It is measured on training problems that
-    are set aside."""
-
-    batch_size: Count = 128
-    """Number of sequences in one supervised step."""
-
-    learning_rate: LearningRate = 2e-3
-    """Learning rate of the supervised steps."""
-
-    check_every_steps: Count = 10
-    """Number of supervised steps between two accuracy checks."""
-
-
-@dataclasses.dataclass
 class EvaluationConfig:
     """Accuracy of the full-precision weights, served in BF16.
 
@@ -661,7 +640,9 @@ class Config:
 
     model_builder: FunctionName = ""
     """FILE.py:NAME or MODULE:NAME of a function that writes the model to a given directory, with
-    random weights by a given seed, when a run without `model` begins. Empty: none."""
+    random weights by a given seed, when a run without `model` begins. If it returns a function,
+    that is called with the run's configuration after all checks, and may train the model. Empty:
+    none."""
 
     data: Place = ""
     """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR, DIR:SPLIT,
@@ -718,7 +699,6 @@ class Config:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     """Sampling and its servers."""
 
-    warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
     """Supervised warm-up."""
 
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
@@ -790,8 +770,6 @@ class Config:
 
 
 HELD_OUT = "held_out"  # reserved name: evaluation on held-out problems of the run's own data
-# Number of training problems that a run with a warm-up sets aside to measure its accuracy on.
-WARMUP_CHECK_PROBLEMS = 256
 # Rows of each shard of a quantized weight that stand for all of them where its drift is measured.
 MEASURED_ROWS = 128  # at most
 EXPERT_ROWS = 4  # at least, of an expert's weight, which is one of many

@@ -58,7 +58,6 @@ _FIXED = {
     "evaluation.held_out_fraction": _SETS_DATA_ORDER,
     "evaluation.problems": "its accuracies so far are over them",  # and 0 holds none out
     "evaluation.data": _SETS_DATA_ORDER,  # training leaves out its questions
-    "warmup.": "its warm-up is over",
     "name": "is stored under it",
     "output_dir": "is stored there",
 }
@@ -361,7 +360,7 @@ def validate_sharing(config: Config) -> None:
 
 def _validate_fields(config: Config) -> None:
     """Check the fields that must fit each other whatever the model is."""
-    rollout, quantization, warmup = config.rollout, config.quantization, config.warmup
+    rollout, quantization = config.rollout, config.quantization
     num_servers = rollout.servers + len(rollout.servers_at)
     if not num_servers:
         raise ConfigError("rollout.servers=0: nobody samples; give servers, or rollout.servers_at")
@@ -401,22 +400,6 @@ def _validate_fields(config: Config) -> None:
             "machines; set it to broadcast or auto"
         )
 
-    if warmup.max_steps and not config.evaluation.enabled:
-        raise ConfigError(
-            "evaluation.problems=0: the supervised warm-up measures its accuracy on the evaluation "
-            "server; give evaluation problems, or set warmup.max_steps=0"
-        )
-    if warmup.max_steps and config.objective.kl_coefficient:
-        raise ConfigError(
-            f"objective.kl_coefficient={config.objective.kl_coefficient}: the reference would be "
-            "the model before its warm-up; set it to 0, or warmup.max_steps=0"
-        )
-
-    if rollout.agent and warmup.max_steps:
-        raise ConfigError(
-            f"warmup.max_steps={warmup.max_steps}: the warm-up trains on answers, and the episodes "
-            "of rollout.agent have none; set it to 0"
-        )
     if HELD_OUT in config.evaluation.data:
         raise ConfigError(
             f"evaluation.data.{HELD_OUT}: this name is reserved for held-out problems of the run's "

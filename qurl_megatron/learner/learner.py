@@ -292,14 +292,6 @@ class Learner:
         """Move everything back, bit for bit. Gradients are 0."""
         self._host_memory.give_back()
 
-    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Replace the optimizer by one with fresh moments and schedule; keep the weights."""
-        masters = [self._optimizer_shards.master(p) for *_, p in self._parameters()]
-        with megatron_runtime():
-            self._make_optimizer(optimizer)
-        for before, (*_, parameter) in zip(masters, self._parameters(), strict=True):
-            self._optimizer_shards.master(parameter).copy_(before)
-
     def sharded_state(self) -> dict[str, Any]:
         """Return weights, optimizer and schedule as a sharded state of Megatron's checkpoints.
 

@@ -1,1 +1,1 @@
-"""The training loop and its parts: assembly, sampling, warm-up, evaluation, metrics."""
+"""The training loop and its parts: assembly, sampling, evaluation, metrics."""

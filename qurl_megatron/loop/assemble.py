@@ -12,14 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient, collect_rarely, with_own_scores
 from qurl_megatron.agents.pool import Agents
-from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.algorithm.objective import token_weights
-from qurl_megatron.config.schema import WARMUP_CHECK_PROBLEMS, Config, Transport
+from qurl_megatron.config.schema import Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
@@ -137,8 +133,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         Path(config.model), config.chat_template_options, config.template_date
     )
     prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
-    num_check = WARMUP_CHECK_PROBLEMS if config.warmup.max_steps else 0
-    warmup_check, training = set_aside(prompts.train, num_check)
 
     keep = stack.enter_context
     score: Any = None  # other ranks score nothing
@@ -186,7 +180,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         publishers[name] = keep(closing(publisher))
 
     of_rollout = clients["rollout"], publishers["rollout"]
-    sampler = keep(closing(Sampler(config, *of_rollout, score, training, tokenizer, log.say)))
+    sampler = keep(closing(Sampler(config, *of_rollout, score, prompts.train, tokenizer, log.say)))
     evaluator = None
     if config.evaluation.enabled:
         evaluator = Evaluator(
@@ -196,7 +190,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             score,
             held_out=set_aside(prompts.held_out, config.evaluation.problems)[0],
             files=prompts.files,
-            warmup_check=warmup_check,
         )
     if agents:
         collect_rarely()
@@ -206,7 +199,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         publisher=publishers["rollout"],
         sampler=sampler,
         evaluator=evaluator,
-        proof=Proof(clients, publishers, training, learner, config, log),
+        proof=Proof(clients, publishers, prompts.train, learner, config, log),
         checkpoints=checkpoints,
         log=log,
     )
@@ -279,37 +272,3 @@ def _fleet(
     )
     fleet.watch(lambda: read_set(rosters, name))
     return fleet
-
-
-def warm_up(config: Config, run: Run) -> None:
-    """Train on right answers until the accuracy reaches the target, at most `max_steps` steps.
-
-    RL needs a few rewards to start from, and a model with random weights gets none. The quickstart
-    therefore begins with this supervised phase, on the same learner and servers as RL. The accuracy
-    is measured on problems set aside for it. RL then starts with a fresh optimizer. Collective.
-    """
-    learner, evaluator = run.learner, run.evaluator
-    assert evaluator is not None  # `validate` refuses a warm-up without evaluation
-    warmup = config.warmup
-    learner.reset_optimizer(replace(config.optimizer, learning_rate=warmup.learning_rate))
-    for step in range(1, warmup.max_steps + 1):
-        batch = run.sampler.answers()
-        batch.loss_weights = token_weights(batch.loss_mask, batch.lengths, "token_mean")
-        update = learner.update(
-            learner.share(batch.only("loss_weights")),
-            negative_log_likelihood,
-            temperature=config.rollout.temperature,
-        )
-        if step % warmup.check_every_steps == 0:
-            accuracy = evaluator.warmup_accuracy()
-            run.log.say(f"warm-up step {step}  loss {update.loss:.3f}  accuracy {accuracy:.1%}")
-            if accuracy >= warmup.target_accuracy:
-                break
-    learner.reset_optimizer(config.optimizer)
-
-
-def negative_log_likelihood(
-    current_logprobs: Tensor, entropy: Tensor, batch: TrainBatch, loss_weights: Tensor, *_: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of supervised training; all tensors are `[1, tokens]` float32."""
-    return -(loss_weights * current_logprobs).sum(), {}

@@ -39,19 +39,11 @@ class Evaluator:
     score: StartScoring
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]  # by the names in `evaluation.data`
-    warmup_check: list[Prompt]
 
     def evaluate(self, step: int) -> Evaluation:
         """Measure held-out problems and files, and write every answer to the run's directory."""
         self.publisher.publish()
         return self.publisher.while_serving(lambda: self._evaluate(step))
-
-    def warmup_accuracy(self) -> float:
-        """Return the fraction of the warm-up's check problems whose greedy answer is right."""
-        self.publisher.publish()
-        return self.publisher.while_serving(
-            lambda: averages(self._answer(self.warmup_check))["Avg@1"].mean
-        )
 
     def _evaluate(self, step: int) -> Evaluation:
         directory = evaluation_directory(self.config.run_dir, step)

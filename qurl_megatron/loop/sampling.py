@@ -142,18 +142,6 @@ class Sampler:
         proximal = [each for share in shares for each in share.collect("proximal_logprobs")]
         return make_samples(step, self._groups, proximal, self._tokenizer, count)
 
-    def answers(self) -> TrainBatch:
-        """Return the next prompts with their answers as responses, for supervised training."""
-        if rank() != 0:
-            return TrainBatch.empty()
-        groups = []
-        for prompt in self._stream.next(self._config.warmup.batch_size):
-            token_ids = self._tokenizer.encode(prompt.answer, add_special_tokens=False)
-            token_ids = [*token_ids, self._config.rollout.stop_token_ids[0]]
-            answer = Completion(token_ids, [0.0] * len(token_ids), prompt.answer, False, [])
-            groups.append(RolloutGroup(prompt, [answer], [0.0]))  # supervised loss: no rewards
-        return pack(groups)
-
     def _sample(self, step: int, version: int) -> Generator[dict[str, Any] | None]:
         """Make the batch; yield None whenever a server waits for weights, at the end the summary.
 

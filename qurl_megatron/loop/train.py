@@ -39,7 +39,7 @@ from qurl_megatron.learner.checkpoint import CheckpointError
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.own_objective import own_objective
 from qurl_megatron.learner.shares import Share
-from qurl_megatron.loop.assemble import Run, assemble, warm_up
+from qurl_megatron.loop.assemble import Run, assemble
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
 from qurl_megatron.loop.sampling import NothingScored
 from qurl_megatron.process import outlive_output
@@ -119,8 +119,6 @@ def start_or_resume(config: Config, run: Run) -> int:
     """Prepare learner, servers and log for the next step; return the number of steps done."""
     steps_done = run.resume()
     if steps_done == 0:
-        if config.warmup.max_steps:
-            warm_up(config, run)
         run.log.start(run.evaluate(step=0))
     run.publisher.publish()
     if steps_done == 0:

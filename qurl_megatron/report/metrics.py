@@ -408,13 +408,13 @@ class RunSummary:
     """summary.json: the results of a complete run."""
 
     held_out_accuracy_before: float | None
-    """`Evaluation.held_out_accuracy` before the first RL step, after any warm-up."""
+    """`Evaluation.held_out_accuracy` before the first RL step."""
 
     held_out_accuracy_after: float | None
     """`Evaluation.held_out_accuracy` after the last step."""
 
     evaluation_before: dict[str, Averages]
-    """`Evaluation.files` before the first RL step, after any warm-up."""
+    """`Evaluation.files` before the first RL step."""
 
     evaluation_after: dict[str, Averages]
     """`Evaluation.files` after the last step."""
@@ -423,7 +423,7 @@ class RunSummary:
     """Number of RL steps."""
 
     time_s: float
-    """Seconds of RL, over all attempts of the run, without start-up and warm-up."""
+    """Seconds of RL, over all attempts of the run, without start-up."""
 
     weight_version: int
     """Version of the weights on the rollout servers after the last step."""

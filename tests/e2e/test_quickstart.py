@@ -24,7 +24,7 @@ from qurl_megatron.report.run_log import evaluation_directory
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished run of two steps with a warm-up, an evaluation file and a change of stage.
+    """A finished run of two steps with shown answers, an evaluation file and a change of stage.
 
     It is the first of a sweep, which was told to end in its second run.
     """
@@ -59,16 +59,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         "spell_backward", size=16, seed=0, min_word_len=4, max_word_len=4
     )
     pq.write_table(pa.Table.from_pylist(list(words)), directory / "words.parquet")
+    (directory / "own.py").write_text(
+        "import functools\n"
+        "from qurl_megatron.recipes import quickstart\n"
+        "def build(directory, seed):\n"
+        "    quickstart.build_model(directory, seed)\n"
+        "    return functools.partial(quickstart.teach, accuracy=0.0)\n"
+    )
     own = directory / "own.yaml"
     own.write_text(
         f"""\
 recipe: quickstart
 data_options.size: 2000
 scoring_workers: 1
-warmup:
-  max_steps: 4
-  check_every_steps: 2
-  target_accuracy: 0.99
+model_builder: {directory / "own.py"}:build
 evaluation:
   problems: 32
   every_steps: 2
@@ -78,7 +82,7 @@ quantization.publish: delta
 rollout.stages.2: {{max_response_length: 10, completions_per_prompt: 6}}
 """
     )
-    in_file = ("name=", "steps=", "warmup.", "evaluation.")
+    in_file = ("name=", "steps=", "model_builder=", "evaluation.")
     small = [word for word in SMALL if not word.startswith(in_file)]
     words_on_top = [*small, "name=sweep", "--sweep", "steps=2,100000"]
     command = Command(directory, "launch", own.name, *words_on_top)
@@ -214,7 +218,7 @@ def test_the_report_shows_layers_and_evaluations(finished: Finished) -> None:
 def test_the_progress_is_printed(finished: Finished) -> None:
     for shown in (
         "rollout server 1 of 1 is up after",
-        "warm-up step 4",
+        "shown answers, step 4",
         "step 2/2",
         "step 2/2 held-out accuracy",
         "held-out accuracy after",
