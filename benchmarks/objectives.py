@@ -5,8 +5,8 @@ All arms of a seed start from the same model, which has seen right answers. Each
 truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aware quantization
 (UAQ) with BF16 rollouts and with the uncorrected objectives.
 
-    setting        what differs from the quickstart's 50 steps with 8-bit rollouts
-    quickstart     nothing
+    setting        what differs from 50 steps of the quickstart with 8-bit rollouts
+    quickstart     half the learning rate
     large_gap      INT4 in groups of 32, and twice the learning rate
     asynchronous   the large gap, and servers that sample up to four steps ahead
     long           INT4, and answers of 64 tokens: four digits are continued by 64 more, each
@@ -89,6 +89,7 @@ def int4_arms(*objectives: str) -> dict[str, list[str]]:
 
 
 BF16 = {"bf16": arm("on_policy", "bf16")}
+LEARNING_RATE = ["optimizer.learning_rate=1.5e-4", "optimizer.warmup_steps=20"]
 TWICE_THE_RATE = "optimizer.learning_rate=3e-4"
 SETTINGS = {
     "quickstart": Setting(
@@ -282,7 +283,7 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
 def overrides(setting: Setting, name: str, seed: int) -> list[str]:
     """Return the overrides of an arm's run, the model aside."""
     run = [f"seed={seed}", f"steps={STEPS}", "checkpoint.keep_last=1"]
-    return [*run, *ONE_RANK, *setting.overrides, *setting.arms[name]]
+    return [*run, *LEARNING_RATE, *ONE_RANK, *setting.overrides, *setting.arms[name]]
 
 
 def rows_of_digits(digits: int) -> Iterator[dict[str, str]]:

@@ -57,7 +57,7 @@ def recipe() -> Config:
         data="reasoning_gym:spell_backward",
         data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
         reward="reasoning_gym",
-        steps=80,
+        steps=40,
         learner=LearnerConfig(
             # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.
             data_parallel_size=1 if device.num_gpus() == 1 else 2,
@@ -65,7 +65,7 @@ def recipe() -> Config:
             micro_batch_size=128,
         ),
         optimizer=OptimizerConfig(
-            learning_rate=1.5e-4, warmup_steps=20, beta2=0.99, minibatches_per_step=2
+            learning_rate=3e-4, warmup_steps=8, beta2=0.99, minibatches_per_step=2
         ),
         objective=ObjectiveConfig(objective="acr"),
         quantization=QuantizationConfig(format="int8", uaq=UaqConfig(scale=1.5)),
