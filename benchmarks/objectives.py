@@ -283,7 +283,8 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
 def overrides(setting: Setting, name: str, seed: int) -> list[str]:
     """Return the overrides of an arm's run, the model aside."""
     run = [f"seed={seed}", f"steps={STEPS}", "checkpoint.keep_last=1"]
-    return [*run, *LEARNING_RATE, *ONE_RANK, *setting.overrides, *setting.arms[name]]
+    rate = [] if setting.recipe == "quickstart_agent" else LEARNING_RATE
+    return [*run, *rate, *ONE_RANK, *setting.overrides, *setting.arms[name]]
 
 
 def rows_of_digits(digits: int) -> Iterator[dict[str, str]]:
