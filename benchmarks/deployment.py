@@ -84,9 +84,10 @@ class Deployment:
         self._rosters = [config.run_dir / "servers.json"]
         self.starter = servers.Servers(attempt, self._rosters[0])
         stack.enter_context(closing(self.starter))
-        placed = place_servers(config, device.num_gpus())["rollout"]
-        for spec, gpus in zip(server_specs(config), placed, strict=True):
-            self.starter.start(spec, gpus)
+        placed = place_servers(config, device.num_gpus())
+        for spec, (_, _, first) in zip(server_specs(config), placed, strict=True):
+            gpus = range(first, first + spec.server.tensor_parallel_size)
+            self.starter.start(spec, gpus if device.num_gpus() else [])
         self.starter.save()
         self.learner = Learner(model, config.learner, config.optimizer)
         stack.enter_context(closing(self.learner))

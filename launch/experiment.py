@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import distribution
 from pathlib import Path
 
@@ -29,7 +29,7 @@ import qurl_megatron
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.launch.placement import smallest_plan
-from qurl_megatron.launch.prepare import found_words, prepare_new, prepare_resume_or_new
+from qurl_megatron.launch.prepare import found_words, prepare_new, prepare_resume_or_new, sources
 from qurl_megatron.launch.recipe import default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.status import owner_of, slurm_jobs
@@ -146,23 +146,23 @@ def launch(
 
 def launch_jobs(jobs: Sequence[Job], options: JobOptions, *, dry_run: bool) -> int:
     """Submit jobs, or print their scripts; print what their plans say against them."""
-    with copied_code(Path(LOGS)) as (code, keep_code):
-        scripts = {
-            str(job.config.run_dir): job_script(job.config, job.words, options, code)
-            for job in jobs
-        }
-        node = node_of(options.gpu, options.gpus_per_node)
-        for job in jobs:
-            limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
-            for objection in objections(job.config, node, limit_s, max_jobs):
-                print(f"qurl: {job.config.name}: warning: {objection}", file=sys.stderr)
-        print_summaries(jobs)
-        if dry_run:
-            print("".join(scripts.values()), end="")
-        else:
-            Path(LOGS).mkdir(exist_ok=True)
-            keep_code()
-            submit(scripts)
+    code = read_code()
+    place = place_of(code)
+    scripts = {
+        str(job.config.run_dir): job_script(job.config, job.words, options, place) for job in jobs
+    }
+    node = node_of(options.gpu, options.gpus_per_node)
+    for job in jobs:
+        limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
+        for objection in objections(job.config, node, limit_s, max_jobs):
+            print(f"qurl: {job.config.name}: warning: {objection}", file=sys.stderr)
+    print_summaries(jobs)
+    if dry_run:
+        print("".join(scripts.values()), end="")
+    else:
+        Path(LOGS).mkdir(exist_ok=True)
+        keep_code(code, place)
+        submit(scripts)
     return 0
 
 
@@ -233,38 +233,44 @@ def check_unused(run_dir: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def copied_code(logs: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
-    """Copy the package; yield the place below `logs` for these files, and what moves them there.
+def read_code() -> dict[Path, bytes]:
+    """Return the files of the package, and of the metadata by which SGLang finds the plugin."""
+    found = {}
+    for directory, _, names in os.walk(PACKAGE, followlinks=True):
+        if Path(directory).name != "__pycache__":
+            for name in names:
+                path = Path(directory, name)
+                found[path.relative_to(PACKAGE.parent)] = path
+    for file in distribution("qurl-megatron").files or ():
+        if file.parts[0].endswith((".dist-info", ".egg-info")):  # the latter in a checkout
+            found[Path(file)] = Path(str(file.locate()))
+    return {file: found[file].read_bytes() for file in sorted(found)}
 
-    A job that waits in the queue, or is requeued, so runs what was submitted. The copy includes the
-    metadata by which SGLang finds the plugin.
+
+def place_of(code: Mapping[Path, bytes]) -> Path:
+    """Return the directory for a copy of the code, which jobs of the same code share.
+
+    A job that waits in the queue, or is requeued, so runs what was submitted.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch)
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(PACKAGE, copy / PACKAGE.name, ignore=ignored)  # which follows links
-        for file in distribution("qurl-megatron").files or ():
-            if file.parts[0].endswith((".dist-info", ".egg-info")):  # the latter in a checkout
-                (copy / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file.locate(), copy / file)
-        content = hashlib.sha256()
-        for path in sorted(path for path in copy.rglob("*") if path.is_file()):
-            content.update(str(path.relative_to(copy)).encode() + path.read_bytes())
-        place = logs.absolute() / f"code_{content.hexdigest()[:12]}"
+    content = hashlib.sha256()
+    for file, data in code.items():
+        content.update(str(file).encode() + data)
+    return Path(LOGS).absolute() / f"code_{content.hexdigest()[:12]}"
 
-        def keep() -> None:
-            if place.exists():
-                return
-            unfinished = Path(tempfile.mkdtemp(dir=logs))
-            shutil.copytree(copy, unfinished, dirs_exist_ok=True)
-            try:
-                unfinished.rename(place)
-                place.chmod(0o755)
-            except OSError:  # another launch was faster
-                shutil.rmtree(unfinished)
 
-        yield place, keep
+def keep_code(code: Mapping[Path, bytes], place: Path) -> None:
+    """Write a copy of the code, unless there is one."""
+    if place.exists():
+        return
+    unfinished = Path(tempfile.mkdtemp(dir=place.parent))
+    for file, data in code.items():
+        (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
+        (unfinished / file).write_bytes(data)
+    try:
+        unfinished.rename(place)
+        place.chmod(0o755)
+    except OSError:  # another launch was faster
+        shutil.rmtree(unfinished)
 
 
 def job_script(
@@ -351,12 +357,9 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
     needed = {"this directory": Path.cwd(), "the code": code}
     needed["output_dir"] = Path(config.output_dir)
     files = {
-        "model": config.model,
-        "critic.model": config.critic.model,
-        "data": config.data,
+        **sources(config),
         "reward": config.reward,
         "rollout.servers_key_file": config.rollout.servers_key_file,
-        **{f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()},
     }
     for what, text in files.items():  # DIR:SPLIT and FILE.py:NAME count, generated tasks do not
         for name in (text, text.partition(":")[0]):

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import json
 import math
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,15 +22,11 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.files import gigabytes, write_whole
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.memory import (
-    RUNTIME_BYTES,
-    learner_memory,
-    total_bytes,
-)
+from qurl_megatron.planning.memory import RUNTIME_BYTES, learner_memory, total_bytes
 from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
-from qurl_megatron.planning.turns import beside_servers, learner_turn, node_bytes, num_sets
 from qurl_megatron.process import free_port, make_key
 
+Placed = tuple[str, int, int]  # set name, index within the set, and first GPU of a server
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
 
@@ -59,12 +54,12 @@ def server_specs(config: Config) -> list[ServerSpec]:
     return specs
 
 
-def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
-    """Return the GPUs of each server on this machine, by set name and index within the set.
+def place_servers(config: Config, num_gpus: int) -> list[Placed]:
+    """Place the servers of a run on this machine, in the order of `server_specs`.
 
     Each learner rank gets one GPU, from GPU 0 on. A server gets the consecutive GPUs that are
-    loaded least: free ones, if there are enough. With `num_gpus` 0 every server gets an empty list.
-    Servers that take turns with the learner get its GPUs, one server after the other.
+    loaded least: free ones, if there are enough. Servers that take turns with the learner get its
+    GPUs. With `num_gpus` 0 they have none.
 
     Raises:
         ConfigError: the machine has too few GPUs, or those who share one of them ask for too much
@@ -72,7 +67,6 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
     """
     specs = server_specs(config)
     world_size = config.learner.world_size
-    placed: dict[str, list[list[int]]] = {spec.set_name: [] for spec in specs}
     ranks = {"learner": world_size}
     ranks |= {f"{spec.set_name}.server": spec.server.tensor_parallel_size for spec in specs}
     for name, num_ranks in ranks.items():
@@ -81,18 +75,19 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
                 f"{name}.tensor_parallel_size: {num_ranks} ranks need a GPU each (NCCL refuses two "
                 f"on one); this machine has {num_gpus}"
             )
+    if not num_gpus:
+        return [(spec.set_name, spec.index, 0) for spec in specs]
     if config.rollout.placement == "shared":
-        return _place_on_learner(config, specs, num_gpus)
+        return _place_on_learner(config, specs)
     on_gpu: list[list[str]] = [["learner"][: gpu < world_size] for gpu in range(num_gpus)]
     load = [(1 - LARGEST_SHARE) * len(names) for names in on_gpu]
+    placed = []
     for spec in specs:
-        fraction = spec.server.mem_fraction_static
-        size = spec.server.tensor_parallel_size if num_gpus else 0
+        fraction, size = spec.server.mem_fraction_static, spec.server.tensor_parallel_size
         starts = range(num_gpus - size + 1)
-        first = min(starts, key=lambda start: max(load[start : start + size], default=0.0))
-        gpus = list(range(first, first + size))
-        placed[spec.set_name].append(gpus)
-        for gpu in gpus:
+        first = min(starts, key=lambda start: max(load[start : start + size]))
+        placed.append((spec.set_name, spec.index, first))
+        for gpu in range(first, first + size):
             on_gpu[gpu].append(spec.set_name)
             load[gpu] += fraction
             if len(on_gpu[gpu]) > 1 and load[gpu] > 1 + 1e-9:
@@ -106,28 +101,25 @@ def place_servers(config: Config, num_gpus: int) -> dict[str, list[list[int]]]:
     return placed
 
 
-def _place_on_learner(
-    config: Config, specs: Sequence[ServerSpec], num_gpus: int
-) -> dict[str, list[list[int]]]:
-    """Return the GPUs of servers that take turns with the learner: its own, each set from GPU 0 on.
+def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Placed]:
+    """Place servers that take turns with the learner on its GPUs, each set from GPU 0 on.
 
     Raises:
         ConfigError: a server has more ranks than the learner, or two of a set would share a GPU.
     """
-    placed: dict[str, list[list[int]]] = {spec.set_name: [] for spec in specs}
     world_size = config.learner.world_size
     for spec in specs:
-        size = spec.server.tensor_parallel_size if num_gpus else 0
-        first = size * spec.index
-        if num_gpus and first + size > world_size:
+        size = spec.server.tensor_parallel_size
+        if (last := size * (spec.index + 1)) > world_size:
             field = "rollout.servers" if spec.index else f"{spec.set_name}.server"
             raise ConfigError(
                 f"{field}: with rollout.placement=shared, {spec.index + 1} servers of "
-                f"tensor_parallel_size={size} take {first + size} GPUs, and the learner has "
+                f"tensor_parallel_size={size} take {last} GPUs, and the learner has "
                 f"{world_size}; lower one of them"
             )
-        placed[spec.set_name].append(list(range(first, first + size)))
-    return placed
+    return [
+        (spec.set_name, spec.index, spec.server.tensor_parallel_size * spec.index) for spec in specs
+    ]
 
 
 def choose_placement(config: Config, num_gpus: int) -> str:
@@ -156,89 +148,11 @@ def choose_placement(config: Config, num_gpus: int) -> str:
     )
 
 
-def settle_releases(config: Config, gpu_bytes: Sequence[int]) -> None:
-    """Decide what the servers give back in the learner's turn, where the run leaves it open.
-
-    Args:
-        gpu_bytes: the memory of each GPU of the learner; none without GPUs.
-    """
-    for name in ("rollout", "evaluation"):
-        server = getattr(config, name).server
-        if server.releases == "auto":
-            stays = name == "rollout" and not _exceeding(config, gpu_bytes, "cache")
-            server.releases = "cache" if stays else "all"
-
-
-def _exceeding(
-    config: Config, gpu_bytes: Sequence[int], releases: str
-) -> tuple[int, str, int] | None:
-    """Return the first learner rank whose GPU is too small in its turn, with phase and bytes."""
-    architecture = Architecture.from_directory(config.model)
-    ranks_of_stage = config.learner.world_size // config.learner.pipeline_parallel_size
-    for gpu, num_bytes in enumerate(gpu_bytes[: config.learner.world_size]):
-        stage = gpu // ranks_of_stage
-        phases = learner_turn(architecture, config, stage, releases)
-        for phase, needed in phases.items():
-            if needed > num_bytes:
-                return gpu, phase, needed
-    return None
-
-
-def check_turns(
-    config: Config,
-    gpu_bytes: Sequence[int],
-    host_bytes: int | None,
-    gpus_per_node: int | None = None,
-) -> None:
-    """Check that learner and servers that take turns each fit in memory in theirs.
-
-    Args:
-        gpu_bytes: the memory of each GPU of the learner.
-        host_bytes: the memory of a node, in which its ranks wait; None: not known.
-        gpus_per_node: number of GPUs of a node. None: all are on this machine.
-
-    Raises:
-        ConfigError: they do not, by the plan of the learner's memory.
-    """
-    learner, releases = config.learner, config.rollout.server.releases
-    if exceeding := _exceeding(config, gpu_bytes, releases):
-        gpu, phase, needed = exceeding
-        doing = {"train": "trains", "publish": "publishes"}[phase]
-        raise ConfigError(
-            f"rollout.placement=shared: while learner rank {gpu} {doing}, it and what sleeps are "
-            f"planned to take {gigabytes(needed)} of the {gigabytes(gpu_bytes[gpu])} of GPU {gpu}; "
-            "divide the learner over more GPUs, or set learner.offload_optimizer or "
-            "rollout.server.releases=all"
-        )
-    beside = beside_servers(config)
-    for gpu, num_bytes in enumerate(gpu_bytes[: learner.world_size]):
-        room = math.floor(100 * (1 - beside / num_bytes)) / 100
-        for name in ("rollout", "evaluation")[: num_sets(config)]:
-            fraction = getattr(config, name).server.mem_fraction_static
-            if fraction > room:
-                raise ConfigError(
-                    f"{name}.server.mem_fraction_static={fraction}: beside it the server, the "
-                    f"learner and what sleeps are planned to take {gigabytes(beside)} of GPU "
-                    f"{gpu}; set it to at most {room}"
-                )
-    if not gpu_bytes or host_bytes is None:
-        return
-    architecture = Architecture.from_directory(config.model)
-    waiting = node_bytes(architecture, config, gpus_per_node or learner.world_size)
-    if waiting > host_bytes:
-        raise ConfigError(
-            f"rollout.placement=shared: the learner would wait in {gigabytes(waiting)} of host "
-            f"memory, and a node has {gigabytes(host_bytes)}; use separate, or more nodes"
-        )
-
-
-def check_shared_gpus(
-    config: Config, placed: dict[str, list[list[int]]], gpu_bytes: Sequence[int]
-) -> None:
+def check_shared_gpus(config: Config, placed: Sequence[Placed], gpu_bytes: int) -> None:
     """Check that a learner rank and the servers on its GPU fit in its memory.
 
     Args:
-        placed: from `place_servers`.
+        placed: from `place_servers`; the servers do not take turns with the learner.
         gpu_bytes: the memory of each GPU of this machine.
 
     Raises:
@@ -246,24 +160,20 @@ def check_shared_gpus(
     """
     learner = config.learner
     architecture = Architecture.from_directory(config.model)
-    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
-    if config.rollout.placement == "shared":
-        return  # `check_turns`
-    specs = {(spec.set_name, spec.index): spec for spec in server_specs(config)}
-    for gpu, num_bytes in enumerate(gpu_bytes[: learner.world_size]):
+    for gpu in range(learner.world_size):
         shares = {
-            name: specs[name, index].server.mem_fraction_static
-            for name, servers in placed.items()
-            for index, gpus in enumerate(servers)
-            if gpu in gpus
+            spec.set_name: spec.server.mem_fraction_static
+            for spec, (_, _, first) in zip(server_specs(config), placed, strict=True)
+            if 0 <= gpu - first < spec.server.tensor_parallel_size
         }
-        own = total_bytes(learner_memory(architecture, config, gpu // ranks_of_stage))
-        room = (num_bytes - own - RUNTIME_BYTES * len(shares)) / num_bytes
+        stage = gpu * learner.pipeline_parallel_size // learner.world_size
+        own = total_bytes(learner_memory(architecture, config, stage))
+        room = (gpu_bytes - own - RUNTIME_BYTES * len(shares)) / gpu_bytes
         if shares and sum(shares.values()) > room:
             name, fraction = next(iter(shares.items()))
             raise ConfigError(
                 f"{name}.server.mem_fraction_static={fraction}: learner rank {gpu} is planned to "
-                f"take {gigabytes(own)} of the {gigabytes(num_bytes)} of GPU {gpu}, and "
+                f"take {gigabytes(own)} of the {gigabytes(gpu_bytes)} of GPU {gpu}, and "
                 f"{' and '.join(shares)} {gigabytes(RUNTIME_BYTES)} each beside their fractions; "
                 f"lower these to {max(math.floor(100 * room), 0) / 100} in all, or add GPUs"
             )
@@ -285,8 +195,7 @@ class NodePlan:
     name: str
     gpus: int
     ranks: int = 0
-    servers: list[tuple[str, int, int]] = dataclasses.field(default_factory=list)
-    """Set name, index within the set, and first GPU of each server."""
+    servers: list[Placed] = dataclasses.field(default_factory=list)
     sends: bool = False  # whether one of its ranks sends weights to the servers
 
 
@@ -294,7 +203,6 @@ class NodePlan:
 class JobPlan:
     """The plan that all tasks of a Slurm job read: plan.json in the attempt's log directory."""
 
-    token: str  # proves that a node reads this job's directory, not a local one of the same name
     api_key: str  # shared by all servers
     attempt: int  # `Attempt.number`
     master_address: str
@@ -318,14 +226,9 @@ def plan_here(config: Config, num_gpus: int, attempt: int) -> JobPlan:
     Raises:
         ConfigError: as `place_servers`.
     """
-    placed = place_servers(config, num_gpus)
-    servers = [
-        (name, index, gpus[0] if gpus else 0)
-        for name, of_set in placed.items()
-        for index, gpus in enumerate(of_set)
-    ]
+    servers = place_servers(config, num_gpus)
     node = NodePlan("here", num_gpus, config.learner.world_size, servers, sends=True)
-    return JobPlan(secrets.token_hex(8), make_key(), attempt, "127.0.0.1", free_port(), [node])
+    return JobPlan(make_key(), attempt, "127.0.0.1", free_port(), [node])
 
 
 def make_plan(
@@ -338,7 +241,7 @@ def make_plan(
     Raises:
         ConfigError: the ranks do not divide evenly, a rollout node would have no server, weights
             are to be written into the memory of servers that are on other nodes, or servers do not
-            fit on the learner's GPUs.
+            fit on the learner's GPUs, or not on those of one node.
     """
     is_shared = config.rollout.placement == "shared"
     if config.quantization.transport == "direct" and not is_shared:
@@ -347,7 +250,8 @@ def make_plan(
             "learner; set it to broadcast or auto"
         )
     world_size = config.learner.world_size
-    if world_size % len(learner_nodes):
+    ranks, left = divmod(world_size, len(learner_nodes))
+    if left:
         raise ConfigError(
             f"--nodes={len(learner_nodes)} for the learner: its {world_size} ranks do not divide "
             "evenly over that many nodes"
@@ -358,47 +262,29 @@ def make_plan(
             f"rollout.servers={config.rollout.servers}: {len(rollout_nodes)} rollout nodes need at "
             f"least as many servers; there are {len(specs)}, the evaluation server included"
         )
-    ranks = world_size // len(learner_nodes)
-    beside = _deal_on_learner(config, specs, len(learner_nodes)) if is_shared else {}
+    beside: dict[int, list[Placed]] = {}  # of each learner node
+    for set_name, index, gpu in _place_on_learner(config, specs) if is_shared else []:
+        node, first = divmod(gpu, ranks)
+        size = getattr(config, set_name).server.tensor_parallel_size
+        if first + size > ranks:
+            raise ConfigError(
+                f"{set_name}.server.tensor_parallel_size={size}: with rollout.placement=shared a "
+                f"server is on the GPUs of one node, and the learner has {ranks} ranks on each; "
+                f"set it to a divisor of {ranks}"
+            )
+        beside.setdefault(node, []).append((set_name, index, first))
     senders = {rank // ranks for rank in sending_ranks(config.learner)}
     nodes = [
         NodePlan(name, ranks, ranks, beside.get(number, []), sends=number in senders)
         for number, name in enumerate(learner_nodes)
     ]
-    on_nodes = deal(specs, len(rollout_nodes)) if rollout_nodes else []
-    for name, on_node in zip(rollout_nodes, on_nodes, strict=True):
-        sizes = [spec.server.tensor_parallel_size for spec in on_node]
-        firsts = itertools.accumulate(sizes, initial=0)
+    for name, on_node in zip(rollout_nodes, deal(specs, len(rollout_nodes)), strict=True):
+        firsts = [0, *itertools.accumulate(spec.server.tensor_parallel_size for spec in on_node)]
         servers = [
             (spec.set_name, spec.index, gpu) for spec, gpu in zip(on_node, firsts, strict=False)
         ]
-        nodes.append(NodePlan(name, sum(sizes), servers=servers))
-    return JobPlan(secrets.token_hex(8), make_key(), attempt, learner_nodes[0], port, nodes)
-
-
-def _deal_on_learner(
-    config: Config, specs: Sequence[ServerSpec], num_nodes: int
-) -> dict[int, list[tuple[str, int, int]]]:
-    """Return the servers of each learner node with their first GPU there, as in `NodePlan`.
-
-    Raises:
-        ConfigError: as `_place_on_learner`, or a server would be on two nodes.
-    """
-    world_size = config.learner.world_size
-    ranks = world_size // num_nodes
-    placed = _place_on_learner(config, specs, world_size)
-    dealt: dict[int, list[tuple[str, int, int]]] = {}
-    for spec in specs:
-        gpus = placed[spec.set_name][spec.index]
-        node, first = divmod(gpus[0], ranks)
-        if first + len(gpus) > ranks:
-            raise ConfigError(
-                f"{spec.set_name}.server.tensor_parallel_size={len(gpus)}: with "
-                f"rollout.placement=shared a server is on the GPUs of one node, and the learner "
-                f"has {ranks} ranks on each; set it to a divisor of {ranks}"
-            )
-        dealt.setdefault(node, []).append((spec.set_name, spec.index, first))
-    return dealt
+        nodes.append(NodePlan(name, firsts[-1], servers=servers))
+    return JobPlan(make_key(), attempt, learner_nodes[0], port, nodes)
 
 
 def sending_ranks(learner: LearnerConfig) -> list[int]:

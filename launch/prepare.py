@@ -9,10 +9,12 @@ With `writes=False` they check only. With `asks_servers=False` they do not ask t
 `rollout.servers_at`, for a run that starts later or elsewhere.
 """
 
+import dataclasses
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
@@ -24,20 +26,15 @@ from qurl_megatron.config.validate import check_weight_format, validate, validat
 from qurl_megatron.data.problems import REASONING_GYM, local_data
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import write_whole
-from qurl_megatron.launch.placement import (
-    check_shared_gpus,
-    check_turns,
-    choose_placement,
-    place_servers,
-    settle_releases,
-)
+from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model import hub
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.planning.gpus import Node
+from qurl_megatron.planning.gpus import H100, Node
 from qurl_megatron.planning.host import check_host, check_workers
+from qurl_megatron.planning.turns import plan_turns, releases
 from qurl_megatron.rollout import toolkit
 
 
@@ -60,9 +57,6 @@ def prepare_new(
     words += overrides
     config = with_overrides(load_recipe(package).config, words)
     config.name = config.name or default_name(recipe)
-    config.reward = absolute(config.reward)  # a resume may start in another directory
-    config.objective.objective = absolute(config.objective.objective)
-    config.rollout.agent = absolute(config.rollout.agent)
     output = Path(config.output_dir)
     if file := next((each for each in (output, *output.parents) if each.is_file()), None):
         raise ConfigError(f"output_dir={output}: {file} is a file; choose another directory")
@@ -137,9 +131,6 @@ def prepare_resume(
         for each in (saved, config):
             _make_paths_absolute(each)
         _accept_new_places(saved, config)
-        config.reward = absolute(config.reward)
-        config.objective.objective = absolute(config.objective.objective)
-        config.rollout.agent = absolute(config.rollout.agent)
         validate_resume(saved, config)
         data_summary = _check(config, num_gpus, node, asks_servers, resumes=True)
         if writes:
@@ -186,38 +177,55 @@ def warn_of_pickles(directory: Path) -> None:
         )
 
 
+def sources(config: Config) -> dict[str, str]:
+    """Return the models and data that a run reads, by field."""
+    data = {f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()}
+    return {
+        "model": config.model,
+        "critic.model": config.critic.model,
+        "data": config.data,
+        **data,
+    }
+
+
+def _change_sources(config: Config, change: Callable[[str, str], str]) -> None:
+    """Replace each of `sources` by what a function returns for field and source."""
+    changed = [change(field, source) for field, source in sources(config).items()]
+    config.model, config.critic.model, config.data, *data = changed
+    config.evaluation.data = dict(zip(config.evaluation.data, data, strict=True))
+
+
 def _find(config: Config, saved: Config) -> None:
     """Replace names of the Hub with paths of their snapshots; of the models without the weights.
 
     `saved` is the run's configuration so far: its commits stay.
     """
-    config.model = hub.local_model(config.model, saved.model, hub.TOKENIZER)
-    config.critic.model = hub.local_model(config.critic.model, saved.critic.model, hub.TOKENIZER)
-    config.data = local_data(config.data, saved.data)
-    for name, data in config.evaluation.data.items():
-        config.evaluation.data[name] = local_data(data, saved.evaluation.data.get(name, ""))
+    before = sources(saved)
+
+    def find(field: str, source: str) -> str:
+        if field in ("model", "critic.model"):
+            return hub.local_model(source, before[field], hub.TOKENIZER)
+        return local_data(source, before.get(field, ""))
+
+    _change_sources(config, find)
 
 
 def found_words(config: Config) -> list[str]:
     """Return the words by which a job takes the snapshots that a configuration has found."""
-    found = {"model": config.model, "critic.model": config.critic.model, "data": config.data}
-    found |= {f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()}
     return [
         f"{field}={path}"
-        for field, path in found.items()
+        for field, path in sources(config).items()
         if hub.snapshot_of(path.partition(":")[0])
     ]
 
 
 def _make_paths_absolute(config: Config) -> None:
-    """Make the paths of models, data and a key independent of the working directory."""
-    config.model = _absolute(config.model)
-    config.critic.model = _absolute(config.critic.model)
-    config.data = _absolute(config.data)
+    """Make models, data, a key and the user's functions independent of the working directory."""
+    _change_sources(config, lambda _, source: _absolute(source))
     config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
-    config.evaluation.data = {
-        name: _absolute(data) for name, data in config.evaluation.data.items()
-    }
+    config.reward = absolute(config.reward)
+    config.objective.objective = absolute(config.objective.objective)
+    config.rollout.agent = absolute(config.rollout.agent)
 
 
 def _absolute(path: str) -> str:
@@ -227,16 +235,10 @@ def _absolute(path: str) -> str:
 
 def _accept_new_places(saved: Config, config: Config) -> None:
     """Take over from `config` the place of each model and data source that is gone in `saved`."""
-    if not _exists(saved.model):
-        saved.model = config.model
-    if not _exists(saved.critic.model):
-        saved.critic.model = config.critic.model
-    if not _exists(saved.data):
-        saved.data = config.data
-    saved.evaluation.data = {
-        name: data if _exists(data) else config.evaluation.data.get(name, data)
-        for name, data in saved.evaluation.data.items()
-    }
+    new = sources(config)
+    _change_sources(
+        saved, lambda field, source: source if _exists(source) else new.get(field, source)
+    )
 
 
 def _exists(source: str) -> bool:
@@ -294,15 +296,18 @@ def _check(
     check_agent(config.rollout, config.model)
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(hub.local_model(config.critic.model)))
-    gpu_bytes = [gpu.total_memory for gpu in gpu_properties()] if num_gpus else []
-    if config.rollout.placement == "shared":
-        if node:
-            gpu_bytes = [node.gpu.memory_bytes] * config.learner.world_size
-        gpus_per_node, host_bytes = (node.gpus, None) if node else (None, machine_memory_bytes())
-        settle_releases(config, gpu_bytes)
-        check_turns(config, gpu_bytes, host_bytes, gpus_per_node)
     if num_gpus:
-        check_shared_gpus(config, placed, gpu_bytes)
+        memory_bytes = min(gpu.total_memory for gpu in gpu_properties())
+        gpu = dataclasses.replace(H100, memory_bytes=memory_bytes)
+        node = Node(gpu, num_gpus, machine_memory_bytes())
+    if config.rollout.placement == "shared":
+        config.rollout.server.releases = releases(architecture, config, node)
+        if config.evaluation.server.releases == "auto":
+            config.evaluation.server.releases = "all"
+        if node:
+            plan_turns(architecture, config, node)
+    elif num_gpus:
+        check_shared_gpus(config, placed, memory_bytes)
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)

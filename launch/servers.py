@@ -18,6 +18,7 @@ from pathlib import Path
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.launch.placement import ServerSpec
+from qurl_megatron.launch.status import logs_of, newest_attempt
 from qurl_megatron.process import TurnLock, make_key, tail
 from qurl_megatron.rollout.control import RELEASED, ServerControl
 from qurl_megatron.rollout.preload import exit_code, how_it_ended
@@ -40,19 +41,15 @@ class Attempt:
     @staticmethod
     def create(config: Config) -> Attempt:
         """Create the log directory of the next attempt; return the attempt."""
-        logs = config.run_dir / "logs"
-        resumed = [path.name.removeprefix("resumed_") for path in logs.glob("resumed_*")]
-        numbers = [int(number) for number in resumed if number.isdecimal()]
-        number = 1 + max(numbers, default=0) if logs.exists() else 0
-        attempt = Attempt(config, number)
+        is_first = not (config.run_dir / "logs").exists()
+        attempt = Attempt(config, 0 if is_first else 1 + newest_attempt(config.run_dir))
         attempt.logs.mkdir()
         return attempt
 
     @property
     def logs(self) -> Path:
-        """The log directory: RUN/logs, or RUN/logs/resumed_N for the Nth resume."""
-        logs = self.config.run_dir / "logs"
-        return logs / f"resumed_{self.number}" if self.number else logs
+        """The log directory."""
+        return logs_of(self.config.run_dir, self.number)
 
     def roster(self, node: str) -> Path:
         """Return the file in which a node's supervisor lists its servers."""

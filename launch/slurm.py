@@ -44,26 +44,24 @@ from qurl_megatron.config.disk import checkpoint_bytes, write_bytes_per_s
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.device import machine_memory_bytes
 from qurl_megatron.files import gigabytes, read_json_lines, write_whole
-from qurl_megatron.launch import network
 from qurl_megatron.launch.bad_input import exit_on_bad_input
-from qurl_megatron.launch.placement import JobPlan, NodeGroup, check_turns, make_plan
+from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
+from qurl_megatron.launch.preflight import limit_s, summarize
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.serve import release_servers_at, save_servers_at
 from qurl_megatron.launch.servers import Attempt, RestartLimit
-from qurl_megatron.launch.slurm_task import START_FAILED
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
+from qurl_megatron.launch.supervisor import START_FAILED
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import H100, Node, node_of
 from qurl_megatron.planning.job import objections
-from qurl_megatron.process import free_port
+from qurl_megatron.process import NO_THREADS, free_port, installed_gpus
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
 
 STARTED_AT = time.time()
 POLL_S = 0.5
 REMIND_S = 5.0  # between two requests to stop early; a rank that is still starting ignores them
-PREFLIGHT_TIMEOUT_S = 300.0
-CONTAINER_TIMEOUT_S = 3600.0  # of a preflight whose nodes import a container image first
 END_TIMEOUT_S = 30.0  # for a side to end; after that Slurm ends it with the job
 RETRY_S = 10.0  # between the end of a rollout node's supervisor and its next start
 GUARD_POLL_S = 60.0
@@ -75,10 +73,9 @@ SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has end
 # A request to stop early must not kill a task whose Python is still starting. (The option
 # --ignore-signal of `env` would do, but needs coreutils 8.31, and RHEL 8 has 8.30.)
 IGNORE_SIGNALS = ["sh", "-c", "trap '' USR1 TERM; exec \"$@\"", "sh"]
+OF_SLURM = ("srun: ", "slurmstepd: ", "pyxis: ")  # what begins its lines in a step's output
 LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this much late
-LEAD_GROWTH = (
-    1.1  # the next step, evaluation or save may take this much longer than the longest yet
-)
+LEAD_GROWTH = 1.1  # how much longer than the longest yet a step, evaluation or save may take
 RECENT = 20  # steps that tell how long the next one takes
 
 
@@ -105,10 +102,6 @@ def _run(config: Config, max_restarts: int) -> int:
         rollout_nodes = [name for group in groups[1:] for name in group.nodes]
         plan = make_plan(config, attempt.number, learner_group.nodes, rollout_nodes, free_port())
         save_servers_at(config)
-        if takes_turns:
-            node = job_node()
-            gpu_bytes = [node.gpu.memory_bytes] * config.learner.world_size
-            check_turns(config, gpu_bytes, machine_memory_bytes(), node.gpus)
     plan.save(attempt.logs / "plan.json")
     job = {
         "id": os.environ["SLURM_JOB_ID"],
@@ -117,7 +110,7 @@ def _run(config: Config, max_restarts: int) -> int:
     }
     write_whole(attempt.logs / "job.json", json.dumps(job) + "\n")  # for guard, status and logs
     print(f"run directory {config.run_dir}, logs {attempt.logs}", flush=True)
-    if not (preflight(attempt, plan, *groups) and network_works(attempt, plan, *groups)):
+    if not preflight(attempt, plan, groups):
         return 2
     say_objections(config, max_restarts)
     with exit_on_bad_input():
@@ -192,9 +185,9 @@ class JobStep(subprocess.Popen[bytes]):
             )
 
     def report(self, code: int) -> None:
-        """Print that the step ended, with srun's messages."""
+        """Print that the step ended, with Slurm's messages."""
         lines = self._log.read_text(errors="replace").splitlines()
-        messages = "\n".join(line for line in lines if line.startswith("srun: "))
+        messages = "\n".join(line for line in lines if line.startswith(OF_SLURM))
         text = f"\nqurl: {self._name} ended with code {code}; srun printed:\n{messages}\n"
         print(text, file=sys.stderr, flush=True)
 
@@ -354,54 +347,31 @@ def gpus_of_node(environment: Mapping[str, str]) -> int:
 
 
 def job_node() -> Node:
-    """Return the job's nodes, by the name of their GPU that `qurl launch` was given."""
-    return node_of(os.environ.get("QURL_GPU", H100.name), gpus_of_node(os.environ))
+    """Return the job's nodes: this one, with the GPUs that `qurl launch` was told of."""
+    node = node_of(os.environ.get("QURL_GPU", H100.name), gpus_of_node(os.environ))
+    return dataclasses.replace(node, host_bytes=machine_memory_bytes())
 
 
-def preflight(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
-    """Check that every node has what the run needs; print a line for each problem."""
+def preflight(attempt: Attempt, plan: JobPlan, groups: Sequence[NodeGroup]) -> bool:
+    """Check every node and the network between them; print what was found; return if all is well.
+
+    A step that failed may say why a node has no report.
+    """
     reports = attempt.logs / "preflight"
     reports.mkdir()
-    steps = [
-        subprocess.Popen(
-            srun(group, task("preflight", attempt.logs, plan.token)),
-            env=step_environment(os.environ),
-            stdin=subprocess.DEVNULL,
-        )
-        for group in groups
-    ]
-    in_container = "QURL_CONTAINER_OPTIONS" in os.environ  # whose image is imported first
-    start = time.monotonic()
-    wait_for(steps, CONTAINER_TIMEOUT_S if in_container else PREFLIGHT_TIMEOUT_S)
-    waited_s = time.monotonic() - start
-    problems = []
-    for node in plan.nodes:
-        try:
-            report = json.loads((reports / f"{node.name}.json").read_text())
-        except FileNotFoundError:
-            report = [
-                f"no report after {waited_s:.0f} s: the node did not start, "
-                f"lacks this Python environment, or does not share the file system of {reports}"
-            ]
-        problems += [f"qurl: preflight of {node.name}: {problem}" for problem in report]
-    print("\n".join(problems) or f"preflight passed on {len(plan.nodes)} nodes", flush=True)
-    return not problems
-
-
-def network_works(attempt: Attempt, plan: JobPlan, *groups: NodeGroup) -> bool:
-    """Let the nodes exchange tensors as the run will; print how fast that was, and what failed."""
-    reports = attempt.logs / "network"
-    reports.mkdir()
     # Without a limit of srun's own: the nodes that are left say who is missing.
-    command = ["--wait=0", *task("network", attempt.logs, free_port())]
+    command = ["--wait=0", *task("preflight", attempt.logs, free_port())]
     steps = [
-        JobStep(attempt, f"network_{group.nodes[0]}", srun(group, command)) for group in groups
+        JobStep(attempt, f"preflight_{group.nodes[0]}", srun(group, command)) for group in groups
     ]
-    wait_for(steps, network.limit_s(plan.nodes))
+    wait_for(steps, limit_s(plan.nodes))
     end_steps(steps)
-    lines, works = network.summarize(plan, reports)
+    lines, is_well = summarize(plan, reports)
     print("\n".join(lines), flush=True)
-    return works
+    for step in steps:
+        if step.returncode:
+            step.report(step.returncode)
+    return is_well
 
 
 def srun(group: NodeGroup, command: Sequence[str]) -> list[str]:
@@ -427,18 +397,22 @@ def srun(group: NodeGroup, command: Sequence[str]) -> list[str]:
     ]
 
 
-def task(*arguments: object) -> list[str]:
-    """Return the command of `launch/slurm_task.py`, with srun's options for its container."""
+def task(module: str, *arguments: object) -> list[str]:
+    """Return the command of a module of `launch/`, with srun's options for its container."""
     python = os.environ.get("QURL_PYTHON", "python")
     container = shlex.split(os.environ.get("QURL_CONTAINER_OPTIONS", ""))
-    words = [*container, *IGNORE_SIGNALS, python, "-m", "qurl_megatron.launch.slurm_task"]
+    words = [*container, *IGNORE_SIGNALS, python, "-m", f"qurl_megatron.launch.{module}"]
     return words + [str(argument) for argument in arguments]
 
 
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Drop sbatch's variables about tasks and GPUs, which srun would take as its own options."""
+    """Return the variables of a step; what forks begins without threads on machines without GPUs.
+
+    Without sbatch's variables about tasks and GPUs, which srun would take as its own options.
+    """
     dropped = re.compile(r"SLURM_(N?TASKS|NPROCS|GPUS|CPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION)")
-    return {name: value for name, value in environment.items() if not dropped.match(name)}
+    kept = {name: value for name, value in environment.items() if not dropped.match(name)}
+    return kept | (NO_THREADS if installed_gpus() is None else {})
 
 
 def requeue(max_restarts: int) -> bool:

@@ -119,7 +119,7 @@ def server_counts(run_dir: Path) -> str:
 
     Return an empty string before the servers are started.
     """
-    logs = newest_attempt(run_dir)
+    logs = logs_of(run_dir, newest_attempt(run_dir))
     rosters = list(logs.glob("servers_*.json"))
     if not rosters:
         return ""
@@ -130,12 +130,16 @@ def server_counts(run_dir: Path) -> str:
     return f", servers {left} of {needed}, restarts {restarts}"
 
 
-def newest_attempt(run_dir: Path) -> Path:
-    """Return the directory of logs of the run's last start."""
+def newest_attempt(run_dir: Path) -> int:
+    """Return the number of the run's last start: 0, or N for its Nth resume."""
+    names = (path.name.removeprefix("resumed_") for path in run_dir.glob("logs/resumed_*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def logs_of(run_dir: Path, attempt: int) -> Path:
+    """Return the directory of logs of a start of a run."""
     logs = run_dir / "logs"
-    numbers = [path.name.removeprefix("resumed_") for path in logs.glob("resumed_*")]
-    newest = max((int(number) for number in numbers if number.isdecimal()), default=0)
-    return logs / f"resumed_{newest}" if newest else logs
+    return logs / f"resumed_{attempt}" if attempt else logs
 
 
 def slurm_jobs(run_dir: Path) -> list[str]:
@@ -174,7 +178,7 @@ def newest_logs(run_dir: Path) -> list[Path]:
     Raises:
         ConfigError: the run has no logs.
     """
-    newest = newest_attempt(run_dir)
+    newest = logs_of(run_dir, newest_attempt(run_dir))
     output = _job(newest / "job.json").get("output")
     outputs = [run_dir / CONSOLE_LOG, *([Path(output)] if output else [])]
     paths = [path for path in [*outputs, *sorted(newest.glob("*.log"))] if path.is_file()]

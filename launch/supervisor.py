@@ -1,7 +1,9 @@
 """The supervisor of a node: it starts, watches and ends the servers and learner ranks on it.
 
 The plan of the run says what a node has. One machine is a plan of one node, whose supervisor is the
-launcher itself (`launch/local.py`). In a Slurm job each node has one (`launch/slurm_task.py`).
+launcher itself (`launch/local.py`). In a Slurm job each node has one:
+
+    python -m qurl_megatron.launch.supervisor LOGS
 
 It starts the node's servers and lists them in the node's roster. Once all nodes have listed theirs,
 it starts the ranks. A server that dies is started again (`launch/servers.py`). A rank that dies
@@ -23,6 +25,7 @@ A node without ranks ignores what asks to stop early: its servers are needed for
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -30,15 +33,24 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qurl_megatron import device
-from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY
+from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, ConfigError
+from qurl_megatron.config.text import load
 from qurl_megatron.launch.placement import JobPlan, NodePlan, server_specs
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.planning.host import settle_run
-from qurl_megatron.process import tail
-from qurl_megatron.rollout.preload import Program, Started, how_it_ended, preload, start
+from qurl_megatron.process import address_towards, tail
+from qurl_megatron.rollout.preload import (
+    PreloadFailed,
+    Program,
+    Started,
+    how_it_ended,
+    preload,
+    start,
+)
 from qurl_megatron.rollout.server import LOOPBACK, ServerFailed, wait_ready
 
 LEARNER = "qurl_megatron.loop.train"
+START_FAILED = 3  # exit code of a job's supervisor with a server that failed in its first start
 POLL_S = 0.2
 # Exit codes of a rank after which the others are waited for, or None: it runs.
 KNOWN_CODES = (None, 0, STOPPED_EARLY, SAID_WHY)
@@ -289,3 +301,43 @@ def end_ranks(ranks: Sequence[Started]) -> None:
 
 def _running(ranks: Sequence[Started]) -> bool:
     return None in [rank.poll() for rank in ranks]
+
+
+def main(logs: Path) -> int:
+    """Run this node's part of a job's plan; return an exit code.
+
+    It is that of `supervise`, or START_FAILED when a server failed during its first start, or
+    SGLang could not be imported.
+    """
+    os.dup2(1, 2)  # its lines belong to the job's output
+    signals = Signals({signal.SIGUSR2}, {signal.SIGUSR1, signal.SIGTERM})
+    plan = JobPlan.load(logs / "plan.json")
+    run_dir = logs.parent.parent if plan.attempt else logs.parent  # of RUN/logs/resumed_N, RUN/logs
+    attempt = Attempt(load(run_dir / "config.yaml"), plan.attempt)
+    own = next(node for node in plan.nodes if node.name == os.environ["SLURMD_NODENAME"])
+    others = [node.name for node in plan.nodes if node != own]
+    is_master = own.name == plan.master_address
+    host = own_address(own.name, others[0] if is_master and others else plan.master_address)
+    try:
+        return supervise(attempt, plan, own, signals, host)
+    except (ConfigError, PreloadFailed, ServerFailed) as failure:
+        print(f"\nqurl: {own.name}: {failure}", flush=True)
+        return START_FAILED
+
+
+def own_address(name: str, learner: str) -> str:
+    """Return the address of this node, `name`, at which `learner`, another node, reaches it.
+
+    A node's own name may stand for loopback on the node itself, as Debian writes it into
+    /etc/hosts. Then it is the address from which the node speaks to the other.
+    """
+    address = socket.gethostbyname(name)
+    learner_address = socket.gethostbyname(learner)
+    # Nodes that share one machine may all be on loopback.
+    if address.startswith("127.") and not learner_address.startswith("127."):
+        return address_towards(learner_address)
+    return address
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

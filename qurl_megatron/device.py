@@ -1,10 +1,9 @@
 """The devices, backends and ranks of this process.
 
 In this process, only this module asks torch which devices there are; in a server's processes
-`sglang_plugin` does, and `launch/slurm_task` before a job. Some files ask this module, and code
-that handles a tensor looks at that tensor instead: `tests/test_rooms.py` lists every file that
-branches on CPU or GPU. With `cli`, `launch` and `rollout/toolkit`, this is also the only module
-that reads environment variables.
+`sglang_plugin` does. Some files ask this module, and code that handles a tensor looks at that
+tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli`,
+`launch` and `rollout/toolkit`, this is also the only module that reads environment variables.
 """
 
 import functools

@@ -18,7 +18,7 @@ LONGEST_FILES = [
     "test_transformer_engine_layers",
     "test_moe_kernels",
     "test_gpu_start",
-    "test_network",
+    "test_preflight",
     "test_agents",
     "test_packaging",
     "test_memory",

@@ -38,17 +38,12 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
-from qurl_megatron.launch.placement import (
-    check_shared_gpus,
-    check_turns,
-    choose_placement,
-    place_servers,
-    settle_releases,
-)
+from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.serve import ServeConfig
-from qurl_megatron.model.architecture import ArchitectureError
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
-from qurl_megatron.planning.gpus import H100
+from qurl_megatron.planning.gpus import H100, Node
+from qurl_megatron.planning.turns import plan_turns, releases
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
 from tiny import build_tiny_model
@@ -311,7 +306,12 @@ def test_experts_divide_over_ranks_that_the_learner_has(experts_dir: Path, model
 
 def on_gpus(num_gpus: int, *words: str) -> dict[str, list[list[int]]]:
     small = ["rollout.server.mem_fraction_static=0.4", "evaluation.server.mem_fraction_static=0.4"]
-    return place_servers(with_overrides(Config(), [*small, *words]), num_gpus)
+    config = with_overrides(Config(), [*small, *words])
+    placed: dict[str, list[list[int]]] = {}
+    for name, _, first in place_servers(config, num_gpus):
+        size = getattr(config, name).server.tensor_parallel_size if num_gpus else 0
+        placed.setdefault(name, []).append([*range(first, first + size)])
+    return placed
 
 
 def test_servers_come_after_the_learner_and_share_its_gpus_if_none_are_left() -> None:
@@ -369,14 +369,15 @@ def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> No
 
     def check(*more: str, host_gb: int = 2000) -> str:
         config = with_overrides(Config(), [*words, *more])
-        gpu_bytes = [H100.memory_bytes] * config.learner.world_size
-        settle_releases(config, gpu_bytes)
-        check_turns(config, gpu_bytes, host_gb * 10**9)
+        architecture = Architecture.from_directory(tmp_path)
+        node = Node(H100, 8, host_gb * 10**9)
+        config.rollout.server.releases = releases(architecture, config, node)
+        plan_turns(architecture, config, node)
         return config.rollout.server.releases
 
     eight = ["learner.tensor_parallel_size=8", "rollout.server.tensor_parallel_size=8"]
     assert check(*eight) == "cache"
-    with pytest.raises(ConfigError, match=r"while learner rank 0 trains, .* of GPU 0"):
+    with pytest.raises(ConfigError, match=r"while learner rank 0 trains, .* of its GPU"):
         check()
     with pytest.raises(ConfigError, match=r"^rollout.server.mem_.*=0.95: .* at most 0\.8"):
         check(*eight, "rollout.server.mem_fraction_static=0.95")
@@ -471,7 +472,7 @@ def test_the_planned_memory_of_the_learner_counts_on_a_gpu_that_servers_share(
     def check(fraction: float) -> None:
         word = f"rollout.server.mem_fraction_static={fraction}"
         config = with_overrides(Config(), [*words, word])
-        check_shared_gpus(config, place_servers(config, 4), [H100.memory_bytes] * 4)
+        check_shared_gpus(config, place_servers(config, 4), H100.memory_bytes)
 
     with pytest.raises(ConfigError, match=r"rank 0 is planned to take \d.* GB of GPU 0") as refused:
         check(0.8)

@@ -307,8 +307,7 @@ def test_a_job_runs_the_code_that_was_submitted(
     launch("quickstart", ["name=t"], options=JobOptions())  # the same code: no second copy
     assert list(code.parent.iterdir()) == [code]
     (checkout / "qurl_megatron" / "launch" / "slurm.py").write_text("raise SystemExit('changed')")
-    with experiment.copied_code(Path("logs")) as (changed, _):
-        assert changed != code and list(code.parent.iterdir()) == [code]
+    assert experiment.place_of(experiment.read_code()) != code
 
     script = Path("script").read_text()
     asked = "import qurl_megatron, importlib.metadata as m\n"
@@ -325,11 +324,12 @@ def test_a_job_runs_the_code_that_was_submitted(
 
 def test_two_launches_at_once_keep_one_copy_of_the_code() -> None:
     Path("logs").mkdir()
-    with experiment.copied_code(Path("logs")) as (code, keep):
-        keep()
-        with patch.object(Path, "exists", lambda path: False):
-            keep()
-    assert list(Path("logs").absolute().iterdir()) == [code]
+    code = experiment.read_code()
+    place = experiment.place_of(code)
+    experiment.keep_code(code, place)
+    with patch.object(Path, "exists", lambda path: False):
+        experiment.keep_code(code, place)
+    assert [*place.parent.iterdir()] == [place]
 
 
 def test_what_the_plan_says_against_a_job_is_a_warning(

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
-from qurl_megatron import process
 from qurl_megatron.config.disk import write_bytes_per_s
 from qurl_megatron.config.schema import (
     STOPPED_EARLY,
@@ -26,7 +24,7 @@ from qurl_megatron.config.schema import (
     RolloutConfig,
     ServerConfig,
 )
-from qurl_megatron.launch import local, slurm, slurm_task, supervisor
+from qurl_megatron.launch import local, slurm, supervisor
 from qurl_megatron.launch.placement import (
     JobPlan,
     NodeGroup,
@@ -38,7 +36,7 @@ from qurl_megatron.launch.placement import (
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.planning.gpus import DGX_H100
-from qurl_megatron.process import CONSOLE_LOG, free_port, outlive_output
+from qurl_megatron.process import CONSOLE_LOG, NO_THREADS, outlive_output
 from qurl_megatron.rollout.preload import Started
 from tiny import build_tiny_model
 
@@ -69,7 +67,7 @@ def test_a_plan_is_read_back_as_written(tmp_path: Path) -> None:
     plan = make_plan(config_of(2, 1, 1), 3, ["a"], ["b"], port=1)
     plan.save(tmp_path / "plan.json")
     read = JobPlan.load(tmp_path / "plan.json")
-    assert (read.token, read.attempt, read.master_address) == (plan.token, 3, "a")
+    assert (read.attempt, read.master_address) == (3, "a")
     assert [node.ranks for node in read.nodes] == [2, 0]
     mode = (tmp_path / "plan.json").stat().st_mode
     assert stat.S_IMODE(mode) == 0o600  # it has the API key
@@ -260,63 +258,6 @@ def test_the_expected_time_of_a_save_follows_from_its_size_and_the_disk(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_missing_gpus_are_counted_by_slurm_the_driver_and_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert slurm_task.gpu_problems(needed=2, granted=2, installed=None) == []
-    (problem,) = slurm_task.gpu_problems(needed=2, granted=1, installed=None)
-    assert "granted 1 GPUs, 2 are needed" in problem
-    (problem,) = slurm_task.gpu_problems(needed=2, granted=8, installed=7)
-    assert "granted 8 GPUs, the driver shows 7" in problem
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert slurm_task.gpu_problems(needed=2, granted=8, installed=8) == []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    (problem,) = slurm_task.gpu_problems(needed=2, granted=8, installed=8)
-    assert problem == "Slurm granted 8 GPUs, torch sees 0; the driver may be too old"
-
-
-def preflight(directory: Path, plan: JobPlan, token: str) -> list[str]:
-    """Return the preflight report of this machine, as the node `here`."""
-    (directory / "preflight").mkdir()
-    plan.save(directory / "plan.json")
-    slurm_task.preflight(directory, token)
-    return json.loads((directory / "preflight" / "here.json").read_text())
-
-
-@pytest.fixture
-def as_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "here")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(slurm_task, "installed_gpus", lambda: None)
-    known = {"here": "127.0.0.1"}
-
-    def resolve(name: str, port: None) -> str:
-        if name not in known:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return known[name]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-
-
-def test_preflight_reports_nothing_for_a_good_node(as_node: None, tmp_path: Path) -> None:
-    plan = JobPlan("token", "key", 0, "here", free_port(), [NodePlan("here", gpus=2, ranks=2)])
-    assert preflight(tmp_path, plan, "token") == []
-
-
-def test_preflight_reports_every_problem_of_a_node(as_node: None, tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        port = taken.getsockname()[1]
-        nodes = [NodePlan("here", gpus=4, ranks=4), NodePlan("there", gpus=1)]
-        problems = preflight(tmp_path, JobPlan("other", "key", 0, "here", port, nodes), "token")
-    assert [problem.split(":")[0].split(",")[0] for problem in problems] == [
-        f"{tmp_path} is not the directory of this job",
-        "Slurm granted 2 GPUs",
-        "cannot resolve there",
-        f"port {port} is not free",
-    ]
-
-
 def test_tasks_run_in_the_container_and_steps_with_the_options_that_the_script_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -337,7 +278,7 @@ def test_a_task_whose_python_still_starts_ignores_the_signals_that_ask_it_to_sto
 
 def test_steps_do_not_inherit_the_options_of_sbatch() -> None:
     environment = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "8", "SLURM_JOB_ID": "7"}
-    assert slurm.step_environment(environment) == {"SLURM_JOB_ID": "7"}
+    assert slurm.step_environment(environment) == {"SLURM_JOB_ID": "7", **NO_THREADS}
 
 
 def test_a_step_names_its_nodes_and_their_group_and_has_a_task_with_all_cpus_on_each() -> None:
@@ -510,8 +451,8 @@ def test_servers_listen_at_an_address_that_the_learner_reaches(
 ) -> None:
     known = {"own": own, "learner": learner}
     monkeypatch.setattr(socket, "gethostbyname", lambda name: known[name])
-    monkeypatch.setattr(process, "address_towards", lambda host: f"towards {host}")
-    assert slurm_task.own_address("own", "learner") == listens
+    monkeypatch.setattr(supervisor, "address_towards", lambda host: f"towards {host}")
+    assert supervisor.own_address("own", "learner") == listens
 
 
 @pytest.mark.parametrize(

@@ -371,9 +371,9 @@ def test_the_page_on_shared_gpus_has_the_steps_of_each_placement(name: str, gpus
     [
         ("learner.data_parallel_size=2", r"has a rank on each of the 16 GPUs, and this layout has"),
         ("rollout.max_staleness=1", r"servers sleep while the learner trains"),
-        ("rollout.server.mem_fraction_static=0.95", r"phase sample, .* take 82.1 of 79.1 GiB"),
+        ("rollout.server.mem_fraction_static=0.95", r"=0.95: beside it .* set it to at most 0.91"),
         ("learner.pipeline_parallel_size=2 learner.data_parallel_size=2 "
-         "learner.offload_optimizer=false rollout.server.releases=cache", r"in the phase train"),
+         "learner.offload_optimizer=false rollout.server.releases=cache", r"while learner rank 0"),
     ],
 )  # fmt: skip
 def test_turns_that_do_not_fit_are_not_planned(words: str, message: str) -> None:

@@ -212,7 +212,7 @@ def test_init_files_do_nothing_when_imported(name: str) -> None:
 
 def test_only_these_files_branch_on_cpu_or_gpu() -> None:
     by_question = {
-        ("is_available", "device_count"): {"device", "launch/slurm_task", "sglang_plugin"},
+        ("is_available", "device_count"): {"device", "sglang_plugin"},
         ("accelerator",): {
             "evaluation/avg_at_k",
             "learner/cpu_runtime",

@@ -71,7 +71,7 @@ class Node:
         """Supervise two ranks, and the server that they use; they are ranks 1 and 2 of three."""
         own = NodePlan("own", 2, ranks, servers=[("rollout", 0, 0)])
         nodes = [NodePlan("other", 1, ranks=1), own]
-        plan = JobPlan("token", "key", 0, "other", 7, nodes)
+        plan = JobPlan("key", 0, "other", 7, nodes)
         return supervise(self.attempt, plan, own, Signals({END}, {signal.SIGUSR1, STOP}))
 
 
@@ -187,7 +187,7 @@ def test_a_rank_that_dies_ends_the_others_and_the_end_of_its_log_is_shown(
 def test_ranks_wait_for_the_servers_of_every_node_but_not_forever(node: Node) -> None:
     config = node.attempt.config
     nodes = [NodePlan(name, 1, servers=[("rollout", 0, 0)]) for name in ("a", "b")]
-    plan = JobPlan("token", "key", 0, "a", 7, nodes)
+    plan = JobPlan("key", 0, "a", 7, nodes)
     rosters = [node.attempt.roster(each.name) for each in nodes]
     rosters[0].touch()
     threading.Timer(0.3, rosters[1].touch).start()

@@ -10,7 +10,8 @@ from qurl_megatron.files import read_json_lines
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.gpus import Node
 from qurl_megatron.planning.lengths import Workload
-from qurl_megatron.planning.plan import DoesNotFit, Plan, plan_run
+from qurl_megatron.planning.plan import Plan, plan_run
+from qurl_megatron.planning.turns import DoesNotFit
 
 
 def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> list[str]:

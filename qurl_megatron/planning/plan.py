@@ -60,12 +60,11 @@ from qurl_megatron.planning.step_time import (
 )
 from qurl_megatron.planning.turns import (
     LEFT_BYTES,
-    beside_servers,
-    learner_turn,
-    node_bytes,
+    DoesNotFit,
+    Turns,
     num_sets,
-    turns_s,
-    waiting_bytes,
+    plan_turns,
+    releases,
 )
 
 REMEDIES = {
@@ -78,25 +77,6 @@ REMEDIES = {
     "turns": "more GPUs shorten them, and separate placement has none",
 }
 """What shortens each part."""
-
-
-class DoesNotFit(ConfigError):
-    """A layout that takes more memory than a GPU has."""
-
-    def __init__(self, message: str, needed_part: float) -> None:
-        """`needed_part` is what is needed over what there is."""
-        super().__init__(message)
-        self.needed_part = needed_part
-
-
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """What a GPU and its node hold in each turn of learner and servers."""
-
-    gpu_bytes: dict[str, int]  # by phase, on a rank of the fullest pipeline stage
-    waiting_bytes: int  # of that rank, in the host's memory while the servers sample
-    node_bytes: int  # of all ranks of a node, there
-    copies_s: float  # in which the learner leaves and comes back, once a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,8 +230,11 @@ def _planned(
     """
     turns, copies = None, {}
     if config.rollout.placement == "shared":
-        config = _with_releases(architecture, config, node)
-        turns = _plan_turns(architecture, config, node)
+        released = releases(architecture, config, node)
+        server = dataclasses.replace(config.rollout.server, releases=released)
+        rollout = dataclasses.replace(config.rollout, server=server)
+        config = dataclasses.replace(config, rollout=rollout)
+        turns = plan_turns(architecture, config, node)
         copies = {"turns": turns.copies_s}
     rollout = config.rollout
     learner_bytes = _fullest_stage(architecture, config, node)
@@ -283,56 +266,6 @@ def _planned(
         step_s=step_s,
         asynchronous=asynchronous,
         turns=turns,
-    )
-
-
-def _with_releases(architecture: Architecture, config: Config, node: Node) -> Config:
-    """Return `config` with what rollout servers give back, where it leaves that open."""
-    server = config.rollout.server
-    if server.releases != "auto":
-        return config
-    stages = range(config.learner.pipeline_parallel_size)
-    stays = all(
-        max(learner_turn(architecture, config, stage, "cache").values()) <= node.gpu.memory_bytes
-        for stage in stages
-    )
-    server = dataclasses.replace(server, releases="cache" if stays else "all")
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, server=server))
-
-
-def _plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns:
-    """Return what a GPU and its node hold in each turn.
-
-    Raises:
-        DoesNotFit: more than they have.
-    """
-    server, room = config.rollout.server, node.gpu.memory_bytes
-    stages = range(config.learner.pipeline_parallel_size)
-    by_stage = [learner_turn(architecture, config, stage, server.releases) for stage in stages]
-    fullest = max(stages, key=lambda stage: max(by_stage[stage].values()))
-    beside = beside_servers(config)
-    sample = {"sample": int(room * server.mem_fraction_static) + beside}
-    for phase, needed in {**by_stage[fullest], **sample}.items():
-        if needed > room:
-            raise DoesNotFit(
-                f"rollout.placement=shared: in the phase {phase}, learner and servers take "
-                f"{needed / GIB:.1f} of {room / GIB:.1f} GiB of a GPU, with "
-                f"rollout.server.releases={server.releases} and mem_fraction_static="
-                f"{server.mem_fraction_static}",
-                needed / room,
-            )
-    waiting = node_bytes(architecture, config, node.gpus)
-    if waiting > node.host_bytes:
-        raise DoesNotFit(
-            f"rollout.placement=shared: the learner waits in {waiting / GIB:.0f} GiB of a node's "
-            f"memory, which has {node.host_bytes / GIB:.0f}",
-            waiting / node.host_bytes,
-        )
-    return Turns(
-        gpu_bytes={**sample, **by_stage[fullest]},
-        waiting_bytes=max(waiting_bytes(architecture, config, stage) for stage in stages),
-        node_bytes=waiting,
-        copies_s=turns_s(architecture, config, node),
     )
 
 

@@ -15,8 +15,10 @@ own. Memory that a server takes again is mapped, not copied.
 """
 
 import dataclasses
+import math
 
-from qurl_megatron.config.schema import Config, Transport
+from qurl_megatron.config.schema import Config, ConfigError, Releases, Transport
+from qurl_megatron.files import gigabytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
 from qurl_megatron.planning.memory import (
@@ -29,6 +31,25 @@ from qurl_megatron.planning.memory import (
 
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers of a process whose tensors are gone.
 LEFT_BYTES = 3 * GIB
+
+
+class DoesNotFit(ConfigError):
+    """A layout that takes more memory than a GPU has."""
+
+    def __init__(self, message: str, needed_part: float) -> None:
+        """`needed_part` is what is needed over what there is."""
+        super().__init__(message)
+        self.needed_part = needed_part
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """What a GPU and its node hold in each turn of learner and servers."""
+
+    gpu_bytes: dict[str, int]  # by phase, on a rank of the fullest pipeline stage
+    waiting_bytes: int  # of that rank, in the host's memory while the servers sample
+    node_bytes: int  # of all ranks of a node, there
+    copies_s: float  # in which the learner leaves and comes back, once a step
 
 
 def num_sets(config: Config) -> int:
@@ -49,21 +70,21 @@ def beside_servers(config: Config) -> int:
 
 
 def learner_turn(
-    architecture: Architecture, config: Config, stage: int, releases: str
+    architecture: Architecture, config: Config, stage: int, released: Releases
 ) -> dict[str, int]:
     """Return the bytes of a GPU in the learner's turn, on a rank of a pipeline stage.
 
-    They are those while it trains and while it publishes. `releases`: what the rollout server gives
+    They are those while it trains and while it publishes. `released`: what the rollout server gives
     back, cache or all.
     """
-    transport: Transport = "direct" if releases == "cache" else "broadcast"
+    transport: Transport = "direct" if released == "cache" else "broadcast"
     quantization = dataclasses.replace(config.quantization, transport=transport)
     config = dataclasses.replace(config, quantization=quantization)
     of_learner = peaks(learner_memory(architecture, config, stage))
     publish = of_learner.pop("publish")
     own = rollout_weights(architecture, config)
-    sleeping = LEFT_BYTES * num_sets(config) + (own if releases == "cache" else 0)
-    loading = 0 if releases == "cache" else own
+    sleeping = LEFT_BYTES * num_sets(config) + (own if released == "cache" else 0)
+    loading = 0 if released == "cache" else own
     if config.evaluation.enabled:
         size = config.evaluation.server.tensor_parallel_size
         loading = max(loading, sum(server_weight_bytes(architecture, "bf16", size).values()))
@@ -95,6 +116,69 @@ def node_bytes(architecture: Architecture, config: Config, gpus_per_node: int) -
     ]
     firsts = range(0, len(waiting), gpus_per_node)
     return max(sum(waiting[first : first + gpus_per_node]) for first in firsts)
+
+
+def releases(architecture: Architecture, config: Config, node: Node | None) -> Releases:
+    """Return what rollout servers give back in the learner's turn; where that is open, what fits.
+
+    Args:
+        node: one of the learner's nodes; None: without GPUs.
+    """
+    if config.rollout.server.releases != "auto":
+        return config.rollout.server.releases
+    stages = range(config.learner.pipeline_parallel_size)
+    most = max(max(learner_turn(architecture, config, each, "cache").values()) for each in stages)
+    return "all" if node and most > node.gpu.memory_bytes else "cache"
+
+
+def plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns:
+    """Return what a GPU and its node hold in each turn.
+
+    Raises:
+        DoesNotFit: more than they have.
+    """
+    learner, room = config.learner, node.gpu.memory_bytes
+    stages = range(learner.pipeline_parallel_size)
+    released = config.rollout.server.releases
+    by_stage = [learner_turn(architecture, config, stage, released) for stage in stages]
+    for stage, phases in enumerate(by_stage):
+        for phase, needed in phases.items():
+            if needed > room:
+                rank = stage * learner.world_size // learner.pipeline_parallel_size
+                doing = {"train": "trains", "publish": "publishes"}[phase]
+                raise DoesNotFit(
+                    f"rollout.placement=shared: while learner rank {rank} {doing}, it and what "
+                    f"sleeps are planned to take {gigabytes(needed)} of the {gigabytes(room)} of "
+                    "its GPU; divide the learner over more GPUs, or set learner.offload_optimizer "
+                    "or rollout.server.releases=all",
+                    needed / room,
+                )
+    beside = beside_servers(config)
+    for name in ("rollout", "evaluation")[: num_sets(config)]:
+        fraction = getattr(config, name).server.mem_fraction_static
+        if fraction * room + beside > room:
+            most = math.floor(100 * (1 - beside / room)) / 100
+            raise DoesNotFit(
+                f"{name}.server.mem_fraction_static={fraction}: beside it the server, the learner "
+                f"and what sleeps are planned to take {gigabytes(beside)} of a GPU; set it to at "
+                f"most {most}",
+                fraction + beside / room,
+            )
+    waiting = node_bytes(architecture, config, node.gpus)
+    if waiting > node.host_bytes:
+        raise DoesNotFit(
+            f"rollout.placement=shared: the learner would wait in {gigabytes(waiting)} of host "
+            f"memory, and a node has {gigabytes(node.host_bytes)}; use separate, or more nodes",
+            waiting / node.host_bytes,
+        )
+    sample = {"sample": int(room * config.rollout.server.mem_fraction_static) + beside}
+    fullest = max(stages, key=lambda stage: max(by_stage[stage].values()))
+    return Turns(
+        gpu_bytes={**sample, **by_stage[fullest]},
+        waiting_bytes=max(waiting_bytes(architecture, config, stage) for stage in stages),
+        node_bytes=waiting,
+        copies_s=turns_s(architecture, config, node),
+    )
 
 
 def turns_s(architecture: Architecture, config: Config, node: Node = DGX_H100) -> float:

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from e2e import forked
 from qurl_megatron import device
 from qurl_megatron.files import list_checkpoints
-from qurl_megatron.launch.status import newest_attempt
+from qurl_megatron.launch.status import logs_of, newest_attempt
 from qurl_megatron.launch.supervisor import LEARNER
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.rollout import preload
@@ -126,7 +126,8 @@ class Command:
 
     def server_pid(self, set_name: str, index: int) -> int:
         """Return the main process of a server."""
-        return read_roster(newest_attempt(self.run_dir) / "servers_here.json")[set_name][index].pid
+        logs = logs_of(self.run_dir, newest_attempt(self.run_dir))
+        return read_roster(logs / "servers_here.json")[set_name][index].pid
 
 
 def metrics_of(run: Command) -> list[dict[str, float]]:

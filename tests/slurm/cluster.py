@@ -156,7 +156,11 @@ class Cluster:
         for process in self.processes(node):
             with contextlib.suppress(psutil.NoSuchProcess):  # it just ended
                 parent = process.parent()
-                if parent and "slurmstepd" in parent.name() and "supervisor" in process.cmdline():
+                if (
+                    parent
+                    and "slurmstepd" in parent.name()
+                    and "qurl_megatron.launch.supervisor" in process.cmdline()
+                ):
                     supervisors.append(process)
         return supervisors
 
