@@ -330,7 +330,7 @@ def validate_resume(saved: Config, config: Config) -> None:
     for field, value in after.items():
         reason = next((why for prefix, why in _FIXED.items() if field.startswith(prefix)), None)
         if reason and before[field] != value:
-            own = before[field] or "none"
+            own = "none" if before[field] in (None, "", [], {}) else before[field]
             raise ConfigError(f"{field}={value}: the run has {own}, and {reason}; start a new run")
 
 
