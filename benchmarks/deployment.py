@@ -1,5 +1,6 @@
 """A learner, two real servers and their starter: what `qurl train` has in several processes."""
 
+import asyncio
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -144,7 +145,7 @@ class Deployment:
 
 def held_by(server: Server) -> dict[str, int]:
     """Return the checksums of the tensors that a server holds."""
-    return combine(ServerControl(server, timeout_s=PEER_TIMEOUT_S).checksums())
+    return combine(asyncio.run(ServerControl(server, timeout_s=PEER_TIMEOUT_S).checksums()))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 200.0) -> float:

@@ -176,7 +176,7 @@ class Faults:
         """Within this context, exchange two names in a bucket for the server whose turn it is."""
         original = ServerControl.update_weights
 
-        def update_weights(
+        async def update_weights(
             control: ServerControl, names: Any, dtypes: Any, shapes: Any, **options: Any
         ) -> None:
             names = list(names)
@@ -189,7 +189,7 @@ class Faults:
                         self._mixed = None
                         self.mixed_up.append(control.server)
                         break
-            original(control, names, dtypes, shapes, **options)
+            await original(control, names, dtypes, shapes, **options)
 
         with patch.object(ServerControl, "update_weights", update_weights):
             yield

@@ -10,6 +10,7 @@ written again. There are two limits:
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -214,7 +215,8 @@ class Servers:
         if not slot.is_ready and answers(server):
             if self._takes_turns:
                 try:
-                    ServerControl(server).sleep(RELEASED[slot.spec.server.releases])
+                    control = ServerControl(server)
+                    asyncio.run(control.sleep(RELEASED[slot.spec.server.releases]))
                 except ServerFailed as failure:
                     return f"did not go to sleep: {failure}"
             slot.is_ready, slot.listed = True, server

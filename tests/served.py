@@ -4,6 +4,7 @@ Each process has one tensor-parallel rank of a server and does what a scheduler 
 `ServerControl` in a learner's process reaches it by a pipe, once `connect` has patched it.
 """
 
+import asyncio
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -89,12 +90,12 @@ def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
 def connect(pipes: Mapping[str, Sequence[Connection]]) -> None:
     """Have every `ServerControl` of this process use the pipes to the server of its URL."""
 
-    def post(control: ServerControl, path: str, body: dict[str, Any], **_: Any) -> Any:
+    async def post(control: ServerControl, path: str, body: dict[str, Any], **_: Any) -> Any:
         server = control.server
         try:
             for pipe in pipes[server.url]:
                 pipe.send((path, body))
-            answers = [pipe.recv() for pipe in pipes[server.url]]
+            answers = [await asyncio.to_thread(pipe.recv) for pipe in pipes[server.url]]
         except (EOFError, OSError) as error:
             raise server.failed(f"closed the connection in {path} ({error!r})") from None
         for succeeded, message in answers:

@@ -107,7 +107,7 @@ def test_a_time_limit_is_of_the_whole_answer(stall: Answering) -> None:
         with pytest.raises(NoAnswer, match=r"did not answer /x in 0\.5 s"):
             asyncio.run(server.ask("GET", "/x", timeout_s=0.5))
         with pytest.raises(ServerFailed, match=r"did not answer /pause_generation in 0\.5 s"):
-            ServerControl(server, timeout_s=0.5).pause()
+            asyncio.run(ServerControl(server, timeout_s=0.5).pause())
     assert time.monotonic() - begin < 5
 
 
@@ -166,19 +166,19 @@ def test_text_from_elsewhere_is_shown_on_one_short_line_that_does_nothing() -> N
     assert len(escaped("a" * 10**6)) < 1000
     with server_that(saying(f"no {CLEARS_THE_SCREEN}" + "x" * 10**6, "400 Bad Request")) as server:
         with pytest.raises(UpdateRefused) as refused:
-            ServerControl(server).resume()
+            asyncio.run(ServerControl(server).resume())
     assert str(refused.value).isprintable() and len(str(refused.value)) < 1000
     with server_that(
         saying(json.dumps({"success": False, "message": CLEARS_THE_SCREEN}))
     ) as server:
         with pytest.raises(UpdateRefused, match=r"failed in /continue_generation: \\x1b"):
-            ServerControl(server).resume()
+            asyncio.run(ServerControl(server).resume())
 
 
 @pytest.mark.parametrize("text", ["[" * 9000, "3", '"x"', "", "{", "[]"])
 def test_an_answer_of_another_form_is_a_server_that_failed(text: str) -> None:
     with server_that(saying(text)) as server, pytest.raises(ServerFailed):
-        ServerControl(server).pause()
+        asyncio.run(ServerControl(server).pause())
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,12 @@ def test_an_answer_of_another_form_is_a_server_that_failed(text: str) -> None:
 def test_checksums_that_are_none_are_a_server_that_failed(ranks: Any) -> None:
     with server_that(saying(json.dumps({"ranks": ranks}))) as server:
         if ranks == []:
-            assert ServerControl(server).checksums() == []  # `verify` misses all tensors
+            assert (
+                asyncio.run(ServerControl(server).checksums()) == []
+            )  # `verify` misses all tensors
         else:
             with pytest.raises(ServerFailed):
-                ServerControl(server).checksums()
+                asyncio.run(ServerControl(server).checksums())
 
 
 @pytest.mark.parametrize("load_s", [None, "1", float("nan"), -1.0, 1e9])

@@ -41,7 +41,7 @@ from qurl_megatron.weight_sync.elsewhere import transport as over_http
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.transport import Transport
+from qurl_megatron.weight_sync.transport import Transport, Update
 from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model
 
 FORMATS_OF: dict[str, list[WeightFormat]] = {  # by model
@@ -242,7 +242,7 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
             refusing.remove(index)
             raise UpdateRefused("refused")
 
-    def update_weights(control: ServerControl, names: list[str], *_: Any, **__: Any) -> None:
+    async def update_weights(control: ServerControl, names: list[str], *_: Any, **__: Any) -> None:
         send(int(control.server.url[-1]), names)
 
     def send_over_http(server: Server, _: Any, header: BucketHeader, payload: Tensor) -> float:
@@ -250,7 +250,7 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
             send(int(server.url[-1]), header.names)
         return 1.0
 
-    def verify(control: ServerControl, checksums: dict[str, int]) -> None:
+    async def verify(control: ServerControl, checksums: dict[str, int]) -> None:
         index = int(control.server.url[-1])
         if index in wrong:
             wrong.remove(index)
@@ -262,11 +262,18 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     class NoChannels(Transport):
         meets_senders = True
 
+        async def load(self, update: Update) -> None:
+            await update_weights(self._control, [*update.request.names])
+            await update.sent.wait()
+
+    async def nothing(control: ServerControl) -> None:
+        pass
+
     network.Broadcast = NoChannels
     network.verify = verify
     network.ServerControl.update_weights = update_weights
     channel.post_weights = send_over_http
-    network.ServerControl.pause = network.ServerControl.resume = lambda control: None
+    network.ServerControl.pause = network.ServerControl.resume = nothing
 
     servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]
     learner = Learner(model_dir / "small", LearnerConfig(dtype="float32"), OptimizerConfig())

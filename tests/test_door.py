@@ -4,6 +4,7 @@ The server behind it is not SGLang's here; `tests/e2e/test_server.py` sends a re
 end it.
 """
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -128,29 +129,29 @@ class Recorded(ServerControl):
         super().__init__(remote_server("http://a", KEY, "first"))
         self.posted: list[tuple[str, dict[str, Any]]] = []
 
-    def _post(self, path: str, body: dict[str, Any], **_: Any) -> Any:
+    async def _post(self, path: str, body: dict[str, Any], **_: Any) -> Any:
         self.posted.append((path, body))
         return {"ranks": []}
 
 
-def requests_of_a_run(model_dir: Path) -> list[tuple[str, dict[str, Any]]]:
+async def requests_of_a_run(model_dir: Path) -> list[tuple[str, dict[str, Any]]]:
     control = Recorded()
-    control.init_weights_group(
+    await control.init_weights_group(
         master_address="fe80::1",
         master_port=20001,
         world_size=3,
         group_name="weights-0123456789abcdef.7",
         backend="gloo",
     )
-    control.pause()
-    control.checksums()
-    control.parameters()
-    control.resume()
-    control.sleep(RELEASED["all"])
-    control.wake(["kv_cache"])
+    await control.pause()
+    await control.checksums()
+    await control.parameters()
+    await control.resume()
+    await control.sleep(RELEASED["all"])
+    await control.wake(["kv_cache"])
     bucket = Bucket.pack(quantized(model_dir, "int8"))
     for manifest in (announce([[[bucket]]]), announce_delta(3, 2), announce_in_place()):
-        control.update_weights(
+        await control.update_weights(
             manifest.names,
             manifest.dtypes,
             manifest.shapes,
@@ -163,7 +164,7 @@ def requests_of_a_run(model_dir: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_what_a_run_sends_reaches_sglang_as_it_was_sent(http: TestClient, model_dir: Path) -> None:
-    for path, body in requests_of_a_run(model_dir):
+    for path, body in asyncio.run(requests_of_a_run(model_dir)):
         answer = http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["path"] == path and json.loads(answer.json()["body"]) == body
@@ -172,7 +173,7 @@ def test_what_a_run_sends_reaches_sglang_as_it_was_sent(http: TestClient, model_
 def test_a_body_that_lacks_a_field_or_has_one_too_many_or_of_another_type_is_refused(
     http: TestClient, model_dir: Path
 ) -> None:
-    for path, body in requests_of_a_run(model_dir):
+    for path, body in asyncio.run(requests_of_a_run(model_dir)):
         required = {name for name, field in ROUTES["POST", path].body.model_fields.items()  # type: ignore[union-attr]
                     if field.is_required()}  # fmt: skip
         wrong = [{**body, "session_id": 1}, [body], None]

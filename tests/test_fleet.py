@@ -5,7 +5,6 @@ import errno
 import os
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,9 +99,9 @@ def test_an_episode_stays_on_its_server_unless_that_has_far_more_to_do_or_is_los
         assert await ask(10, second) is second  # although the first has no more to do
         loop = asyncio.get_running_loop()
         owes.outstanding = 21
-        owes.requests = {loop.create_future(): loop for _ in range(FEW_REQUESTS - 1)}
+        owes.requests = {loop.create_future() for _ in range(FEW_REQUESTS - 1)}
         assert await ask(10, first) is first
-        owes.requests[loop.create_future()] = loop
+        owes.requests.add(loop.create_future())
         assert await ask(10, first) is second
         owes.outstanding = 20
         assert await ask(10, first) is first
@@ -119,8 +118,7 @@ def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) 
         tasks = [asyncio.create_task(fleet.ask(10, script)) for _ in range(6)]
         await asyncio.sleep(0.05)
         lost = fleet.members("serving")[0]
-        with ThreadPoolExecutor() as threads:  # as a publish does
-            threads.submit(fleet.lose, lost, "hangs").result()
+        fleet.lose(lost, "hangs")
         await asyncio.sleep(0.05)
         assert lost.outstanding == 0 and not lost.requests
         script.release["http://0"].set()  # too late
@@ -211,10 +209,11 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
         assert not wait_for(fleet, "lost", 1.0)  # it answers
         address.delay_s = 60.0
         assert wait_until(lambda: 60.0 in address.asked)
-        with fleet.pausing(member):  # while it is asked
-            assert not wait_for(fleet, "lost", 3.0)
-            assert address.asked.count(60.0) == 1
-            address.delay_s = 0.0
+        member.is_paused = True  # while it is asked
+        assert not wait_for(fleet, "lost", 3.0)
+        assert address.asked.count(60.0) == 1
+        address.delay_s = 0.0
+        fleet.expect_answers(member)
         assert not wait_for(fleet, "lost", 1.0)
         address.delay_s = 60.0
         assert wait_for(fleet, "lost", 30.0)

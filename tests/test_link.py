@@ -1,5 +1,6 @@
 """What the learner learns when a server is lost, and which servers hold what was sent."""
 
+import asyncio
 import dataclasses
 import multiprocessing
 import os
@@ -59,7 +60,7 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     broadcast = Broadcast(ServerControl(of_lost), shares_gpus=False)
     broadcast.store = store
     del store
-    broadcast.leave()  # the end of a server that is lost lets go of its store
+    asyncio.run(broadcast.leave())  # the end of a server that is lost lets go of its store
     assert broadcast.store is None and broadcast.endpoint is None
     assert wait_until(lambda: channel.failure is not None)
     assert str(channel.failure) == of_lost.url
@@ -74,11 +75,13 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
 def test_a_server_with_fewer_more_or_other_tensors_does_not_hold_what_was_sent(
     sent: dict[str, int], first: str
 ) -> None:
-    held = [{part_key("a", 0, 0): 1}]
-    control: Any = SimpleNamespace(server=SimpleNamespace(url="http://a"), checksums=lambda: held)
-    verify(control, {"a": 1})
+    async def checksums() -> list[dict[str, int]]:
+        return [{part_key("a", 0, 0): 1}]
+
+    control: Any = SimpleNamespace(server=SimpleNamespace(url="http://a"), checksums=checksums)
+    asyncio.run(verify(control, {"a": 1}))
     with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {first}$"):
-        verify(control, sent)
+        asyncio.run(verify(control, sent))
 
 
 class NcclGroup:

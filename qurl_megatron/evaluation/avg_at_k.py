@@ -84,6 +84,7 @@ from qurl_megatron.planning.host import ServerSet, check_workers, settle_caches
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import ServerPlan
 
@@ -377,7 +378,8 @@ def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[F
     with plan.running() as server:
         waited = f"{time.monotonic() - start:.0f} s"
         console.print(f"the server is up after {waited}: {server.url}", markup=False)
-        with contextlib.closing(Fleet("evaluation", {0: server}, loaded=True)) as fleet:
+        with contextlib.closing(Controller()) as controller:
+            fleet = Fleet("evaluation", {0: server}, loaded=True, controller=controller)
             fleet.watch()
             yield fleet
 

@@ -1,6 +1,5 @@
 """Control one server: pause, receive weights, report checksums, resume, sleep and wake."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,38 +51,38 @@ class ServerControl:
         self.flushes_cache = pause_mode == "retract"  # SGLang cannot while requests run
         self._pause_mode = pause_mode
 
-    def pause(self) -> None:
+    async def pause(self) -> None:
         """Stop sampling. Running requests wait where they are, and continue after `resume`.
 
         In mode `retract` they give up their keys and values, which `resume` has computed again from
         their tokens. In mode `in_place` they keep them.
         """
-        self._post("/pause_generation", {"mode": self._pause_mode})
+        await self._post("/pause_generation", {"mode": self._pause_mode})
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Continue sampling, with the weights of the last update and under its version."""
-        self._post("/continue_generation", {})
+        await self._post("/continue_generation", {})
 
-    def sleep(self, tags: Sequence[str]) -> None:
+    async def sleep(self, tags: Sequence[str]) -> None:
         """Stop sampling, and give back the memory that these tags of SGLang's stand for.
 
         Running requests wait without keys and values, whatever the run's `rollout.pause_mode` is.
         """
-        self._post("/pause_generation", {"mode": "retract"})
-        self._post("/release_memory_occupation", {"tags": list(tags)})
+        await self._post("/pause_generation", {"mode": "retract"})
+        await self._post("/release_memory_occupation", {"tags": list(tags)})
 
-    def wake(self, tags: Sequence[str]) -> None:
+    async def wake(self, tags: Sequence[str]) -> None:
         """Take the memory of these tags again, which holds nothing; `resume` goes on sampling."""
-        self._post("/resume_memory_occupation", {"tags": list(tags)})
+        await self._post("/resume_memory_occupation", {"tags": list(tags)})
 
-    def init_weights_group(self, **group: str | int) -> None:
+    async def init_weights_group(self, **group: str | int) -> None:
         """Join the process group that carries weights, as all of its ranks but the first.
 
         `group` has its `master_address`, `master_port`, `world_size`, `group_name` and `backend`.
         """
-        self._post("/init_weights_update_group", {"rank_offset": 1, **group})
+        await self._post("/init_weights_update_group", {"rank_offset": 1, **group})
 
-    def update_weights(
+    async def update_weights(
         self,
         names: Sequence[str],
         dtypes: Sequence[torch.dtype],
@@ -100,7 +99,7 @@ class ServerControl:
         Raises:
             UpdateRefused: the server could not load it; a delta, because it holds another version.
         """
-        self._post(
+        await self._post(
             "/update_weights_from_distributed",
             {
                 "names": list(names),
@@ -114,37 +113,37 @@ class ServerControl:
             timeout_s=None,
         )
 
-    def checksums(self) -> list[dict[str, int]]:
+    async def checksums(self) -> list[dict[str, int]]:
         """Return the checksums of each tensor-parallel rank; `checksum.combine` adds them up."""
         try:
-            ranks = self._check("checksum")
+            ranks = await self._check("checksum")
             return [{name: int(value) for name, value in rank.items()} for rank in ranks]
         except ValueError as error:
             raise self.server.failed(f"gave no checksums: {escaped(str(error))}") from None
 
-    def parameters(self) -> list[dict[str, str]]:
+    async def parameters(self) -> list[dict[str, str]]:
         """Have each tensor-parallel rank hand out its parameters to processes of its machine.
 
         Return a mapping for each rank, from `checksum.part_key` to `direct.describe`.
         """
-        return self._check("parameters")
+        return await self._check("parameters")
 
     def own_address(self) -> str:
         """Return the address under which the server can reach this machine."""
         return process.address_towards(urlsplit(self.server.url).hostname or "")
 
-    def _check(self, action: str) -> list[dict[str, str]]:
+    async def _check(self, action: str) -> list[dict[str, str]]:
         """Return what each tensor-parallel rank says of its parameters, by `checksum.part_key`."""
-        answer = self._post("/weights_checker", {"action": action})
+        answer = await self._post("/weights_checker", {"action": action})
         try:
             return [rank.checksums for rank in _RANKS.validate_python(answer.get("ranks"))]
         except ValueError:
             raise self.server.failed("answered /weights_checker with something else") from None
 
-    def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
+    async def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
         options = {"timeout_s": self.timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
         try:
-            answer = asyncio.run(self.server.ask("POST", path, json=body, **options))
+            answer = await self.server.ask("POST", path, json=body, **options)
         except NoAnswer as error:
             raise self.server.failed(str(error)) from None
         if not answer.is_success:

@@ -6,7 +6,7 @@ for what they return.
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -38,6 +38,15 @@ class Controller:
             return future.result()
         finally:
             future.cancel()
+
+    def wait_for_all(self, works: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Run coroutines at the same time, and wait until all have ended."""
+
+        async def together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+            await asyncio.gather(*works)
+
+        if works := list(works):
+            self.wait(together(works))
 
     def close(self) -> None:
         """Cancel all coroutines and end the thread."""

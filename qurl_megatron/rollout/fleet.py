@@ -16,14 +16,13 @@ answered, when it is silent and does not answer /health, when it answers that, b
 hours, or when a publish to it fails. It does not answer /health while it is paused, so paused
 servers are not asked.
 
-Servers are asked and watched in the thread of the controller. Publishes call from others.
+All that changes a fleet is done in the controller's loop.
 """
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,16 +78,16 @@ class ServerBusy(Exception):
 
 @dataclass(eq=False)
 class Member:
-    """One process of a server in a fleet. Only the fleet changes it."""
+    """One process of a server in a fleet. Only the fleet changes it, but for `is_paused`."""
 
     index: int  # within the set
     server: Server
     state: State
     outstanding: int = 0  # tokens that were asked for and are not answered
-    requests: dict[asyncio.Future[Any], asyncio.AbstractEventLoop] = field(default_factory=dict)
+    requests: set[asyncio.Future[Any]] = field(default_factory=set)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
     answered_at: float = field(default_factory=time.monotonic)  # a prompt, or began to owe one
-    is_paused: bool = False
+    is_paused: bool = False  # no sign of life is expected
     has_answered: bool = False  # a prompt
 
 
@@ -118,18 +117,17 @@ class Fleet:
                 more until its first answer.
             takes_turns: the servers sleep while the learner has the GPUs that they share. Who is
                 new sleeps, and gets the weights in the learner's next turn.
-            controller: in whose thread the servers are asked; None: the fleet has one of its own.
+            controller: in whose loop the servers are asked; None: one of its own, which goes on as
+                long as the process.
             say: prints a line for the user.
         """
         self.controller = controller or Controller()
-        self._own_controller = None if controller else self.controller
         self.set_name = set_name
         self._min_servers = min_servers
         self._patience_s = patience_s
         self._health_timeout_s = health_timeout_s
         self._takes_turns = takes_turns
         self._say = say
-        self._lock = threading.RLock()
         self._watching: Future[None] = Future()
         self._last_loss = "none was started"
         self._too_small_since: float | None = None
@@ -153,14 +151,11 @@ class Fleet:
     def close(self) -> None:
         """Stop watching; the servers keep running."""
         self._watching.cancel()
-        if self._own_controller:
-            self._own_controller.close()
 
     def members(self, *states: State) -> list[Member]:
         """Return the servers in these states, by index."""
-        with self._lock:
-            members = sorted(self._members.items())
-            return [member for _, member in members if member.state in states]
+        members = sorted(self._members.items())
+        return [member for _, member in members if member.state in states]
 
     def has_joining(self) -> bool:
         """Return whether sampling stops to give a waiting server the current weights."""
@@ -173,26 +168,22 @@ class Fleet:
 
     def joined(self, member: Member) -> None:
         """Let a joining server serve: it has the current weights."""
-        with self._lock:
-            if member.state == "joining":
-                self.note(member, f"serves: {member.server.url}")
-                self._change(member, "serving")
+        if member.state == "joining":
+            self.note(member, f"serves: {member.server.url}")
+            self._change(member, "serving")
 
     def lose(self, member: Member, why: str) -> None:
         """Give a server up: ask the others for what it owes, and have its starter replace it."""
-        with self._lock:
-            if member.state == "lost":
-                return
-            self._change(member, "lost")
-            self._last_loss = f"server {self.set_name}_{member.index} was lost: {why}"
-            requests = list(member.requests.items())
+        if member.state == "lost":
+            return
+        self._change(member, "lost")
+        self._last_loss = f"server {self.set_name}_{member.index} was lost: {why}"
         # The log of a failed server follows the first line, which names it.
         reason = why.splitlines()[0].removesuffix(" ends:")
         retried = "; it was started elsewhere, so it is asked again until it answers"
         self.note(member, f"is lost: {reason}{retried if member.server.is_remote else ''}")
-        for request, loop in requests:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the request
-                loop.call_soon_threadsafe(request.cancel)
+        for request in member.requests:
+            request.cancel()
         if member.server.alive() and not member.server.is_remote:
             logs = Path(member.server.log_file).parent
             report_lost(logs, self.set_name, member.index, member.server)
@@ -201,15 +192,10 @@ class Fleet:
         """Tell the user, in a line, what happens to a server."""
         self._say(f"server {self.set_name}_{member.index} {what.splitlines()[0]}")
 
-    @contextlib.contextmanager
-    def pausing(self, member: Member) -> Iterator[None]:
-        """Expect no sign of life from a server in this context."""
-        member.is_paused = True
-        try:
-            yield
-        finally:
-            member.heard_at = member.answered_at = time.monotonic()
-            member.is_paused = False
+    def expect_answers(self, member: Member) -> None:
+        """End a server's pause, in which it has given no sign of life."""
+        member.heard_at = member.answered_at = time.monotonic()
+        member.is_paused = False
 
     async def ask(
         self,
@@ -236,12 +222,10 @@ class Fleet:
         while True:
             member = await self._choose(tokens, prefer)
             asking = asyncio.ensure_future(request(member.server))
+            member.requests.add(asking)
             try:
-                with self._lock:
-                    member.requests[asking] = asyncio.get_running_loop()
-                if member.state != "lost":
-                    await asyncio.wait({asking})
-                if not asking.done() or asking.cancelled():
+                await asyncio.wait({asking})
+                if asking.cancelled():
                     continue  # lost
                 result = asking.result()
                 member.answered_at, member.has_answered = time.monotonic(), True
@@ -254,27 +238,25 @@ class Fleet:
                 await asyncio.sleep(SILENT_S)
             finally:
                 asking.cancel()
-                with self._lock:
-                    member.requests.pop(asking, None)
-                    member.outstanding -= tokens
-                    member.heard_at = time.monotonic()
+                member.requests.discard(asking)
+                member.outstanding -= tokens
+                member.heard_at = time.monotonic()
 
     async def _choose(self, tokens: int, prefer: Server | None) -> Member:
         """Wait for a server and add `tokens` to what it owes."""
         while True:
-            with self._lock:
-                serving = self.members("serving")
-                if len(serving) >= self._min_servers:
-                    member = min(serving, key=lambda member: member.outstanding)
-                    most = 2 * (member.outstanding + tokens)
-                    for other in serving:
-                        is_free = other.outstanding <= most or len(other.requests) < FEW_REQUESTS
-                        if other.server is prefer and is_free:
-                            member = other
-                    if not member.outstanding:
-                        member.heard_at = member.answered_at = time.monotonic()
-                    member.outstanding += tokens
-                    return member
+            serving = self.members("serving")
+            if len(serving) >= self._min_servers:
+                member = min(serving, key=lambda member: member.outstanding)
+                most = 2 * (member.outstanding + tokens)
+                for other in serving:
+                    is_free = other.outstanding <= most or len(other.requests) < FEW_REQUESTS
+                    if other.server is prefer and is_free:
+                        member = other
+                if not member.outstanding:
+                    member.heard_at = member.answered_at = time.monotonic()
+                member.outstanding += tokens
+                return member
             self.check_size()
             await asyncio.sleep(POLL_S)
 
@@ -337,17 +319,15 @@ class Fleet:
                 continue
             if known:
                 self.lose(known, "it was started again")
-            with self._lock:
-                state: State = "joining" if self._takes_turns else "starting"
-                self._members[index] = Member(index, server, state)
-                self._note_size()
+            state: State = "joining" if self._takes_turns else "starting"
+            self._members[index] = Member(index, server, state)
+            self._note_size()
 
     def _await_lost_ones(self) -> None:
         """Put a server that starts in the place of each lost one that was started elsewhere."""
-        with self._lock:
-            for member in self.members("lost"):
-                if member.server.is_remote:
-                    self._members[member.index] = Member(member.index, member.server, "starting")
+        for member in self.members("lost"):
+            if member.server.is_remote:
+                self._members[member.index] = Member(member.index, member.server, "starting")
 
     @staticmethod
     def _is_doubtful(member: Member) -> bool:
@@ -376,11 +356,10 @@ class Fleet:
                     problem = f"answers /health with status {answer.status}"
         except NoAnswer as error:
             problem = str(error)
-        with self._lock:
-            is_starting = member.state == "starting"
-            if is_starting and not problem:
-                self._change(member, "joining")
-            if is_starting or not problem:
-                member.heard_at = time.monotonic()
-            elif not member.is_paused and member.heard_at <= asked_at:  # no prompt answered since
-                self.lose(member, str(member.server.failed(problem)))
+        is_starting = member.state == "starting"
+        if is_starting and not problem:
+            self._change(member, "joining")
+        if is_starting or not problem:
+            member.heard_at = time.monotonic()
+        elif not member.is_paused and member.heard_at <= asked_at:  # no prompt answered since
+            self.lose(member, str(member.server.failed(problem)))

@@ -5,6 +5,7 @@ group end, and the server's answer tells rank 0. Rank 0 gives a server's groups 
 store.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import secrets
@@ -161,11 +162,11 @@ class Broadcast(Transport):
         self.store: dist.TCPStore | None = endpoint.store(is_host=True)
         self.endpoint = self._at = dataclasses.replace(endpoint, port=self.store.port)
 
-    def connect(self, num_senders: int) -> None:
+    async def connect(self, num_senders: int) -> None:
         """Have the server join the group of each sender."""
         at = self._at
         for sender in range(num_senders):
-            self._control.init_weights_group(
+            await self._control.init_weights_group(
                 master_address=at.address,
                 master_port=at.port,
                 world_size=1 + at.num_ranks,
@@ -173,10 +174,10 @@ class Broadcast(Transport):
                 backend=at.backend,
             )
 
-    def leave(self, *, at_once: bool = False) -> None:
+    async def leave(self) -> None:
         """Give the groups up, and let go of the store."""
+        await super().leave()
         if self.store is not None:
             give_up(self.store, self._control.server.url)
-            time.sleep(0.0 if at_once else NOTICE_S)
+            await asyncio.sleep(NOTICE_S)
         self.store = None
-        super().leave()

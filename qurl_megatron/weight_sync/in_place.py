@@ -1,9 +1,9 @@
 """Weights in place: the ranks of a server's machine write into its parameters (`direct.py`)."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from qurl_megatron.weight_sync.transport import Endpoint, Transport
+from qurl_megatron.weight_sync.transport import Endpoint, Transport, Update
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,18 @@ class ParametersEndpoint(Endpoint):
 class InPlace(Transport):
     """Global rank 0's end of the way to a server that hands out its parameters."""
 
-    def connect(self, num_senders: int) -> None:
+    async def connect(self, num_senders: int) -> None:
         """Have the server hand out its parameters."""
         self.endpoint = ParametersEndpoint(
             f"weights-{secrets.token_hex(8)}",
             self._control.server.machine,
-            self._control.parameters(),
+            await self._control.parameters(),
         )
+
+    async def load(self, update: Update) -> None:
+        """Tell the server once all was written."""
+        await update.sent.wait()
+        await super().load(update)
+        # From now on the ranks have attached to the parameters, whose texts are long.
+        if isinstance(self.endpoint, ParametersEndpoint):
+            self.endpoint = replace(self.endpoint, ranks=[])

@@ -1,31 +1,27 @@
 """Links: global rank 0's connections to the servers, by which it coordinates a publish."""
 
+import asyncio
 import contextlib
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 
 from qurl_megatron.config.schema import PauseMode, Releases
 from qurl_megatron.device import SharedError
 from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.control import RELEASED, ServerControl, UpdateRefused
+from qurl_megatron.rollout.controller import end
 from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.server import POLL_S, Server
 from qurl_megatron.rollout.wire import escaped
 from qurl_megatron.weight_sync.broadcast import Broadcast
-from qurl_megatron.weight_sync.bucket import Manifest
 from qurl_megatron.weight_sync.elsewhere.transport import Http
 from qurl_megatron.weight_sync.in_place import InPlace
-from qurl_megatron.weight_sync.transport import Endpoint, Transport
-
-T = TypeVar("T")
+from qurl_megatron.weight_sync.transport import Endpoint, Transport, Update
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
 # over 1 Gb/s, and a server compiles its kernels in the first publish.
 PEER_TIMEOUT_S = 60.0
-
-_DONE: Future[None] = Future()
-_DONE.set_result(None)
+LOST_TIMEOUT_S = 30.0  # for the end of a lost server, whose memory the learner needs
 
 
 class PublishError(SharedError, RuntimeError):
@@ -40,10 +36,10 @@ def transport_to(server: Server, *, in_place: bool) -> type[Transport]:
 
 
 class Link:
-    """Global rank 0's connection to one server, which works in order in a thread of its own.
+    """Global rank 0's connection to one server. All of it is done in the controller's loop.
 
-    After a failure it does nothing more until it begins again. The server is lost, unless it was
-    sent a delta and has answered that it cannot take it, or holds other weights after it.
+    A server for which something fails is lost, unless it was sent a delta and has answered that it
+    cannot take it, or holds other weights after it.
     """
 
     def __init__(
@@ -55,21 +51,18 @@ class Link:
         releases: Releases | None = None,
     ) -> None:
         """Take a server, which sleeps if it is one that `releases` memory in its sleep."""
-        self.failure: RuntimeError | None = None
+        self.failure: RuntimeError | None = None  # of the last update
+        self._reachable = asyncio.Event()  # its endpoint is there, if the ranks can reach it
+        self._updating: asyncio.Task[None] | None = None
         self._transport: Transport | None = None
         self._version: int | None = None  # that the server was verified to hold
-        self._takes_delta = False
         self._tags = list(RELEASED[releases]) if releases else []
         self._asleep = list(self._tags)  # what the server has given back
         self._is_paused = bool(self._tags)
-        self._all_sent: Future[RuntimeError | None] = Future()  # see `Transport.load`
         self._fleet = fleet
         self._member = member
         self._control = ServerControl(member.server, pause_mode, timeout_s)
-        self._thread = ThreadPoolExecutor(1)
-        self._pause = contextlib.ExitStack()
-        if self._is_paused:
-            self._pause.enter_context(fleet.pausing(member))
+        member.is_paused = self._is_paused
 
     @property
     def server(self) -> Server:
@@ -79,7 +72,7 @@ class Link:
     @property
     def endpoint(self) -> Endpoint | None:
         """Where the ranks reach the server, if they can."""
-        transport = self._transport  # the link's thread may drop it now
+        transport = self._transport  # the loop may drop it now
         return transport.endpoint if transport else None
 
     @property
@@ -91,139 +84,120 @@ class Link:
         """Return True if the server was verified to hold this version, and is not lost."""
         return self._version == version and not self.is_lost
 
-    def begin(
-        self, *, in_place: bool = False, takes_delta: bool = False, num_senders: int = 0
-    ) -> Future[None]:
-        """Pause the server, and connect it with `num_senders` senders if it is not.
+    async def begin(self, update: Update) -> None:
+        """Begin an update, and wait until the ranks may send to the endpoint, if there is one.
 
-        The result is done when the ranks may send. The endpoint of a server that waits for senders
-        meanwhile is there at once.
+        The server is paused, loads what is sent, and is resumed if it holds that. One that sleeps
+        goes on sleeping.
         """
-        self.failure, self._version, self._takes_delta = None, None, takes_delta
-        self._all_sent = Future()
-        if not self._is_paused:
-            self._pause.enter_context(self._fleet.pausing(self._member))
-        kind = transport_to(self.server, in_place=in_place)
-        is_new = self.endpoint is None or not isinstance(self._transport, kind)
+        self.failure, self._version = None, None
+        self._reachable.clear()
+        self._updating = asyncio.create_task(self._update(update))
+        await self._reachable.wait()
 
-        def open_transport() -> None:
-            self._leave()
-            self._transport = kind(self._control, shares_gpus=bool(self._tags))
+    async def updated(self) -> None:
+        """Wait until the update has ended."""
+        if self._updating:
+            await self._updating
 
-        def work() -> None:
-            if not self._is_paused:
-                self._control.pause()
-                self._is_paused = True
-            if "weights" in self._asleep:
-                self._control.wake(["weights"])
-                self._asleep.remove("weights")
-            if is_new and self._transport is not None:
-                self._transport.connect(num_senders)
+    async def sleep(self) -> None:
+        """Have the server stop sampling and give memory back; a lost one does once it has ended."""
+        if not self.is_lost:
+            async with self._losing():
+                self._member.is_paused = self._is_paused = True
+                self._asleep = list(self._tags)
+                if "weights" in self._tags:
+                    self._version = None
+                await self._control.sleep(self._tags)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOST_TIMEOUT_S):
+                while self.is_lost and self.server.alive():
+                    await asyncio.sleep(POLL_S)
 
-        if is_new:
-            self._do(open_transport).result()  # all ranks are told of its endpoint
-        begun = self._do(work)
-        return _DONE if kind.meets_senders else begun
-
-    def sleep(self) -> Future[None]:
-        """Have the server stop sampling and give memory back."""
-        self._pause.enter_context(self._fleet.pausing(self._member))
-
-        def work() -> None:
-            self._is_paused, self._asleep = True, list(self._tags)
-            if "weights" in self._tags:
-                self._version = None
-            self._control.sleep(self._tags)
-
-        return self._do(work)
-
-    def wake(self) -> Future[None]:
+    async def wake(self) -> None:
         """Have the server take its memory again, and sample."""
-
-        def work() -> None:
+        async with self._losing():
             if self._asleep:
-                self._control.wake(self._asleep)
+                await self._control.wake(self._asleep)
                 self._asleep = []
-            self._resume()
+            await self._resume()
 
-        return self._do(work)
-
-    def receive(self, request: Manifest, version: int) -> None:
-        """Have the server load what the request announces."""
-
-        def work() -> None:
-            if self._transport is not None:
-                self._transport.load(request, version, self._all_sent)
-
-        self._do(work)
-
-    def sent(self, failed: dict[str, RuntimeError]) -> None:
-        """Tell the transport that all was sent, or that one of its channels `failed`."""
-        failure = failed.get(self.endpoint.token) if self.endpoint else None
-        self._all_sent.set_result(failure)
-
-        def work() -> None:
-            if self._transport is not None:
-                self._transport.finish(failure)
-
-        self._do(work)
-
-    def commit(self, checksums: dict[str, int], version: int) -> Future[None]:
-        """Resume the server if it holds what was sent. One that sleeps goes on sleeping."""
-
-        def work() -> None:
-            verify(self._control, checksums)
-            self._version = version
-            if not self._asleep:
-                self._resume()
-            self._fleet.joined(self._member)
-
-        return self._do(work)
-
-    def close(self) -> None:
+    async def close(self) -> None:
         """Leave the server as it is."""
-        self._thread.submit(self._leave, at_once=True).result()  # no sender waits for anything
-        self._thread.shutdown()
-        self._pause.close()
+        if self._updating:
+            await end([self._updating])
+        await self._leave()
+        self._fleet.expect_answers(self._member)
 
-    def _resume(self) -> None:
-        self._control.resume()
+    async def _update(self, update: Update) -> None:
+        try:
+            async with self._losing(unless_refused=update.base is not None):
+                transport = await self._reach(update)
+                self._reachable.set()
+                await transport.load(update)
+                await verify(self._control, update.checksums)
+                self._version = update.version
+                if not self._asleep:
+                    await self._resume()
+                self._fleet.joined(self._member)
+        finally:
+            self._reachable.set()
+
+    async def _reach(self, update: Update) -> Transport:
+        """Pause the server, and connect it with the senders if it is not."""
+        self._member.is_paused = True
+        kind = transport_to(self.server, in_place=update.in_place)
+        transport = self._transport
+        is_new = not isinstance(transport, kind) or transport.endpoint is None
+        if is_new:
+            await self._leave()
+            make = partial(kind, self._control, shares_gpus=bool(self._tags))
+            transport = self._transport = await asyncio.to_thread(make)
+        assert transport is not None
+        if kind.meets_senders:
+            self._reachable.set()
+        if not self._is_paused:
+            await self._control.pause()
+            self._is_paused = True
+        if "weights" in self._asleep:
+            await self._control.wake(["weights"])
+            self._asleep.remove("weights")
+        if is_new:
+            await transport.connect(update.num_senders)
+        return transport
+
+    async def _resume(self) -> None:
+        await self._control.resume()
         self._is_paused = False
-        self._pause.close()
+        self._fleet.expect_answers(self._member)
 
-    def _do(self, work: Callable[[], T]) -> Future[T | None]:
-        """Do work after all earlier work, unless that has failed; the result is then None."""
+    @contextlib.asynccontextmanager
+    async def _losing(self, *, unless_refused: bool = False) -> AsyncIterator[None]:
+        """Lose the server if something fails in this context."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.failure = error
+            if unless_refused and isinstance(error, (PublishError, UpdateRefused)):
+                self._fleet.note(self._member, f"gets all tensors, not a delta: {error}")
+            else:
+                self._fleet.lose(self._member, str(error))
+            await self._leave()
 
-        def guarded() -> T | None:
-            if self.failure is not None:
-                return None
-            try:
-                return work()
-            except RuntimeError as error:
-                self.failure = error
-                if self._takes_delta and isinstance(error, (PublishError, UpdateRefused)):
-                    self._fleet.note(self._member, f"gets all tensors, not a delta: {error}")
-                else:
-                    self._fleet.lose(self._member, str(error))
-                self._leave()
-                return None
-
-        return self._thread.submit(guarded)
-
-    def _leave(self, *, at_once: bool = False) -> None:
+    async def _leave(self) -> None:
         if self._transport is not None:
-            self._transport.leave(at_once=at_once)
+            await self._transport.leave()
         self._transport = None
 
 
-def verify(control: ServerControl, sent: dict[str, int]) -> None:
+async def verify(control: ServerControl, sent: Mapping[str, int]) -> None:
     """Compare the checksums of a server's tensors with those of the tensors `sent`, by name.
 
     Raises:
         PublishError: a checksum differs; the message names the first such tensor.
     """
     try:
-        held = checksum.combine(control.checksums())
+        held = checksum.combine(await control.checksums())
     except ValueError as error:
         raise PublishError(f"{control.server.url}: {escaped(str(error))}") from None
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))

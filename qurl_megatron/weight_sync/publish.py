@@ -42,9 +42,7 @@ Example, on every learner rank:
 """
 
 import socket
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -57,7 +55,6 @@ from qurl_megatron.device import SharedError, from_rank_zero
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
-from qurl_megatron.rollout.server import POLL_S
 from qurl_megatron.weight_sync.bucket import (
     Bucket,
     Manifest,
@@ -71,16 +68,19 @@ from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.in_place import ParametersEndpoint
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.transport import Channel, Endpoint, SendersEndpoint
+from qurl_megatron.weight_sync.transport import (
+    Channel,
+    Endpoint,
+    SendersEndpoint,
+    Update,
+)
 from qurl_megatron.weight_sync.turn import Turn
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Endpoint)
 
 # In mode `auto`, deltas that are larger than this part of a key frame are given up: to find and
 # pack that many changes takes longer than to send all tensors.
 LARGEST_DELTA = 0.5
-LOST_TIMEOUT_S = 30.0  # for the end of a lost server, whose memory the learner needs
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class Publisher:
         self._settings = quantization
         self._pause_mode = pause_mode
         self._fleet = fleet
+        self._wait = fleet.controller.wait_for_all
         self._timeout_s = timeout_s
         self._converter = Converter(
             learner,
@@ -142,7 +143,6 @@ class Publisher:
         self._links: dict[Member, Link] = {}  # on global rank 0
         self._channels: dict[str, Channel] = {}  # of a sender, by the endpoint's token
         self._parameters = ServerParameters()
-        self._handed_out: set[str] = set()  # tokens of these, on global rank 0
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of the codes that the converter keeps, once a server was verified to hold it.
         self._base: int | None = None
@@ -226,8 +226,7 @@ class Publisher:
 
     def close(self) -> None:
         """Leave the servers, which keep the last version."""
-        for link in self._links.values():
-            link.close()
+        self._wait(link.close() for link in self._links.values())
         self._links.clear()
         self._open_channels([])
         self._parameters.keep({}, [])  # while their servers live
@@ -240,23 +239,13 @@ class Publisher:
             self._send_to(lacking)
         assert self._turn is not None
         self._turn.give()
-        from_rank_zero(lambda: _wait([link.wake() for link in links if not link.is_lost]))
+        from_rank_zero(lambda: self._wait(link.wake() for link in links if not link.is_lost))
         self._is_serving = True
 
     def _end_serving(self) -> None:
         """Have the servers sleep, and the learner come back."""
-
-        def sleep() -> None:
-            _wait([link.sleep() for link in self._links.values() if not link.is_lost])
-            deadline = time.monotonic() + LOST_TIMEOUT_S
-            for member in self._links:  # the memory of a lost server is free once it has ended
-                while member.state == "lost" and member.server.alive():
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(POLL_S)
-
         self._is_serving = False
-        from_rank_zero(sleep)
+        from_rank_zero(lambda: self._wait(link.sleep() for link in self._links.values()))
         assert self._turn is not None
         self._turn.take()
 
@@ -267,8 +256,8 @@ class Publisher:
 
     def _link(self, members: list[Member]) -> list[Link]:
         """Return the links to these servers, and close those to lost ones."""
-        for member in [member for member in self._links if member.state == "lost"]:
-            self._links.pop(member).close()
+        lost = [member for member in self._links if member.state == "lost"]
+        self._wait(self._links.pop(member).close() for member in lost)
         for member in members:
             if member not in self._links:
                 self._links[member] = Link(
@@ -279,13 +268,30 @@ class Publisher:
     def _send_to(self, links: list[Link], base: int | None = None) -> Published:
         """Convert the weights once, and send them, or what changed since version `base`."""
         self._base = None
-        if self._writes_to(links):
-            sent_bytes, conversion = 0, self._write(links)
+        senders = self._converter.senders
+        in_place = self._writes_to(links)
+        if in_place:
+            request = announce_in_place()
         else:
-            sent_bytes, conversion = self._broadcast(links, base)
+            if dist.get_rank() in senders:
+                import sglang.srt.utils  # noqa: F401  # takes seconds: servers would wait for it
+            # The first request is a key frame: it is complete when all senders are prepared.
+            request = self._key_frame if base is None else announce_delta(base, len(senders))
+        update = Update(request, self.version, len(senders), base, in_place)
+
+        def begin() -> tuple[list[Endpoint], list[str]]:
+            self._wait(link.begin(update) for link in links)
+            held = [each for link in self._links.values() if (each := link.endpoint)]
+            return held, [each.token for link in links if (each := link.endpoint)]
+
+        endpoints, tokens = from_rank_zero(begin)
+        if in_place:
+            sent_bytes, conversion = 0, self._write(endpoints, tokens)
+        else:
+            sent_bytes, conversion = self._send(update, endpoints, tokens)
 
         def commit() -> tuple[int, bool]:
-            num_servers = self._commit(links, conversion)
+            num_servers = self._commit(links, update, conversion)
             may_give_up = base is not None and self._settings.publish == "auto"
             return num_servers, may_give_up and sent_bytes > LARGEST_DELTA * conversion.num_bytes
 
@@ -318,27 +324,13 @@ class Publisher:
 
         return from_rank_zero(is_possible)
 
-    def _broadcast(self, links: list[Link], base: int | None) -> tuple[int, Conversion]:
+    def _send(
+        self, update: Update, endpoints: Sequence[Endpoint], tokens: Sequence[str]
+    ) -> tuple[int, Conversion]:
         """Send the weights through channels; return the bytes sent, on rank 0, and the measures."""
-        senders = self._converter.senders
-        if dist.get_rank() in senders:
-            import sglang.srt.utils  # noqa: F401  # takes seconds, which servers would wait for
-        # The first request is a key frame: it is complete when all senders are prepared.
-        request = self._key_frame if base is None else announce_delta(base, len(senders))
-        begun = []
-        for link in links:
-            begun.append(link.begin(takes_delta=base is not None, num_senders=len(senders)))
-            link.receive(request, self.version)
-
-        def reach() -> tuple[list[SendersEndpoint], list[str]]:
-            _wait(begun)
-            return self._endpoints(self._links.values(), SendersEndpoint), [
-                endpoint.token for endpoint in self._endpoints(links, SendersEndpoint)
-            ]
-
-        endpoints, tokens = from_rank_zero(reach)
-        if dist.get_rank() in senders:
-            self._open_channels(endpoints)
+        to_senders = [each for each in endpoints if isinstance(each, SendersEndpoint)]
+        if dist.get_rank() in self._converter.senders:
+            self._open_channels(to_senders)
         sizes: list[int] = []  # of what was sent for each bucket
 
         def send(bucket: Bucket) -> Callable[[], None]:
@@ -346,25 +338,14 @@ class Publisher:
             return lambda: sizes.append(max((future.result() for future in sending), default=0))
 
         # Compressed deltas become much smaller if they are relative.
-        is_relative = any(endpoint.may_compress for endpoint in endpoints)
-        conversion = self._converter.convert(send, base=base, is_relative=is_relative)
-        own: dict[str, RuntimeError] = {}
-        for token, channel in self._channels.items():
-            if channel.failure is not None:
-                own[token] = channel.failure
+        is_relative = any(endpoint.may_compress for endpoint in to_senders)
+        conversion = self._converter.convert(send, base=update.base, is_relative=is_relative)
+        own = {token: each.failure for token, each in self._channels.items() if each.failure}
         sent_bytes = 0
-        failed: dict[str, RuntimeError] = {}
-        for num_bytes, failures in to_rank_zero((sum(sizes), own), senders):
+        for num_bytes, failed in to_rank_zero((sum(sizes), own), self._converter.senders):
             sent_bytes += num_bytes
-            failed |= failures
-        for link in links:
-            link.sent(failed)
+            update.failed |= failed
         return sent_bytes, conversion
-
-    @staticmethod
-    def _endpoints(links: Iterable[Link], kind: type[E]) -> list[E]:
-        """Return the endpoints of this kind."""
-        return [endpoint for link in links if isinstance(endpoint := link.endpoint, kind)]
 
     def _open_channels(self, endpoints: Sequence[SendersEndpoint]) -> None:
         """Have channels to these endpoints and no other, as a sender."""
@@ -376,45 +357,25 @@ class Publisher:
                 number = self._converter.senders.index(dist.get_rank())
                 self._channels[endpoint.token] = endpoint.open(number)
 
-    def _write(self, links: list[Link]) -> Conversion:
+    def _write(self, endpoints: Sequence[Endpoint], paused: Sequence[str]) -> Conversion:
         """Write the weights into the servers' parameters."""
-        begun = [link.begin(in_place=True) for link in links]
-
-        def reach() -> tuple[list[ParametersEndpoint], dict[str, str], list[str]]:
-            _wait(begun)
-            held = self._endpoints(self._links.values(), ParametersEndpoint)
-            # Every rank is told of parameters once: their texts are long.
-            new = [endpoint for endpoint in held if endpoint.token not in self._handed_out]
-            self._handed_out = {endpoint.token for endpoint in held}
-            paused = self._endpoints(links, ParametersEndpoint)
-            machines = {endpoint.token: endpoint.machine for endpoint in held}
-            return new, machines, [endpoint.token for endpoint in paused]
-
-        new, machines, paused = from_rank_zero(reach)
+        held = [each for each in endpoints if isinstance(each, ParametersEndpoint)]
         here = socket.gethostname()
-        self._parameters.attach({each.token: each.ranks for each in new if each.machine == here})
-        self._parameters.keep(machines, paused)
-        conversion = self._converter.write(self._parameters)
-        for link in links:
-            link.receive(announce_in_place(), self.version)
-            link.sent({})
-        return conversion
+        new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
+        self._parameters.attach(new)
+        self._parameters.keep({each.token: each.machine for each in held}, paused)
+        return self._converter.write(self._parameters)
 
-    def _commit(self, links: list[Link], conversion: Conversion) -> int:
+    def _commit(self, links: list[Link], update: Update, conversion: Conversion) -> int:
         """Let each server serve that holds what was sent; return how many servers hold it."""
         if conversion.non_finite:
             raise NonFinite(f"{conversion.non_finite}; resume from a checkpoint")
         if self._sent and self._sent != conversion.checksums:
             raise PublishError(f"the learner no longer has the weights of version {self.version}")
         self._sent = conversion.checksums
-        _wait([link.commit(conversion.checksums, self.version) for link in links])
+        self._wait([update.end(self._sent), *(link.updated() for link in links)])
         num_servers = sum(link.holds(self.version) for link in self._links.values())
         wrong = [link.failure for link in links if isinstance(link.failure, PublishError)]
         if wrong and all(link.is_lost for link in links) and not num_servers:
             raise wrong[0]
         return num_servers
-
-
-def _wait(futures: list[Future[None]]) -> None:
-    for future in futures:
-        future.result()

@@ -9,12 +9,13 @@ server: there each sender opens a `Channel`, which sends buckets in order. Wheth
 tensors or a delta is not the transport's matter.
 """
 
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Any
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.controller import end
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 
 # A server that ends a channel says why in its answer, which may come this much later.
@@ -81,61 +82,76 @@ class SendersEndpoint(Endpoint):
         raise NotImplementedError
 
 
+@dataclass
+class Update:
+    """What is sent to servers at the same time, on global rank 0."""
+
+    request: Manifest  # announces it
+    version: int
+    num_senders: int
+    base: int | None  # of a delta
+    in_place: bool  # into the parameters of the servers, which are on machines of the learner
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
+    failed: dict[str, RuntimeError] = field(default_factory=dict)  # channels, by token
+    checksums: Mapping[str, int] = field(default_factory=dict)  # of all tensors
+
+    async def end(self, checksums: Mapping[str, int]) -> None:
+        """Tell those who wait for it that all was sent."""
+        self.checksums = checksums
+        self.sent.set()
+
+
 class Transport:
     """Global rank 0's end of the way to one server, from its first publish to its first failure.
 
-    All methods are called in the thread of the server's link, and may raise `ServerFailed`.
+    All methods may raise `ServerFailed`.
     """
 
     # True if server and senders wait for each other, so that the senders need not wait before.
     meets_senders = False
 
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
-        """Take a server, which may have the learner's GPUs."""
+        """Take a server, which may have the learner's GPUs. This may wait for the network."""
         self.endpoint: Endpoint | None = None
         self._control = control
-        self._requests = ThreadPoolExecutor(1)  # a request that is answered after all transfers
 
-    def connect(self, num_senders: int) -> None:
+    async def connect(self, num_senders: int) -> None:
         """Have the server take what comes from this many senders. It is paused."""
 
-    def load(self, request: Manifest, version: int, all_sent: Future[RuntimeError | None]) -> None:
-        """Have the server load what a request announces, and wait until it has.
-
-        Args:
-            all_sent: done once the senders have sent all; its result is what ended one's channel.
+    async def load(self, update: Update) -> None:
+        """Have the server load what is sent, and wait until it has, and all was sent.
 
         Raises:
             ServerFailed: the server failed, or hung, or a channel to it was ended.
         """
-        answer = self._requests.submit(
-            self._control.update_weights,
-            request.names,
-            request.dtypes,
-            request.shapes,
-            group_name=self.endpoint.token if self.endpoint else "",
-            weight_version=version,
+        assert self.endpoint is not None
+        request, token = update.request, self.endpoint.token
+        answer = asyncio.create_task(
+            self._control.update_weights(
+                request.names,
+                request.dtypes,
+                request.shapes,
+                group_name=token,
+                weight_version=update.version,
+            )
         )
-        either: list[Future[Any]] = [answer, all_sent]
-        wait(either, return_when=FIRST_COMPLETED)
-        if not answer.done():
-            failure = all_sent.result()
-            wait([answer], ANSWER_GRACE_S if failure else self._control.timeout_s)
+        sent = asyncio.create_task(update.sent.wait())
+        try:
+            await asyncio.wait({answer, sent}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                what = str(failure) if failure else "did not load its weights in time"
-                raise self._control.server.failed(what)
-        answer.result()
+                failure = update.failed.get(token)
+                timeout_s = ANSWER_GRACE_S if failure else self._control.timeout_s
+                await asyncio.wait({answer}, timeout=timeout_s)
+                if not answer.done():
+                    what = str(failure) if failure else "did not load its weights in time"
+                    raise self._control.server.failed(what)
+            answer.result()
+            await sent
+        finally:
+            await end([answer, sent])
+        if token in update.failed:
+            await self.leave()  # the next publish has new channels
 
-    def finish(self, failure: RuntimeError | None) -> None:
-        """Do what is left once all was sent, or a sender's channel ended with a failure."""
-        if failure is not None:
-            self.leave()  # the next publish has new channels
-
-    def leave(self, *, at_once: bool = False) -> None:
-        """End the channels, so that no sender waits for the server any longer.
-
-        Args:
-            at_once: no sender waits for anything.
-        """
+    async def leave(self) -> None:
+        """End the channels, so that no sender waits for the server any longer."""
         self.endpoint = None
-        self._requests.shutdown(wait=False)

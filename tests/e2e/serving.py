@@ -1,5 +1,6 @@
 """One server, a sender of weights like rank 0 of a learner, and what both must fulfil."""
 
+import asyncio
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,12 +51,14 @@ class Sender:
         self._group_name = f"weights-{port}"  # unique among the groups of this process
         world_size = 1 + server.tensor_parallel_size
         joining = self._thread.submit(
-            self.control.init_weights_group,
-            master_address="127.0.0.1",
-            master_port=port,
-            world_size=world_size,
-            group_name=self._group_name,
-            backend="gloo",
+            asyncio.run,
+            self.control.init_weights_group(
+                master_address="127.0.0.1",
+                master_port=port,
+                world_size=world_size,
+                group_name=self._group_name,
+                backend="gloo",
+            ),
         )
         self._group = init_custom_process_group(
             backend="gloo",
@@ -70,18 +73,20 @@ class Sender:
         """Pause the server, replace these tensors, and resume under `version`."""
         bucket = Bucket.pack(weights)
         request = announce([[[bucket]]])
-        self.control.pause()
+        asyncio.run(self.control.pause())
         receiving = self._thread.submit(
-            self.control.update_weights,
-            request.names,
-            request.dtypes,
-            request.shapes,
-            group_name=self._group_name,
-            weight_version=version,
+            asyncio.run,
+            self.control.update_weights(
+                request.names,
+                request.dtypes,
+                request.shapes,
+                group_name=self._group_name,
+                weight_version=version,
+            ),
         )
         torch.distributed.broadcast(bucket.flat, src=0, group=self._group)
         receiving.result()
-        self.control.resume()
+        asyncio.run(self.control.resume())
 
     def close(self) -> None:
         """Leave the process group."""
@@ -195,7 +200,7 @@ def assert_reloads_bit_for_bit(deployment: Deployment, reloads: int) -> None:
 
 
 def held_checksums(deployment: Deployment) -> dict[str, int]:
-    return combine(deployment.sender.control.checksums())
+    return combine(asyncio.run(deployment.sender.control.checksums()))
 
 
 def corrupt(weights: Weights, name: str) -> Weights:
@@ -213,10 +218,10 @@ def assert_checksums_match_the_held_tensors(
         deployment.sender.send(weights)
         sent = {name: checksum(tensor) for name, tensor in weights.items()}
         assert held_checksums(deployment) == sent
-        verify(deployment.sender.control, sent)
+        asyncio.run(verify(deployment.sender.control, sent))
     for name in corrupted:
         deployment.sender.send(corrupt(weights, name))
         held = held_checksums(deployment)
         assert {key for key in sent if held[key] != sent[key]} == {name}
         with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {name}"):
-            verify(deployment.sender.control, sent)
+            asyncio.run(verify(deployment.sender.control, sent))

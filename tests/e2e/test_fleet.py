@@ -185,8 +185,8 @@ def test_a_server_with_other_weights_is_lost_and_if_all_have_them_it_is_an_error
     wrong = [both.roster[0].pid]
     original = ServerControl.checksums
 
-    def checksums(control: ServerControl) -> list[dict[str, int]]:
-        ranks = original(control)
+    async def checksums(control: ServerControl) -> list[dict[str, int]]:
+        ranks = await original(control)
         if control.server.pid in wrong:
             ranks[0][min(ranks[0])] += 1
         return ranks

@@ -1,5 +1,6 @@
 """A mixture of experts on the real server, in each format and over ranks and groups of ranks."""
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,6 +171,6 @@ def test_two_groups_of_ranks_load_a_quantized_directory(tmp_path: Path) -> None:
     )
     plan = ServerPlan(written, config, "int8", 64, tmp_path / "server.log", seed=0, loads=True)
     with plan.running() as server:
-        held = combine(ServerControl(server).checksums())
+        held = combine(asyncio.run(ServerControl(server).checksums()))
     stored = load_file(written / "model.safetensors")
     assert held == {name: checksum(tensor) for name, tensor in stored.items()}

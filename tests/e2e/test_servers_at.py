@@ -1,5 +1,6 @@
 """A server that `qurl serve` started, reached by URL and key only, over a slow link with HTTPS."""
 
+import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -139,4 +140,4 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
     assert steps[0]["publish_bytes"] < full / 2 and steps[-1]["publish_bytes"] < full / 2
     assert {step["servers_serving"] for step in steps} <= {0, 1}
     # What the server holds is what the run published last: it was verified with each publish.
-    assert ServerControl(remote_server(link.url, KEY, "the test")).checksums()
+    assert asyncio.run(ServerControl(remote_server(link.url, KEY, "the test")).checksums())

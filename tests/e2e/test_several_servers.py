@@ -3,6 +3,7 @@
 Some of their layers stay in BF16.
 """
 
+import asyncio
 import re
 import stat
 import time
@@ -118,7 +119,7 @@ def publish_to_both(publisher: Publisher) -> Published:
     published = publisher.publish()
     assert published.num_servers == 2
     for member in publisher._fleet.members("serving"):
-        held = ServerControl(member.server).checksums()
+        held = asyncio.run(ServerControl(member.server).checksums())
         assert combine(held) == published.conversion.checksums
     return published
 

@@ -1,5 +1,6 @@
 """Servers give their memory back while they sleep, and answer as before once they are awake."""
 
+import asyncio
 import json
 import os
 import signal
@@ -58,17 +59,17 @@ def test_a_sleeping_server_gives_its_memory_back_by_tag_and_its_core(
     assert weight_bytes > 30 * MIB
     deployment.sender.send(weights)
     before = deployment.greedy()
-    control.sleep(RELEASED["cache"])
+    asyncio.run(control.sleep(RELEASED["cache"]))
     asleep = resident_bytes(server)
     assert held_checksums(deployment) == {name: checksum(held) for name, held in weights.items()}
-    control.sleep(["weights"])
+    asyncio.run(control.sleep(["weights"]))
     without_weights = resident_bytes(server)
     print(f"asleep {asleep / MIB:.1f} MiB, without weights {without_weights / MIB:.1f}")
     assert asleep - without_weights > 0.8 * weight_bytes
     before_rest = scheduler_of(server).cpu_times()
     time.sleep(1.0)
     assert sum(scheduler_of(server).cpu_times()[:2]) - sum(before_rest[:2]) < 0.1
-    control.wake(RELEASED["all"])
+    asyncio.run(control.wake(RELEASED["all"]))
     assert held_checksums(deployment) != {name: checksum(held) for name, held in weights.items()}
     deployment.sender.send(weights)  # resumes
     assert deployment.greedy()[:2] == before[:2]
@@ -79,8 +80,8 @@ def test_a_hundred_cycles_leave_memory_flat(deployment: Deployment) -> None:
     server, sender = deployment.server, deployment.sender
     resident = []
     for cycle in range(CYCLES):
-        sender.control.sleep(RELEASED["all"])
-        sender.control.wake(RELEASED["all"])
+        asyncio.run(sender.control.sleep(RELEASED["all"]))
+        asyncio.run(sender.control.wake(RELEASED["all"]))
         sender.send(deployment.weights[cycle % 2])
         resident.append(resident_bytes(server))
     first, last = resident[CYCLES // 10 : CYCLES // 2], resident[CYCLES // 2 :]
@@ -100,9 +101,9 @@ def test_a_request_that_waits_through_a_sleep_is_answered(deployment: Deployment
             deployment.ask, [5, 6, 7], temperature=0, max_new_tokens=60, ignore_eos=True
         )
         time.sleep(0.5)  # it has some of its tokens
-        sender.control.sleep(RELEASED["cache"])
-        sender.control.wake(RELEASED["cache"])
-        sender.control.resume()
+        asyncio.run(sender.control.sleep(RELEASED["cache"]))
+        asyncio.run(sender.control.wake(RELEASED["cache"]))
+        asyncio.run(sender.control.resume())
         assert len(asking.result()[0]) == 60
 
 

@@ -12,7 +12,6 @@ import secrets
 import time
 import zlib
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +22,10 @@ from qurl_megatron.rollout.asking import NoAnswer, ask, transfer_s
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import WEIGHTS_PATH, dtype_names, escaped
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest
+from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
-from qurl_megatron.weight_sync.transport import Channel, SendersEndpoint, Transport
+from qurl_megatron.weight_sync.transport import Channel, SendersEndpoint, Transport, Update
 
 # To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
 # takes for the bytes that it saves (docs/findings/systems.md).
@@ -100,13 +99,11 @@ class Http(Transport):
             flush_cache=control.flushes_cache,
         )
 
-    def load(self, request: Manifest, version: int, all_sent: Future[RuntimeError | None]) -> None:
-        """Do nothing: the server answers the sender of each bucket."""
-
-    def finish(self, failure: RuntimeError | None) -> None:
-        """Fail as the sender's channel did."""
-        if failure is not None:
-            raise failure
+    async def load(self, update: Update) -> None:
+        """Fail as the sender's channel did, which the server answers for each bucket."""
+        await update.sent.wait()
+        if self.endpoint and self.endpoint.token in update.failed:
+            raise update.failed[self.endpoint.token]
 
 
 def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload: Tensor) -> float:
