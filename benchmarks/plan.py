@@ -6,7 +6,7 @@ fitted to, with their sources. Settings that a source leaves out are stated besi
 `tests/test_memory.py` compares the planned memory with what real learners allocate.
 """
 
-from unittest.mock import patch
+from dataclasses import dataclass
 
 from benchmarks import machine
 from qurl_megatron.config.schema import Config, WeightFormat
@@ -16,7 +16,7 @@ from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.gpus import H100
 from qurl_megatron.planning.lengths import Workload
-from qurl_megatron.planning.published import STEPS
+from qurl_megatron.planning.rollout_time import rollout_s, server_load, steady_state
 from qurl_megatron.planning.step_time import plan_publish
 from qurl_megatron.recipes.scaling_32b import study
 
@@ -42,6 +42,97 @@ LATENCIES: list[tuple[str, WeightFormat, int, str, int, dict[int, float]]] = [
 ]
 
 
+# Steps of GRPO by NeMo-RL on H100 in BF16, from the tables of its versions 0.4 to 0.6
+# (github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md) and the recipes beside them. On
+# policy, servers and learner take turns on all GPUs; one step off, each has half of them. Each
+# prompt has 32 responses, and there is a reference policy. Prompts of 150 tokens are assumed, and
+# lengths as `lengths.Workload` has them.
+_PROMPT = 150
+
+
+@dataclass(frozen=True)
+class PublishedStep:
+    """One row of a table."""
+
+    version: str
+    model: str
+    staleness: int  # 0: on policy
+    gpus: int
+    server_gpus: int  # of one server
+    sizes: tuple[int, int, int, int]  # the learner's tensor, context, expert and pipeline sizes
+    longest: int  # prompt plus response, in tokens
+    mean_length: int
+    prompts: int
+    minibatches: int
+    published_s: float
+
+    def planned_s(self) -> float:
+        """Return the time of the step as it is planned."""
+        tensor, context, experts, pipeline = self.sizes
+        architecture, on_half = KNOWN_MODELS[self.model], 1 + self.staleness
+        data = self.gpus // on_half // (tensor * context * pipeline)
+        words = [
+            f"learner.tensor_parallel_size={tensor}",
+            f"learner.context_parallel_size={context}",
+            f"learner.expert_parallel_size={experts}",
+            f"learner.pipeline_parallel_size={pipeline}",
+            f"learner.data_parallel_size={data}",
+            f"learner.tokens_per_micro_batch={self.longest}",
+            f"rollout.prompts_per_step={self.prompts}",
+            "rollout.completions_per_prompt=32",
+            f"rollout.max_response_length={self.longest - _PROMPT}",
+            f"rollout.servers={self.gpus // on_half // self.server_gpus}",
+            f"rollout.server.tensor_parallel_size={self.server_gpus}",
+            f"rollout.max_staleness={self.staleness}",
+            f"optimizer.minibatches_per_step={self.minibatches}",
+            "objective.kl_coefficient=0.01",
+            "quantization.format=bf16",
+        ]
+        if architecture.num_layers % pipeline:
+            last = architecture.shorter_last_stage(pipeline)
+            words.append(f"learner.layers_in_last_pipeline_stage={last}")
+        if self.model in ("Llama-3.1-8B", "Qwen3-235B-A22B"):  # as in the recipes
+            words.append("learner.recompute=full")
+        config = with_overrides(Config(), words)
+        workload = Workload(_PROMPT, self.mean_length - _PROMPT)
+        publish_s = plan_publish(architecture, config).time_s if self.staleness else 0.0
+        load = server_load(architecture, config, workload, 256, publish_s)
+        learner_time_s = step_time.learner_time(architecture, config, workload).total + publish_s
+        if self.staleness:
+            return steady_state(load, learner_time_s, self.staleness).step_s
+        return rollout_s(load) + learner_time_s
+
+
+# Version, model, staleness, GPUs, GPUs of a server, sizes, longest, mean length, prompts,
+# minibatches, seconds.
+STEPS = [
+    PublishedStep(*row)
+    for row in [
+        ("0.4", "Llama-3.1-8B", 0, 16, 1, (1, 1, 1, 2), 4096, 1060, 64, 4, 97.7),
+        ("0.5", "Llama-3.1-8B", 0, 16, 1, (1, 1, 1, 2), 4096, 1019, 64, 4, 92.8),
+        ("0.4", "Llama-3.1-8B", 1, 16, 1, (1, 1, 1, 2), 4096, 1129, 64, 4, 74.6),
+        ("0.5", "Llama-3.1-8B", 1, 16, 1, (1, 1, 1, 1), 4096, 1123, 64, 4, 64.8),
+        ("0.4", "Qwen3-32B", 0, 32, 4, (4, 1, 1, 4), 4096, 3206, 64, 4, 393.0),
+        ("0.5", "Qwen3-32B", 0, 32, 4, (4, 1, 1, 4), 4096, 3251, 64, 4, 376.0),
+        ("0.4", "Qwen3-32B", 1, 64, 4, (4, 1, 1, 4), 4096, 3207, 64, 4, 215.0),
+        ("0.5", "Qwen3-32B", 1, 64, 4, (4, 1, 1, 4), 4096, 3252, 64, 4, 200.0),
+        ("0.4", "Qwen3-30B-A3B", 0, 32, 4, (2, 1, 8, 1), 4096, 3154, 64, 4, 225.0),
+        ("0.5", "Qwen3-30B-A3B", 0, 32, 2, (1, 1, 8, 1), 4096, 3196, 64, 4, 198.0),
+        ("0.6", "Qwen3-30B-A3B", 0, 32, 2, (1, 1, 8, 1), 4096, 3203, 64, 4, 192.0),
+        ("0.4", "Qwen3-30B-A3B", 1, 32, 2, (1, 1, 8, 2), 4096, 3158, 64, 4, 244.0),
+        ("0.5", "Qwen3-30B-A3B", 1, 32, 2, (1, 1, 8, 2), 4096, 3201, 64, 4, 154.0),
+        ("0.6", "Qwen3-30B-A3B", 1, 32, 2, (1, 1, 8, 2), 4096, 3201, 64, 4, 152.0),
+        ("0.4", "Qwen3-235B-A22B", 0, 128, 16, (2, 2, 16, 8), 8192, 5671, 16, 1, 506.0),
+        ("0.5", "Qwen3-235B-A22B", 0, 128, 16, (2, 2, 16, 8), 8192, 5700, 16, 1, 431.0),
+        ("0.6", "Qwen3-235B-A22B", 0, 128, 16, (2, 2, 16, 8), 8192, 5698, 16, 1, 395.0),
+        ("0.6", "Qwen3-235B-A22B", 0, 256, 16, (2, 2, 16, 8), 8192, 5713, 16, 1, 312.0),
+        ("0.4", "Qwen3-235B-A22B", 1, 256, 8, (4, 1, 16, 8), 8192, 5691, 16, 1, 241.0),
+        ("0.5", "Qwen3-235B-A22B", 1, 256, 8, (4, 1, 16, 8), 8192, 5707, 16, 1, 203.0),
+        ("0.6", "Qwen3-235B-A22B", 1, 256, 8, (4, 1, 16, 8), 8192, 5721, 16, 1, 231.0),
+    ]
+]
+
+
 def print_row(label: str, planned: float, measured: float, unit: str) -> None:
     """Print a planned value beside a measured or published one, with the plan's error."""
     error = planned / measured - 1
@@ -51,7 +142,7 @@ def print_row(label: str, planned: float, measured: float, unit: str) -> None:
 def pretraining_s(
     name: str, sequences: int, sizes: tuple[int, int, int, int], virtual: int
 ) -> float:
-    """Return the time of an update on sequences of 4096 tokens, experts chosen equally often.
+    """Return the time of an update on sequences of 4096 tokens.
 
     `sizes` are the learner's tensor, pipeline, data and expert parallel sizes.
     """
@@ -73,8 +164,7 @@ def pretraining_s(
         last = architecture.shorter_last_stage(pipeline)
         words.append(f"learner.layers_in_last_pipeline_stage={last}")
     config = with_overrides(Config(), words)
-    with patch.object(step_time, "EXPERT_LOAD_DEVIATION", 0.0):
-        return step_time.learner_s(architecture, config, Workload(0, 4096))["update"]
+    return step_time.learner_time(architecture, config, Workload(0, 4096)).update
 
 
 def compare_published() -> None:
@@ -109,11 +199,11 @@ def compare_published() -> None:
     flops = 3 * sum(step_time.pass_flops(large, config, Workload(0, 4096)))
     step_s = pretraining_s("Qwen3-235B-A22B", 8192, (2, 8, 16, 32), 4)
     print_row("235B-A22B, 256 GPUs, TP2 x PP8 x DP16, EP32", step_s, flops / 256 / 302e12, "s")
-    print("\n   Step of GRPO, NeMo-RL, H100 in BF16: qurl_megatron/planning/published.py")
+    print("\n   Step of GRPO, NeMo-RL, H100 in BF16")
     for step in STEPS:
         policy = "one step off" if step.staleness else "on policy"
         label = f"{step.model}, {step.gpus} GPUs, {policy}, v{step.version}"
-        print_row(label, step.planned_s, step.published_s, "s")
+        print_row(label, step.planned_s(), step.published_s, "s")
     print("\n   Weight update, dense 32B in BF16, 2 + 2 nodes over NCCL, verl (plan: lower bound)")
     words = ["learner.pipeline_parallel_size=2", "learner.layers_in_last_pipeline_stage=none",
              "rollout.servers=2"]  # fmt: skip

@@ -10,7 +10,8 @@ from qurl_megatron.config.schema import Config, FormatName
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory
-from qurl_megatron.planning.step_time import delta_part, plan_publish, stage_bytes
+from qurl_megatron.planning.memory import published_by_stage
+from qurl_megatron.planning.step_time import plan_publish
 from qurl_megatron.recipes.scaling_32b import study
 
 QWEN2 = KNOWN_MODELS["Qwen2.5-32B"]
@@ -18,7 +19,7 @@ LINEAR = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120  # weights of a la
 SCALES = 5120 + 2 * 1024 + 5120 + 2 * 27648 + 5120
 REST = 2 * 5120 + 5120 + 2 * 1024  # norms and biases of a layer
 VOCABULARY = 152064 * 5120
-NVLINK, INFINIBAND = 450e9, 50e9  # bytes per second
+INFINIBAND = 50e9  # bytes per second
 
 
 def planned(weight_format: FormatName, *words: str) -> Config:
@@ -29,7 +30,7 @@ def planned(weight_format: FormatName, *words: str) -> Config:
 def test_each_stage_sends_its_own_layers_and_what_lies_outside_of_them() -> None:
     """64 layers on five stages are 13, 13, 13, 13 and 12."""
     layer = LINEAR + 4 * SCALES + 2 * REST
-    sent = [dense + experts for dense, experts in stage_bytes(QWEN2, planned("int8"))]
+    sent = [stage.dense for stage in published_by_stage(QWEN2, planned("int8"))]
     assert sent == [
         13 * layer + 2 * VOCABULARY,
         *[13 * layer] * 3,
@@ -42,7 +43,7 @@ def test_the_senders_send_all_tensors_once() -> None:
     for weight_format in get_args(FormatName):
         config = planned(weight_format, *words)
         total = memory.published_bytes(QWEN2, weight_format, tuple(config.quantization.keep))
-        assert sum(map(sum, stage_bytes(QWEN2, config))) == total
+        assert sum(stage.dense for stage in published_by_stage(QWEN2, config)) == total
 
 
 def test_a_sender_of_experts_has_those_of_its_expert_parallel_rank() -> None:
@@ -57,54 +58,24 @@ def test_a_sender_of_experts_has_those_of_its_expert_parallel_rank() -> None:
         expert_parallel_size=8,
     )
     experts = 48 * 128 * 2 * 3 * 768 * 2048
-    ((dense, of_stage),) = stage_bytes(architecture, config)
-    assert of_stage == experts
-    assert dense + experts == memory.published_bytes(architecture, "bf16")
-    # Its gather is that of the dense tensors: an expert is whole on its rank.
+    (stage,) = published_by_stage(architecture, config)
+    assert stage.experts == experts
+    assert stage.dense + experts == memory.published_bytes(architecture, "bf16")
     publish = plan_publish(architecture, config)
-    expected = dense / 2 / NVLINK + 6 * (dense + experts / 8) / INFINIBAND
-    assert publish.time_s == pytest.approx(expected)
+    assert publish.time_s == pytest.approx(6 * (stage.dense + experts / 8) / INFINIBAND)
 
 
 def test_the_fullest_sender_decides_and_sends_every_server_a_copy() -> None:
     fullest = 2 * (13 * (LINEAR + REST) + VOCABULARY)
     publish = plan_publish(QWEN2, planned("bf16"))
-    assert publish.time_s == pytest.approx(7 / 8 * fullest / NVLINK + 6 * fullest / INFINIBAND)
-    assert publish.sent_bytes == publish.full_bytes == 2 * PARAMETERS["Qwen2.5-32B"]
+    assert publish.time_s == pytest.approx(6 * fullest / INFINIBAND)
+    assert publish.num_bytes == 2 * PARAMETERS["Qwen2.5-32B"]
 
 
 def test_no_publish_is_shorter_than_a_server_takes_to_receive_it() -> None:
     """With one server, five senders could send faster than it receives."""
     publish = plan_publish(QWEN2, planned("bf16", "rollout.servers=1"))
     assert publish.time_s == pytest.approx(2 * PARAMETERS["Qwen2.5-32B"] / INFINIBAND)
-
-
-def test_a_delta_takes_the_time_of_its_bytes() -> None:
-    whole = plan_publish(QWEN2, planned("int8"))
-    words = ["quantization.publish=delta", "optimizer.minibatches_per_step=2"]
-    delta = plan_publish(QWEN2, planned("int8", *words, "optimizer.learning_rate=1e-6"))
-    part = 91 / 34341 * 2**0.8
-    assert delta.sent_bytes == pytest.approx(part * whole.sent_bytes)
-    assert delta.time_s == pytest.approx(part * whole.time_s)
-    assert delta.full_bytes == whole.full_bytes
-    faster = plan_publish(QWEN2, planned("int8", *words, "optimizer.learning_rate=3e-6"))
-    assert faster.time_s == pytest.approx(3 * delta.time_s)
-
-
-@pytest.mark.parametrize(
-    ("steps", "learning_rate", "part"),
-    [
-        (1, 1e-6, 1905 / 65528),
-        (4, 1e-6, 5734 / 65528),
-        (16, 1e-6, 15192 / 65528),
-        (16, 1e-4, 1.0),
-    ],
-)
-def test_a_delta_is_within_a_fifth_of_what_was_measured_and_never_more_than_all_tensors(
-    steps: int, learning_rate: float, part: float
-) -> None:
-    assert delta_part("bf16", steps, learning_rate) == pytest.approx(part, rel=0.2)
-    assert delta_part("bf16", steps, learning_rate) <= 1
 
 
 def small(**changes: Any) -> Config:
@@ -121,10 +92,9 @@ def small(**changes: Any) -> Config:
 
 
 @pytest.mark.parametrize("transport", ["direct", "auto"])
-def test_within_a_node_each_rank_writes_its_part_for_each_server(transport: str) -> None:
+def test_what_ranks_write_in_place_takes_no_time(transport: str) -> None:
     publish = plan_publish(QWEN2, small(transport=transport))
-    total = memory.published_bytes(QWEN2, "int8")
-    assert publish.is_direct
-    assert publish.time_s == pytest.approx(2 * total / 2 / NVLINK)
+    assert publish.num_bytes == memory.published_bytes(QWEN2, "int8")
+    assert publish.is_direct and publish.time_s == 0
     assert not plan_publish(QWEN2, small(transport="auto", publish="delta")).is_direct
     assert not plan_publish(QWEN2, small()).is_direct

@@ -441,10 +441,7 @@ COMMANDS = rows("""
     plan Qwen2.5-32B --mean-prompt nan             --mean-prompt nan: must be from 1 to
     plan Qwen2.5-32B --mean-response inf           --mean-response inf: must be from 1 to
     plan Qwen2.5-32B --mean-response 1e9           rollout.max_response_length=
-    plan Qwen2.5-32B --mean-observed 9             --mean-observed and --agent-time are of a run
-    plan math_tools model=Qwen2.5-7B --mean-observed 9999  less than the mean response, 3840
     plan math_tools model=Qwen2.5-7B --mean-response 16000  15360, the room of an episode
-    plan math_tools model=Qwen2.5-7B --agent-time -1       --agent-time -1.0: must be a number of
     plan Qwen2.5-32B steps=0                       steps=0
     plan quickstart model=nowhere                  model directory 'nowhere' does not exist
     plan problems.jsonl                            no such directory, model

@@ -11,8 +11,16 @@ from qurl_megatron.files import gigabytes
 from qurl_megatron.planning.gpus import GIB, H100
 from qurl_megatron.planning.memory import total_bytes
 from qurl_megatron.planning.plan import Plan, largest_part, layout_overrides
-from qurl_megatron.planning.published import STEPS, kind_of, times_longer
-from qurl_megatron.planning.step_time import PublishPlan
+
+PUBLISHED = {
+    "experts": (13, 1.3, 2.9),
+    "dense, long answers": (4, 0.9, 1.3),
+    "dense, short answers": (4, 0.9, 1.4),
+}
+"""How many published steps of a kind there are, and how many times as long as planned they took.
+
+`benchmarks/plan.py` has them.
+"""
 
 
 def print_plan(plan: Plan, placements_s: Mapping[str, float | None]) -> None:
@@ -85,13 +93,13 @@ def _describe(plan: Plan) -> Iterator[str]:
     )
     if rollout.agent:
         yield (
-            f"A response is an episode of turns: {workload.mean_observed:,.0f} of its tokens are "
-            f"read between them, and it waits {workload.agent_s:g} s for its agent."
+            f"A response is an episode of turns: {workload.observed:.0%} of its tokens are read "
+            "between them."
         )
+    publish = "writes {} into the parameters of" if plan.publish.is_direct else "sends {} to"
     yield (
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.load.slots} sequences at "
-        f"once. {_describe_publish(plan.publish)} An update reaches {plan.update_mfu:.0%} of the "
-        "FLOP/s of the learner's GPUs."
+        f"once. A publish {publish.format(gigabytes(plan.publish.num_bytes))} each server."
     )
     hours = config.steps * plan.total_s / 3600
     yield (
@@ -99,9 +107,9 @@ def _describe(plan: Plan) -> Iterator[str]:
         "without evaluation and checkpoints. A checkpoint takes "
         f"{gigabytes(checkpoint_bytes(plan.architecture, config))}."
     )
-    kind = kind_of(plan.architecture, workload.mean_length)
-    least, most = times_longer(kind)
-    number = sum(step.kind == kind for step in STEPS)
+    kind = f"dense, {'long' if workload.mean_length >= 2048 else 'short'} answers"
+    kind = "experts" if plan.architecture.num_experts else kind
+    number, least, most = PUBLISHED[kind]
     yield (
         f"Error to expect: {number} published steps ({kind}; NeMo-RL on H100) took {least:.1f} to "
         f"{most:.1f} times as long as planned. docs/findings/planning.md has them; the formulas, "
@@ -119,24 +127,16 @@ def _not_counted(plan: Plan) -> Iterator[str]:
         yield f"the speed of learner.fp8={config.learner.fp8}, planned as BF16"
     if rollout.dynamic_sampling_tries:
         yield "prompts that rollout.dynamic_sampling_tries samples again"
+    if rollout.agent:
+        yield "the time of an agent's tools"
+    if config.quantization.publish != "full":
+        yield f"what quantization.publish={config.quantization.publish} saves"
     if rollout.stages:
         yield "the times of rollout.stages, only their memory"
     if config.quantization.keep:
         yield "the time of layers that quantization.keep leaves in BF16"
     if plan.node.gpu is not H100:
         yield f"how much of its rates {plan.node.gpu.name} reaches, taken to be H100's part"
-
-
-def _describe_publish(publish: PublishPlan) -> str:
-    full = f"{publish.full_bytes / 1e9:.1f} GB"
-    if publish.is_direct:
-        return f"A publish writes {full} into the parameters of each server."
-    if publish.sent_bytes == publish.full_bytes:
-        return f"A publish of all tensors sends {full} to each server."
-    return (
-        f"A publish sends a server what changed, about {publish.sent_bytes / 1e9:.2f} of {full}, "
-        "and all of it to one that joins."
-    )
 
 
 def _table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,16 +57,6 @@ def plan(
             "quarter of max_response_length, or of the room of an episode."
         ),
     ] = None,
-    mean_observed: Annotated[
-        float | None,
-        typer.Option(
-            help="Mean number of tokens of a response that an agent observes. Default: half."
-        ),
-    ] = None,
-    agent_time: Annotated[
-        float,
-        typer.Option(help="Time that an episode waits for its agent and tools, in seconds."),
-    ] = 0.0,
     log_deviation: Annotated[
         float,
         typer.Option(
@@ -130,9 +121,7 @@ def plan(
             "the two"
         )
     check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
-    workload = _workload(
-        config, mean_prompt, mean_response, log_deviation, mean_observed, agent_time
-    )
+    workload = _workload(config, mean_prompt, mean_response, log_deviation)
     rows, refusals = [], {}
     for number in numbers:
         try:
@@ -175,8 +164,6 @@ def _workload(
     mean_prompt: float | None,
     mean_response: float | None,
     log_deviation: float,
-    mean_observed: float | None,
-    agent_s: float,
 ) -> Workload:
     """Return the lengths that are given, and for the others what a plan assumes.
 
@@ -186,7 +173,7 @@ def _workload(
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.planning.lengths import Workload, longest_response
 
-    assumed, rollout = Workload.of(config), config.rollout
+    rollout = config.rollout
     longest = {"prompt": rollout.max_prompt_length, "response": longest_response(config)}
     for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
         if mean is not None and not 1 <= mean <= longest[name]:
@@ -198,25 +185,9 @@ def _workload(
         raise ConfigError(
             f"--log-deviation {log_deviation}: must be from 0.01 to 10; around 1 for reasoning"
         )
-    response = assumed.mean_response if mean_response is None else mean_response
-    if (mean_observed is not None or agent_s) and not rollout.agent:
-        raise ConfigError("--mean-observed and --agent-time are of a run with rollout.agent")
-    if mean_observed is None:
-        mean_observed = response * assumed.mean_observed / assumed.mean_response
-    if not 0 <= mean_observed < response:
-        raise ConfigError(
-            f"--mean-observed {mean_observed}: must be from 0 to less than the mean response, "
-            f"{response:g}"
-        )
-    if not 0 <= agent_s < 1e6:
-        raise ConfigError(f"--agent-time {agent_s}: must be a number of seconds, such as 20")
-    return Workload(
-        assumed.mean_prompt if mean_prompt is None else mean_prompt,
-        response,
-        log_deviation,
-        mean_observed,
-        agent_s,
-    )
+    given = {"mean_prompt": mean_prompt, "mean_response": mean_response}
+    means = {name: mean for name, mean in given.items() if mean is not None}
+    return dataclasses.replace(Workload.of(config), log_deviation=log_deviation, **means)
 
 
 def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:

@@ -25,6 +25,7 @@ from qurl_megatron.planning.plan import (
     placements,
     plan_or_suggest,
     plan_run,
+    suggest,
 )
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.report.plots import read_run
@@ -74,7 +75,7 @@ def planned_row(
     refusals = []
     for name, candidate in placements(config, given).items():
         try:
-            plans[name] = plan_or_suggest(architecture, candidate, gpus, workload, node, given)
+            plans[name] = suggest(architecture, candidate, gpus, workload, node, given)
         except ConfigError as error:
             plans[name] = None
             refusals.append(error)
@@ -104,8 +105,9 @@ def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: N
     steps = run.steps[1:] or run.steps
     sampled = fmean(step["response_length_mean"] for step in steps)
     observed = fmean(step.get("observed_length_mean") or 0.0 for step in steps)
+    response = sampled + observed
     lengths = dataclasses.replace(
-        workload, mean_response=sampled + observed, mean_observed=observed
+        workload, mean_response=response, observed=observed / response if response else 0.0
     )
     measured_s = {phase: median(step[f"time_{phase}_s"] for step in steps) for phase in PHASES}
     try:

@@ -188,7 +188,7 @@ def learner_bytes(config: Config, architecture: Architecture, ranks: int) -> dic
     learner, static, most = config.learner, 0, 0
     for stage in range(learner.pipeline_parallel_size):
         parts = learner_memory(architecture, config, stage, fused=False)
-        parts |= {"runtime": RANK_BYTES, "workspaces": 0, "placeholders": 0}  # those of a GPU
+        parts |= {"runtime": RANK_BYTES, "workspaces": 0}  # those of a GPU
         # Logits are computed in pieces; of the output layer there is a gradient.
         if parts["logits"]:
             rows = -(-architecture.vocab_size // learner.tensor_parallel_size)

@@ -29,13 +29,6 @@ class ResponseLengths:
             return 1.0
         return 1 - _NORMAL.cdf((math.log(length) - self._log_median) / self.log_deviation)
 
-    def quantile(self, fraction: float) -> float:
-        """Return the length that `fraction` of the responses do not exceed."""
-        if self.mean >= self.maximum:
-            return self.maximum
-        logarithm = NormalDist(self._log_median, self.log_deviation).inv_cdf(fraction)
-        return min(math.exp(logarithm), self.maximum)
-
     @property
     def mean_square(self) -> float:
         """Mean of length^2."""
@@ -71,8 +64,7 @@ class Workload:
     mean_prompt: float
     mean_response: float
     log_deviation: float = 1.0  # around 1 for reasoning
-    mean_observed: float = 0.0  # of the response, what an agent's policy reads
-    agent_s: float = 0.0  # seconds that an episode waits for its agent
+    observed: float = 0.0  # share of the response that an agent's policy reads
 
     @classmethod
     def of(cls, config: Config) -> "Workload":
@@ -80,9 +72,9 @@ class Workload:
 
         Half of an agent's response is read.
         """
-        response = longest_response(config) / 4
-        observed = response / 2 if config.rollout.agent else 0.0
-        return cls(config.rollout.max_prompt_length / 2, response, mean_observed=observed)
+        rollout = config.rollout
+        observed = 0.5 if rollout.agent else 0.0
+        return cls(rollout.max_prompt_length / 2, longest_response(config) / 4, observed=observed)
 
     @property
     def mean_length(self) -> float:

@@ -3,8 +3,8 @@
 All figures follow from an `Architecture` and a `Config`. Of a learner rank, of which a plan shows
 the fullest pipeline stage:
 
-    weights      in the compute dtype, in Megatron's buffer, which aligns every parameter
-    gradients    float32, in a buffer of the same shape
+    weights      in the compute dtype
+    gradients    float32
     optimizer    Adam's two moments, and a float32 master if the weights are bfloat16, divided by
                  the ranks that hold the same parameters. With learner.offload_optimizer it is in
                  the host's memory while activations, backward and logits are on the GPU.
@@ -20,9 +20,9 @@ the fullest pipeline stage:
     logits       computed in chunks (`device.logit_tile`), and the gradient of the output layer
     gathered     the input of a layer, from all tensor-parallel ranks. Without Transformer Engine
                  Megatron keeps this memory between passes.
-    workspaces   of Transformer Engine's products, and of those of experts
-    placeholders Transformer Engine adds gradients to Megatron's buffers itself, gives autograd a
-                 placeholder of the shape of each linear weight of a layer, and keeps that.
+    workspaces   of Transformer Engine's products, and of those of experts. It adds gradients to
+                 Megatron's buffers itself, gives autograd a placeholder of the shape of each linear
+                 weight of a layer, and keeps that.
     backward     gradients of a layer's activations, and the largest weight's before it is
                  accumulated
     exchange     with experts, in the forward pass of a layer, a copy of a token for each chosen
@@ -51,7 +51,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
@@ -134,40 +134,16 @@ def _division(rule: Rule, architecture: Architecture, learner: LearnerConfig) ->
 def values_by_copies(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> dict[int, int]:
-    """Return the values of parameters on one rank of a stage, by the number of their copies."""
+    """Return the values of parameters on one rank of a stage, by the number of their copies.
+
+    That is the number of ranks that hold the same shard, and share its optimizer state.
+    """
+    dense_copies = learner.data_parallel_size * learner.context_parallel_size
     values: Counter[int] = Counter()
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
-        values[_num_copies(learner, rule.of_experts)] += numel * count
+        copies = learner.expert_data_parallel_size if rule.of_experts else dense_copies
+        values[copies] += numel * count
     return values
-
-
-def _num_copies(learner: LearnerConfig, of_experts: bool) -> int:
-    """Return the ranks that hold the same shard of a parameter, and share its optimizer state."""
-    if of_experts:
-        return learner.expert_data_parallel_size
-    return learner.data_parallel_size * learner.context_parallel_size
-
-
-def _buffer_numel(
-    architecture: Architecture, learner: LearnerConfig, stage: int
-) -> list[tuple[int, int]]:
-    """Return the values of each of Megatron's parameter buffers on one rank, and its copies.
-
-    They include the alignment. Experts have a buffer of their own. A tied embedding that two
-    pipeline stages hold has a bucket of its own. Further buckets of large models add at most 128
-    values per 40 million.
-    """
-    own_bucket = architecture.tie_word_embeddings and learner.pipeline_parallel_size > 1
-    sizes: Counter[tuple[bool, bool]] = Counter()
-    for rule, numel, count in _rank_parameters(architecture, learner, stage):
-        is_embedding = own_bucket and rule.tensors[0].sizes[0] == "vocabulary"
-        sizes[is_embedding, rule.of_experts] += count * -(-numel // 64) * 64
-    buffers = []
-    for (_, of_experts), numel in sizes.items():
-        copies = _num_copies(learner, of_experts)
-        bucket = math.lcm(128, copies)
-        buffers.append((-(-numel // bucket) * bucket, copies))
-    return buffers
 
 
 def _scale_bytes(shape: tuple[int, ...], weight_format: str) -> int:
@@ -234,6 +210,40 @@ def published_tensors(
             for layer in range(architecture.num_layers) if rule.layered else (None,):
                 tensors.append((rule, layer, count * (in_bf16 if layer in kept else in_format)))
     return tensors
+
+
+class StageBytes(NamedTuple):
+    """Bytes of the tensors of a pipeline stage, as they are published."""
+
+    dense: int  # of all but experts
+    experts: int
+    largest: int  # of one tensor
+
+
+def published_by_stage(architecture: Architecture, config: Config) -> list[StageBytes]:
+    """Return what each pipeline stage of the learner publishes."""
+    quantization, sizes = config.quantization, stage_layers(architecture, config.learner)
+    return _published_by_stage(
+        architecture, tuple(sizes), quantization.weight_format, tuple(quantization.keep)
+    )
+
+
+@functools.cache
+def _published_by_stage(
+    architecture: Architecture,
+    sizes: tuple[int, ...],
+    weight_format: WeightFormat,
+    keep: tuple[str, ...],
+) -> list[StageBytes]:
+    stage_of = [stage for stage, layers in enumerate(sizes) for _ in range(layers)]
+    dense, experts, largest = ([0] * len(sizes) for _ in range(3))
+    for rule, layer, num_bytes in published_tensors(architecture, weight_format, keep=keep):
+        is_embedding = rule.megatron_names[0].startswith("embedding")
+        stage = stage_of[layer] if layer is not None else 0 if is_embedding else -1
+        (experts if rule.of_experts else dense)[stage] += num_bytes
+        of_one = num_bytes // (architecture.num_experts if rule.of_experts else 1)
+        largest[stage] = max(largest[stage], of_one)
+    return [StageBytes(*of_stage) for of_stage in zip(dense, experts, largest, strict=True)]
 
 
 @functools.cache
@@ -357,7 +367,6 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
     """Return the bytes of weight rows and their codes that the converter keeps between passes."""
     if config.quantization.format == "bf16":
         return 0
-    element = element_bytes(config.learner)
     total = 0
     for rule in _rules(architecture):
         ranks, count = _division(rule, architecture, config.learner)
@@ -365,38 +374,22 @@ def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> i
         if rule.of_experts:
             most_rows = max(EXPERT_ROWS, MEASURED_ROWS // architecture.num_experts)
         for part in rule.tensors if rule.quantized else ():
-            shape = list(weight_map.full_shape(part, architecture))
-            if part.partition_dim is not None:
-                shape[part.partition_dim] = -(-shape[part.partition_dim] // ranks)
-            step = -(-shape[0] // most_rows)
-            rows = len(range(step // 2, shape[0], step))
-            total += count * rows * shape[1] * (element + 1)
-    return total * stage_layers(architecture, config.learner)[stage]
+            rows, columns = (
+                size // (ranks if dim == part.partition_dim else 1)
+                for dim, size in enumerate(weight_map.full_shape(part, architecture))
+            )
+            total += count * min(rows, most_rows) * columns
+    layers = stage_layers(architecture, config.learner)[stage]
+    return total * layers * (element_bytes(config.learner) + 1)
 
 
 def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
-    """Return the bytes of what the first rank of a stage sent last, which a delta needs."""
+    """Return the bytes of what a rank of a stage sent last, which a delta needs."""
     if config.quantization.publish == "full":
         return 0
-    learner, weight_format = config.learner, config.quantization.weight_format
-    keep = tuple(config.quantization.keep)
-    total = 0
-    for rule, numel, count in _rank_parameters(architecture, learner, stage):
-        if not rule.quantized or weight_format == "bf16":
-            is_copy = stage > 0 and rule.megatron_names[0].startswith("embedding")
-            total += 0 if is_copy else 2 * numel * count
-            continue
-        # At most: all layers in which this weight stays in BF16 may lie in other stages.
-        in_bf16 = min(count, len(_kept_in(rule.tensors[0], architecture, keep)))
-        ranks, _ = _division(rule, architecture, learner)
-        for part in rule.tensors:
-            scales = _scale_bytes(weight_map.full_shape(part, architecture), weight_format)
-            # Ranks share the scales of channels that they share; the first has all others.
-            is_shared = quantize.block_shape(weight_format)[0] == 1 and part.partition_dim == 0
-            total += count * scales // (ranks if is_shared else 1)
-        codes = numel // quantize.packing(weight_format)
-        total += codes * count + (2 * numel - codes) * in_bf16
-    return total
+    learner, sent = config.learner, published_by_stage(architecture, config)[stage]
+    of_experts = sent.experts // learner.expert_parallel_size // learner.expert_tensor_parallel_size
+    return sent.dense // learner.tensor_parallel_size + of_experts
 
 
 def learner_memory(
@@ -409,8 +402,8 @@ def learner_memory(
     learner = config.learner
     element, size = element_bytes(learner), learner.tensor_parallel_size
     parameters = list(_rank_parameters(architecture, learner, stage))
-    buffers = _buffer_numel(architecture, learner, stage)
-    numel = sum(values for values, _ in buffers)
+    by_copies = values_by_copies(architecture, learner, stage)
+    numel = sum(by_copies.values())
 
     tokens = micro_batch_tokens(config)
     layers = stage_layers(architecture, learner)
@@ -440,14 +433,14 @@ def learner_memory(
         "weights": element * numel,
         "gradients": 4 * numel,
         (OFFLOADED if learner.offload_optimizer else "optimizer"): (
-            sum(state_bytes(learner) * values // copies for values, copies in buffers)
+            sum(state_bytes(learner) * values // copies for copies, values in by_copies.items())
         ),
         "reference": element * numel if config.objective.kl_coefficient else 0,
         "converter": _measured_bytes(architecture, config, stage)
         + _kept_bytes(architecture, config, stage),
         "gathered": gathered,
-        "workspaces": WORKSPACE_BYTES * (2 if experts else 1),
-        "placeholders": element * sum(n for rule, n, _ in parameters if rule.quantized),
+        "workspaces": WORKSPACE_BYTES * (2 if experts else 1)
+        + element * sum(n for rule, n, _ in parameters if rule.quantized),
         "runtime": RUNTIME_BYTES,
         "activations": activations,
         "backward": backward + element * max(n for _, n, _ in parameters),
@@ -512,22 +505,10 @@ def total_bytes(parts: dict[str, int]) -> int:
 
 def bucket_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     """Return the bytes that the sender of a pipeline stage has in buckets, at most."""
-    learner, weight_format = config.learner, config.quantization.weight_format
-    keep = tuple(config.quantization.keep)
-    total = largest = 0  # of the stage's tensors
-    for rule, _, count in _rank_parameters(architecture, learner, stage):
-        is_copy = stage > 0 and rule.megatron_names[0].startswith("embedding")
-        for part in () if is_copy else rule.tensors:
-            is_quantized = rule.quantized and weight_format != "bf16"
-            in_bf16 = not is_quantized or bool(_kept_in(part, architecture, keep))
-            shape = weight_map.full_shape(part, architecture)
-            size = 2 * math.prod(shape)
-            if not in_bf16:
-                codes = math.prod(shape) // quantize.packing(weight_format)
-                size = codes + _scale_bytes(shape, weight_format)
-            total, largest = total + count * size, max(largest, size)
-    limit = config.quantization.bucket_bytes
-    largest = min(total, max(limit, largest))
+    learner, limit = config.learner, config.quantization.bucket_bytes
+    sent = published_by_stage(architecture, config)[stage]
+    total = sent.dense + sent.experts // learner.expert_parallel_size
+    largest = min(total, max(limit, sent.largest))
     ranks = learner.tensor_parallel_size
     if config.quantization.transport == "direct":
         return largest // ranks

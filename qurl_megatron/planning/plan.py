@@ -52,10 +52,10 @@ from qurl_megatron.planning.rollout_time import (
     steady_state,
 )
 from qurl_megatron.planning.step_time import (
+    LearnerTime,
     PublishPlan,
     is_direct,
-    learner_s,
-    pass_flops,
+    learner_time,
     plan_publish,
 )
 from qurl_megatron.planning.turns import (
@@ -93,6 +93,7 @@ class Plan:
     kv_tokens: int  # capacity of a server's KV cache
     load: ServerLoad  # of each server
     publish: PublishPlan
+    learner: LearnerTime
     step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
     asynchronous: SteadyState | None  # None: synchronous
     turns: Turns | None  # None: learner and servers have GPUs of their own
@@ -102,13 +103,6 @@ class Plan:
         """Time of a whole step, in seconds."""
         return self.asynchronous.step_s if self.asynchronous else sum(self.step_s.values())
 
-    @property
-    def update_mfu(self) -> float:
-        """FLOPs that an update needs, over those that the learner's GPUs could do meanwhile."""
-        flops = 3 * sum(pass_flops(self.architecture, self.config, self.workload))
-        peak = self.config.learner.world_size * self.node.gpu.bf16_flops
-        return flops / (peak * self.step_s["update"])
-
     @cached_property
     def parts_s(self) -> dict[str, float]:
         """Seconds of each part that decides the time of a step; they add up to `total_s`."""
@@ -116,19 +110,10 @@ class Plan:
         longest = self.load.lengths.maximum
         token_s = self.load.token_s(1, longest / 2)
         longest_s = min(step_s["rollout"], longest * token_s)
-        # Without sequences a learner does nothing but sum gradients and step; with endless virtual
-        # stages its pipeline has no bubble.
-        without_prompts = dataclasses.replace(config.rollout, prompts_per_step=0)
-        empty = dataclasses.replace(config, rollout=without_prompts)
-        gradients_s = self._learner_s(empty)
-        endless = dataclasses.replace(config.learner, virtual_pipeline_parallel_size=10**9)
-        without_bubble = dataclasses.replace(config, learner=endless)
-        busy_s = self._learner_s(without_bubble)
-        learner_time_s = step_s["proximal"] + step_s["update"]
         learner = {
-            "passes": busy_s - gradients_s,
-            "pipeline bubble": learner_time_s - busy_s,
-            "gradients": gradients_s,
+            "passes": self.learner.total - self.learner.bubble - self.learner.gradients,
+            "pipeline bubble": self.learner.bubble,
+            "gradients": self.learner.gradients,
             "publish": step_s["publish"],
         }
         if state is None:
@@ -143,10 +128,6 @@ class Plan:
         batches = config.rollout.max_staleness + 1
         learner = {name: time_s / batches for name, time_s in learner.items()}
         return {"longest response": state.step_s - sum(learner.values()), **learner}
-
-    def _learner_s(self, config: Config) -> float:
-        """Return the seconds of the learner's phases with another configuration."""
-        return sum(learner_s(self.architecture, config, self.workload, self.node).values())
 
 
 def largest_part(parts: dict[str, float]) -> str:
@@ -242,16 +223,17 @@ def _planned(
     slots = min(rollout.server.max_running_requests, int(kv_tokens / workload.mean_length))
     publish = plan_publish(architecture, config, node)
     load = server_load(architecture, config, workload, slots, publish.time_s, node)
+    learner = learner_time(architecture, config, workload, node)
     step_s = {
         "rollout": rollout_s(load),
-        **learner_s(architecture, config, workload, node),
+        "proximal": learner.proximal,
+        "update": learner.update,
         "publish": publish.time_s,
         **copies,
     }
     asynchronous = None
     if rollout.max_staleness:
-        learner_time_s = sum(time_s for phase, time_s in step_s.items() if phase != "rollout")
-        asynchronous = steady_state(load, learner_time_s, rollout.max_staleness)
+        asynchronous = steady_state(load, learner.total + publish.time_s, rollout.max_staleness)
     return Plan(
         architecture=architecture,
         config=config,
@@ -263,6 +245,7 @@ def _planned(
         kv_tokens=kv_tokens,
         load=load,
         publish=publish,
+        learner=learner,
         step_s=step_s,
         asynchronous=asynchronous,
         turns=turns,
@@ -511,8 +494,8 @@ def suggest(
     workload = workload or Workload.of(config)
     for layout in layouts(architecture, config, gpus, node, given):
         # No step is shorter than the learner's part of it, which is quickly computed.
-        learner_time_s = sum(learner_s(architecture, layout, workload, node).values())
-        if best and learner_time_s >= best.total_s:
+        learner = learner_time(architecture, layout, workload, node)
+        if best and learner.total >= best.total_s:
             continue
         try:
             candidate = plan(architecture, layout, gpus, workload, node)
@@ -562,16 +545,13 @@ def plan_or_suggest(
     gpus: int,
     workload: Workload,
     node: Node = DGX_H100,
-    given: Collection[str] | None = None,
 ) -> Plan:
-    """Return the plan of the fastest layout with the `given` fields; None: of that in `config`.
+    """Return the plan of the layout in `config`.
 
     Raises:
         ConfigError: it does not fit. The message ends with a layout that does, or if there is
             none with why not.
     """
-    if given is not None:
-        return suggest(architecture, config, gpus, workload, node, given)
     try:
         return plan(architecture, config, gpus, workload, node)
     except ConfigError as error:

@@ -20,8 +20,8 @@ The number of running sequences follows from Little's law: a step adds `sequence
 runs for its own length. A publish pauses the servers; with `pause_mode=retract` they then read the
 context of every running sequence again. So do the next turns of an agent's running episodes.
 
-An agent's observed tokens are read like prompts, each once, and cost no decoding. The longest
-episode also waits for its agent.
+An agent's observed tokens are read like prompts, each once, and cost no decoding. The time of its
+tools is not counted.
 
 docs/findings/planning.md compares this estimate with a simulation of every sequence.
 """
@@ -51,7 +51,6 @@ class ServerLoad:
     sequences: float  # responses per step
     slots: int  # sequences decoded at once
     lengths: ResponseLengths
-    agent_s: float = 0.0  # seconds that an episode waits for its agent
 
 
 def server_load(
@@ -69,15 +68,12 @@ def server_load(
     rollout = config.rollout
     size, weight_format = rollout.server.tensor_parallel_size, config.quantization.weight_format
     lengths, value_bytes = workload.responses(config), kv_value_bytes(rollout.server)
-    sampled = 1 - workload.mean_observed / workload.mean_response
     sequences_per_step = rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers
 
     def token_s(sequences: float, mean_age: float) -> float:
         context = sequences * (workload.mean_prompt + mean_age)
-        of_sampled = decode_s(
-            architecture, weight_format, size, sequences, context, node, value_bytes
-        )
-        return sampled * of_sampled
+        time_s = decode_s(architecture, weight_format, size, sequences, context, node, value_bytes)
+        return (1 - workload.observed) * time_s
 
     def pause_s(running: float) -> float:
         if rollout.pause_mode != "retract" and not rollout.agent:
@@ -86,7 +82,7 @@ def server_load(
         return publish_s + prefill_s(architecture, weight_format, size, context, node)
 
     read = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
-    read += sequences_per_step * workload.mean_observed
+    read += sequences_per_step * workload.observed * workload.mean_response
     return ServerLoad(
         token_s=token_s,
         prompts_s=prefill_s(architecture, weight_format, size, read, node),
@@ -94,14 +90,13 @@ def server_load(
         sequences=sequences_per_step,
         slots=slots,
         lengths=lengths,
-        agent_s=workload.agent_s,
     )
 
 
 def rollout_s(load: ServerLoad) -> float:
     """Return the seconds in which a server that does nothing else samples all its responses."""
     longest, batch = load.lengths.maximum, min(load.sequences, load.slots)
-    time_s = load.prompts_s + load.agent_s
+    time_s = load.prompts_s
     if load.sequences > load.slots:
         turns = (load.sequences - load.slots) * load.lengths.mean / load.slots
         time_s += turns * load.token_s(batch, load.lengths.mean_age)
@@ -150,10 +145,10 @@ def _decode_s(load: ServerLoad, running: float) -> float:
 
 
 def _longest_s(load: ServerLoad, step_s: float, running: float) -> float:
-    """Return the seconds of a response of maximum length, with its pauses and its agent."""
+    """Return the seconds of a response of maximum length, with its pauses."""
     decoding = (step_s - load.prompts_s - load.pause_s(running)) / step_s
     response_s = load.lengths.maximum * load.token_s(running, load.lengths.mean_age)
-    return response_s / decoding + load.agent_s
+    return response_s / decoding
 
 
 def _running(load: ServerLoad, step_s: float, most: float) -> float:

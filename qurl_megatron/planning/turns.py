@@ -20,7 +20,7 @@ import math
 from qurl_megatron.config.schema import Config, ConfigError, Releases, Transport
 from qurl_megatron.files import gigabytes
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
+from qurl_megatron.planning.gpus import GIB, Node
 from qurl_megatron.planning.memory import (
     OFFLOADED,
     RUNTIME_BYTES,
@@ -47,7 +47,7 @@ class Turns:
     """What a GPU and its node hold in each turn of learner and servers."""
 
     gpu_bytes: dict[str, int]  # by phase, on a rank of the fullest pipeline stage
-    waiting_bytes: int  # of that rank, in the host's memory while the servers sample
+    waiting_bytes: int  # of a rank, in the host's memory while the servers sample, at most
     node_bytes: int  # of all ranks of a node, there
     copies_s: float  # in which the learner leaves and comes back, once a step
 
@@ -94,28 +94,18 @@ def learner_turn(
     }
 
 
-def waiting_bytes(architecture: Architecture, config: Config, stage: int) -> int:
-    """Return the bytes that a rank of a pipeline stage has in the host's memory while it is away.
+def waiting_bytes(architecture: Architecture, config: Config) -> int:
+    """Return the bytes that a rank has in the host's memory while it is away, at most.
 
     With a critic, as many again: it has its own, of the same architecture, and no reference.
     """
-    parts = learner_memory(architecture, config, stage)
-    own = parts["weights"] + parts.get("optimizer", 0) + parts.get(OFFLOADED, 0)
     critics = 1 if config.advantage_estimator == "gae" else 0
-    return own * (1 + critics) + parts["reference"]
-
-
-def node_bytes(architecture: Architecture, config: Config, gpus_per_node: int) -> int:
-    """Return the most bytes that the ranks of one node have in the host's memory while away."""
-    learner = config.learner
-    ranks_of_stage = learner.world_size // learner.pipeline_parallel_size
-    waiting = [
-        waiting_bytes(architecture, config, stage)
-        for stage in range(learner.pipeline_parallel_size)
-        for _ in range(ranks_of_stage)
-    ]
-    firsts = range(0, len(waiting), gpus_per_node)
-    return max(sum(waiting[first : first + gpus_per_node]) for first in firsts)
+    most = 0
+    for stage in range(config.learner.pipeline_parallel_size):
+        parts = learner_memory(architecture, config, stage)
+        own = parts["weights"] + parts.get("optimizer", 0) + parts.get(OFFLOADED, 0)
+        most = max(most, own * (1 + critics) + parts["reference"])
+    return most
 
 
 def releases(architecture: Architecture, config: Config, node: Node | None) -> Releases:
@@ -164,25 +154,19 @@ def plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns:
                 f"most {most}",
                 fraction + beside / room,
             )
-    waiting = node_bytes(architecture, config, node.gpus)
-    if waiting > node.host_bytes:
+    waiting = waiting_bytes(architecture, config)
+    of_node = min(node.gpus, learner.world_size) * waiting
+    if of_node > node.host_bytes:
         raise DoesNotFit(
-            f"rollout.placement=shared: the learner would wait in {gigabytes(waiting)} of host "
+            f"rollout.placement=shared: the learner would wait in {gigabytes(of_node)} of host "
             f"memory, and a node has {gigabytes(node.host_bytes)}; use separate, or more nodes",
-            waiting / node.host_bytes,
+            of_node / node.host_bytes,
         )
     sample = {"sample": int(room * config.rollout.server.mem_fraction_static) + beside}
     fullest = max(stages, key=lambda stage: max(by_stage[stage].values()))
     return Turns(
         gpu_bytes={**sample, **by_stage[fullest]},
-        waiting_bytes=max(waiting_bytes(architecture, config, stage) for stage in stages),
-        node_bytes=waiting,
-        copies_s=turns_s(architecture, config, node),
+        waiting_bytes=waiting,
+        node_bytes=of_node,
+        copies_s=2 * waiting / node.gpu.host_bytes_per_s,
     )
-
-
-def turns_s(architecture: Architecture, config: Config, node: Node = DGX_H100) -> float:
-    """Return the seconds in which the learner leaves and comes back, once a step."""
-    stages = range(config.learner.pipeline_parallel_size)
-    most = max(waiting_bytes(architecture, config, stage) for stage in stages)
-    return 2 * most / node.gpu.host_bytes_per_s
