@@ -12,6 +12,7 @@ import psutil
 
 from qurl_megatron.files import read_json_lines
 from qurl_megatron.recipes import quickstart
+from qurl_megatron.report.metrics import PHASES
 
 QURL = (sys.executable, "-c", "from qurl_megatron.cli import main; main()")
 
@@ -38,6 +39,12 @@ def processes_with(variable: str, value: str) -> list[psutil.Process]:
             if process.environ().get(variable) == value and not is_zombie:
                 found.append(process)
     return found
+
+
+def middle_s(step: dict[str, float], phase: str) -> float:
+    """Return the seconds from a step's end to the middle of a phase of the next, if it is alike."""
+    before = sum(step[f"time_{name}_s"] for name in PHASES[: PHASES.index(phase)])
+    return before + step[f"time_{phase}_s"] / 2
 
 
 def complete_run(run_dir: Path, words: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:

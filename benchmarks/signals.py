@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.runs import QURL, processes_with, write_sums, write_tiny_model
+from benchmarks.runs import QURL, middle_s, processes_with, write_sums, write_tiny_model
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import PARTIAL
 
@@ -84,13 +84,11 @@ class Cell:
 
     def is_within(self, phase: str) -> bool:
         """Return whether the middle of a phase of the second step has come."""
-        path, phases = self.run_dir / "metrics.jsonl", ["rollout", "proximal", "critic"]
+        path = self.run_dir / "metrics.jsonl"
         with contextlib.suppress(OSError, ValueError, IndexError):
-            step = json.loads(path.read_text().splitlines()[0])
-            phases += ["update", "publish"]
-            before = sum(step[f"time_{name}_s"] for name in phases[: phases.index(phase)])
-            begin = path.stat().st_ctime if path.read_text().count("\n") == 1 else 0.0
-            return time.time() >= begin + before + step[f"time_{phase}_s"] / 2
+            lines = path.read_text().splitlines()
+            begin = path.stat().st_ctime if len(lines) == 1 else 0.0
+            return time.time() >= begin + middle_s(json.loads(lines[0]), phase)
         return False
 
 

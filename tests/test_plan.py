@@ -283,7 +283,7 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
             for value in ("0.0", "-1.0", "nan", "inf")
         ),
         (["Qwen4-32B"], 2, "Qwen4-32B: no such directory, model (Qwen2.5-0.5B, Qwen2.5-1.5B, "),
-        (["Qwen3-30B-A3B", "--gpus", "16"], 0, "learner.expert_parallel_size=4"),
+        (["Qwen3-30B-A3B", "--gpus", "16"], 0, "learner.expert_parallel_size=8"),
         (["Qwen3-30B-A3B", "learner.expert_parallel_size=3"], 2, "128 experts are not divisible"),
         # Refused as the run would be.
         (

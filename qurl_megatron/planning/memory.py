@@ -29,9 +29,7 @@ the fullest pipeline stage:
                  expert: sorted, received, sorted by local expert, and multiplied. Ranks that share
                  an expert have the copies of each and add up their products in float32. Only one of
                  backward, exchange and logits is in memory.
-    converter    the rows of each quantized weight with which QuRL Eq. 13 is measured between
-                 publishes, and their codes; unless quantization.publish is full, also what the rank
-                 sent last
+    converter    what the rank sent last, unless quantization.publish is full
     buckets      while publishing, on the rank that sends, in place of activations, logits and
                  backward: a bucket, and the parts of all ranks of which it is put together; with
                  one rank a bucket that is on its way, and the next one. A tensor that is larger has
@@ -55,8 +53,6 @@ from typing import Any, NamedTuple
 
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
-    EXPERT_ROWS,
-    MEASURED_ROWS,
     Config,
     LearnerConfig,
     RecomputeMode,
@@ -70,7 +66,8 @@ from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
 from qurl_megatron.planning.gpus import GIB
 from qurl_megatron.quantization import quantize
 
-# Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation.
+# Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation. The rows of
+# weights with which QuRL Eq. 13 is measured, at most 0.2 GiB, are in it.
 RUNTIME_BYTES = 4 * GIB
 SCORED_LOGIT_BYTES = 12  # of a logit, in a forward pass
 WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
@@ -363,26 +360,6 @@ def micro_batch_tokens(config: Config) -> int:
     return -(-max(budget, longest) // learner.context_parallel_size)
 
 
-def _measured_bytes(architecture: Architecture, config: Config, stage: int) -> int:
-    """Return the bytes of weight rows and their codes that the converter keeps between passes."""
-    if config.quantization.format == "bf16":
-        return 0
-    total = 0
-    for rule in _rules(architecture):
-        ranks, count = _division(rule, architecture, config.learner)
-        most_rows = MEASURED_ROWS
-        if rule.of_experts:
-            most_rows = max(EXPERT_ROWS, MEASURED_ROWS // architecture.num_experts)
-        for part in rule.tensors if rule.quantized else ():
-            rows, columns = (
-                size // (ranks if dim == part.partition_dim else 1)
-                for dim, size in enumerate(weight_map.full_shape(part, architecture))
-            )
-            total += count * min(rows, most_rows) * columns
-    layers = stage_layers(architecture, config.learner)[stage]
-    return total * layers * (element_bytes(config.learner) + 1)
-
-
 def _kept_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     """Return the bytes of what a rank of a stage sent last, which a delta needs."""
     if config.quantization.publish == "full":
@@ -436,8 +413,7 @@ def learner_memory(
             sum(state_bytes(learner) * values // copies for copies, values in by_copies.items())
         ),
         "reference": element * numel if config.objective.kl_coefficient else 0,
-        "converter": _measured_bytes(architecture, config, stage)
-        + _kept_bytes(architecture, config, stage),
+        "converter": _kept_bytes(architecture, config, stage),
         "gathered": gathered,
         "workspaces": WORKSPACE_BYTES * (2 if experts else 1)
         + element * sum(n for rule, n, _ in parameters if rule.quantized),

@@ -37,7 +37,7 @@ from qurl_megatron.planning.lengths import ResponseLengths, Workload
 from qurl_megatron.planning.memory import kv_value_bytes
 from qurl_megatron.planning.step_time import decode_s, prefill_s
 
-_BISECTIONS = 30
+_HALVINGS = 30
 _INTEGRATION_STEPS = 128  # for the midpoint rule over the last batch
 
 
@@ -124,18 +124,15 @@ def steady_state(load: ServerLoad, learner_s: float, max_staleness: int) -> Stea
     batches = max_staleness + 1
     most = min(load.slots, batches * load.sequences)
     servers_s = load.prompts_s + _decode_s(load, most) / most + load.pause_s(most)
-    shortest_s = max(learner_s, servers_s)
-    running = _running(load, shortest_s, most)
-    if batches * shortest_s >= _longest_s(load, shortest_s, running) + learner_s:
-        return SteadyState(shortest_s, "learner" if learner_s >= servers_s else "servers", running)
-    # In a longer step fewer sequences run at once, which makes each faster: one root.
-    low, high = shortest_s, _longest_s(load, shortest_s, running) + learner_s
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        running = _running(load, middle, most)
-        is_enough = batches * middle >= _longest_s(load, middle, running) + learner_s
-        low, high = (low, middle) if is_enough else (middle, high)
-    return SteadyState(high, "longest response", _running(load, high, most))
+    step_s = shortest_s = max(learner_s, servers_s)
+    # In a longer step fewer sequences run at once, which makes each faster: halfway each time.
+    for _ in range(_HALVINGS):
+        running = _running(load, step_s, most)
+        spread_s = (_longest_s(load, step_s, running) + learner_s) / batches
+        step_s = max(shortest_s, (step_s + spread_s) / 2)
+    if step_s > shortest_s:
+        return SteadyState(step_s, "longest response", running)
+    return SteadyState(step_s, "learner" if learner_s >= servers_s else "servers", running)
 
 
 def _decode_s(load: ServerLoad, running: float) -> float:
@@ -154,7 +151,7 @@ def _longest_s(load: ServerLoad, step_s: float, running: float) -> float:
 def _running(load: ServerLoad, step_s: float, most: float) -> float:
     """Return how many sequences run at once, at most `most`, if a step takes `step_s`."""
     low, high = 0.0, float(most)
-    for _ in range(_BISECTIONS):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         available_s = step_s - load.prompts_s - load.pause_s(middle)
         is_enough = middle * available_s >= _decode_s(load, middle)

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.runs import middle_s
 from e2e.running import PER_STEP, QUICK, TIMEOUT_S, Command, Start, metrics_of, prompts_trained
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import PARTIAL, list_checkpoints
@@ -47,19 +48,16 @@ def says(run: Command, text: str) -> Callable[[], bool]:
 def in_next_step(run: Command, phase: str) -> Callable[[], bool]:
     """Return a function that is true in the middle of a phase of the step after the next."""
     path = run.run_dir / "metrics.jsonl"
-    phases = ["rollout", "proximal", "critic", "update", "publish"]
     known = len(path.read_text().splitlines()) if path.exists() else 0
-    begins_at: list[float] = []
+    comes_at: list[float] = []
 
     def is_reached() -> bool:
         lines = path.read_text().splitlines() if path.exists() else []
         if len(lines) <= known:
             return False
-        if not begins_at:
-            step = json.loads(lines[-1])
-            before = sum(step[f"time_{name}_s"] for name in phases[: phases.index(phase)])
-            begins_at.append(time.monotonic() + before + step[f"time_{phase}_s"] / 2)
-        return time.monotonic() >= begins_at[0]
+        if not comes_at:
+            comes_at.append(time.monotonic() + middle_s(json.loads(lines[-1]), phase))
+        return time.monotonic() >= comes_at[0]
 
     return is_reached
 
