@@ -78,7 +78,6 @@ def test_a_check_of_smoke_that_fails_or_is_killed_is_tried_again_and_one_that_pa
     monkeypatch.setattr(smoke.subprocess, "run", run)
     monkeypatch.setattr(sys, "argv", ["smoke", "--rehearsal", "--results", str(tmp_path)])
     names = list(smoke.CHECKS)
-    assert names == list(smoke.LIMITS_S)
     with pytest.raises(KeyboardInterrupt):
         smoke.main()
     assert ran == names[: names.index("direct") + 1]

@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,6 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import QuantizationConfig, ServerConfig
 from qurl_megatron.process import die_with_parent
 
-LIMITS_S = {
-    "compile": None,
-    "quantize": 60.0,
-    "products": 90.0,
-    "rank": 60.0,
-    "server": 300.0,
-    "direct": 300.0,
-    "delta": 300.0,
-    "peer": 600.0,
-    "demo": 1200.0,
-}
 REPETITIONS = 3
 PEER_TIMEOUT_S = 20.0  # that a server has in a publish of the check `peer`
 ANSWER = "smoke: "  # begins the line on which a check prints what it measured
@@ -56,15 +46,16 @@ ANSWER = "smoke: "  # begins the line on which a check prints what it measured
 
 def main() -> None:
     parser = record.parser(__doc__)
-    parser.add_argument("--check", choices=LIMITS_S, help="run one check in this process")
+    parser.add_argument("--check", choices=CHECKS, help="run one check in this process")
     arguments = parser.parse_args()
     if arguments.check:
-        print(ANSWER + json.dumps(CHECKS[arguments.check](arguments)), flush=True)
+        check, _ = CHECKS[arguments.check]
+        print(ANSWER + json.dumps(check(arguments)), flush=True)
         return
     results = record.Record("smoke", arguments)
     options = ["--rehearsal"] if arguments.rehearsal else []
     missed = {}
-    for name, limit_s in LIMITS_S.items():
+    for name, (_, limit_s) in CHECKS.items():
         if name in results.rows:
             continue
         row = run_check([name, *options], limit_s)
@@ -156,22 +147,9 @@ def check_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"backend": torch.distributed.get_backend(), "device": str(device.device())}
 
 
-def check_server(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Start a tiny INT8 server, publish verified weights to it over gloo, and sample."""
-    return check_publishes(QuantizationConfig("int8"))
-
-
-def check_direct(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Publish as `check_server` does, into the server's parameters."""
-    return check_publishes(QuantizationConfig("int8", transport="direct"))
-
-
-def check_delta(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Publish as `check_server` does, the second time only what changed."""
-    return check_publishes(QuantizationConfig("int8", publish="delta"))
-
-
-def check_publishes(quantization: QuantizationConfig) -> dict[str, Any]:
+def check_publishes(
+    quantization: QuantizationConfig, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """Publish twice to a tiny server, with one changed weight in between, and sample."""
     from benchmarks.gpu import publish
     from benchmarks.shards import random_learner
@@ -284,17 +262,18 @@ def sample(running: Any, architecture: Any) -> None:
     throughput.sample(running, 4, 16, 16, architecture.vocab_size)
 
 
-CHECKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "compile": check_compile,
-    "quantize": check_quantize,
-    "products": check_products,
-    "rank": check_rank,
-    "server": check_server,
-    "direct": check_direct,
-    "delta": check_delta,
-    "peer": check_peer,
-    "demo": check_demo,
+CHECKS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], float | None]] = {
+    "compile": (check_compile, None),
+    "quantize": (check_quantize, 60.0),
+    "products": (check_products, 90.0),
+    "rank": (check_rank, 60.0),
+    "server": (partial(check_publishes, QuantizationConfig("int8")), 300.0),
+    "direct": (partial(check_publishes, QuantizationConfig("int8", transport="direct")), 300.0),
+    "delta": (partial(check_publishes, QuantizationConfig("int8", publish="delta")), 300.0),
+    "peer": (check_peer, 600.0),
+    "demo": (check_demo, 1200.0),
 }
+"""Each check, and the seconds that it may take."""
 
 
 if __name__ == "__main__":
