@@ -67,7 +67,7 @@ from qurl_megatron.planning.gpus import GIB
 from qurl_megatron.quantization import quantize
 
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation. The rows of
-# weights with which QuRL Eq. 13 is measured, at most 0.2 GiB, are in it.
+# weights with which QuRL Eq. 13 is measured, less than a hundredth of a GPU, are in it.
 RUNTIME_BYTES = 4 * GIB
 SCORED_LOGIT_BYTES = 12  # of a logit, in a forward pass
 WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
