@@ -7,8 +7,8 @@
 The signals are INT, TERM, HUP, QUIT, PIPE and USR1; the commands train, eval, mismatch, serve and
 launch, with a tiny model and real servers. The sample sends each phase of `train` INT, TERM, USR1
 and one of the others, in turn; to `launch`, which ends in the same program, it sends these three in
-three phases, and to `train shared`, whose servers take turns with the learner, in those of a step.
-A cell of the table that is not in it is empty.
+three phases, and to `train colocated`, whose servers have the learner's GPUs, in those of a step. A
+cell of the table that is not in it is empty.
 
 Each cell is one run: the signal is sent when the command's output or its files show the phase. Of a
 phase within a step it is the middle, as the step before it lasted. INT, QUIT and HUP go to the
@@ -48,8 +48,8 @@ RUN = """quickstart name=run steps=3 data_options.size=500 reward=exact evaluati
 EVALUATED = ["evaluation.problems=8"]
 RUNS_OF_PHASES = {"evaluation": EVALUATED, "end": ["steps=1"]}
 SERVER = ["server.max_total_tokens=20000", "server.mem_fraction_static=0.3"]
-SHARED = "train shared"
-RUNS = ("train", SHARED, "launch")
+COLOCATED = "train colocated"
+RUNS = ("train", COLOCATED, "launch")
 OTHERS = {
     "eval": "eval model problems.jsonl reward=exact k=4 max_prompt_length=64".split()
     + ["max_response_length=200", "output=out", "server.max_running_requests=8", *SERVER],
@@ -95,8 +95,8 @@ class Cell:
 def words(command: str, phase: str) -> list[str]:
     """Return the words of a command in which the phase comes soon."""
     if command in RUNS:
-        shared = ["rollout.placement=shared"] if command == SHARED else []
-        return [command.split()[0], *RUN, *shared, *RUNS_OF_PHASES.get(phase, [])]
+        placement = ["rollout.placement=colocated"] if command == COLOCATED else []
+        return [command.split()[0], *RUN, *placement, *RUNS_OF_PHASES.get(phase, [])]
     return OTHERS[command]
 
 
@@ -104,7 +104,7 @@ def in_sample(command: str, phase: str, name: str) -> bool:
     """Return whether a cell is in the sample."""
     if command == "launch":
         return phase in ("start", "sampling", "save") and name in SIGNALS[:3]
-    if command == SHARED:
+    if command == COLOCATED:
         return phase in OF_TURNS and name in SIGNALS[:3]
     turn = SIGNALS[3 + list(OF_RUNS).index(phase) % 3] if command == "train" else ""
     return command in OTHERS or name in (*SIGNALS[:3], turn)
@@ -133,7 +133,7 @@ OF_RUNS: dict[str, Callable[[Cell], bool]] = {
 OF_TURNS = ("evaluation", "sampling", "update", "publish", "save")
 PHASES: dict[str, dict[str, Callable[[Cell], bool]]] = {
     "train": OF_RUNS,
-    SHARED: OF_RUNS,
+    COLOCATED: OF_RUNS,
     "launch": OF_RUNS,
     "eval": {
         "start": has_started,

@@ -287,7 +287,7 @@ def job_script(
     learner, rollout = smallest_plan(config, options.gpus_per_node)
     if options.heterogeneous and not rollout:
         raise ConfigError(
-            "rollout.placement=shared: a heterogeneous job has two groups of nodes, and learner "
+            "rollout.placement=colocated: a heterogeneous job has two groups of nodes, and learner "
             "and servers share one; leave --heterogeneous out"
         )
     has_gpu_gres = knows_gpus(options.sbatch.get("partition"))

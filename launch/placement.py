@@ -77,7 +77,7 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
             )
     if not num_gpus:
         return [(spec.set_name, spec.index, 0) for spec in specs]
-    if config.rollout.placement == "shared":
+    if config.rollout.placement == "colocated":
         return _place_on_learner(config, specs)
     on_gpu: list[list[str]] = [["learner"][: gpu < world_size] for gpu in range(num_gpus)]
     load = [(1 - LARGEST_SHARE) * len(names) for names in on_gpu]
@@ -113,7 +113,7 @@ def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Place
         if (last := size * (spec.index + 1)) > world_size:
             field = "rollout.servers" if spec.index else f"{spec.set_name}.server"
             raise ConfigError(
-                f"{field}: with rollout.placement=shared, {spec.index + 1} servers of "
+                f"{field}: with rollout.placement=colocated, {spec.index + 1} servers of "
                 f"tensor_parallel_size={size} take {last} GPUs, and the learner has "
                 f"{world_size}; lower one of them"
             )
@@ -131,7 +131,7 @@ def choose_placement(config: Config, num_gpus: int) -> str:
         ConfigError: as `place_servers`.
     """
     rollout = config.rollout
-    if rollout.placement == "shared" or not num_gpus:
+    if rollout.placement == "colocated" or not num_gpus:
         return ""
     if rollout.max_staleness or rollout.servers_at or config.quantization.publish != "full":
         return ""
@@ -141,14 +141,14 @@ def choose_placement(config: Config, num_gpus: int) -> str:
     widest = sum(spec.server.tensor_parallel_size for spec in specs if spec.set_name == "rollout")
     if needed <= num_gpus or max(widest, world_size) > min(world_size, num_gpus):
         return ""
-    rollout.placement = "shared"
+    rollout.placement = "colocated"
     return (
         f"learner and servers would take {needed} GPUs, and this machine has {num_gpus}: they take "
-        "turns (rollout.placement=shared)"
+        "turns (rollout.placement=colocated)"
     )
 
 
-def check_shared_gpus(config: Config, placed: Sequence[Placed], gpu_bytes: int) -> None:
+def check_colocated_gpus(config: Config, placed: Sequence[Placed], gpu_bytes: int) -> None:
     """Check that a learner rank and the servers on its GPU fit in its memory.
 
     Args:
@@ -243,8 +243,8 @@ def make_plan(
             are to be written into the memory of servers that are on other nodes, or servers do not
             fit on the learner's GPUs, or not on those of one node.
     """
-    is_shared = config.rollout.placement == "shared"
-    if config.quantization.transport == "direct" and not is_shared:
+    is_colocated = config.rollout.placement == "colocated"
+    if config.quantization.transport == "direct" and not is_colocated:
         raise ConfigError(
             "quantization.transport=direct: in a Slurm job the servers are on other nodes than the "
             "learner; set it to broadcast or auto"
@@ -257,19 +257,19 @@ def make_plan(
             "evenly over that many nodes"
         )
     specs = server_specs(config)
-    if not is_shared and len(specs) < len(rollout_nodes):
+    if not is_colocated and len(specs) < len(rollout_nodes):
         raise ConfigError(
             f"rollout.servers={config.rollout.servers}: {len(rollout_nodes)} rollout nodes need at "
             f"least as many servers; there are {len(specs)}, the evaluation server included"
         )
     beside: dict[int, list[Placed]] = {}  # of each learner node
-    for set_name, index, gpu in _place_on_learner(config, specs) if is_shared else []:
+    for set_name, index, gpu in _place_on_learner(config, specs) if is_colocated else []:
         node, first = divmod(gpu, ranks)
         size = getattr(config, set_name).server.tensor_parallel_size
         if first + size > ranks:
             raise ConfigError(
-                f"{set_name}.server.tensor_parallel_size={size}: with rollout.placement=shared a "
-                f"server is on the GPUs of one node, and the learner has {ranks} ranks on each; "
+                f"{set_name}.server.tensor_parallel_size={size}: with rollout.placement=colocated "
+                f"a server is on the GPUs of one node, and the learner has {ranks} ranks on each; "
                 f"set it to a divisor of {ranks}"
             )
         beside.setdefault(node, []).append((set_name, index, first))
@@ -324,7 +324,7 @@ def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], l
     learner = [
         f"learner{n}" for n in range(nodes_of_learner(config.learner.world_size, gpus_per_node))
     ]
-    is_shared = config.rollout.placement == "shared"
-    rollout = [] if is_shared else [f"rollout{n}" for n in range(num_nodes)]
+    is_colocated = config.rollout.placement == "colocated"
+    rollout = [] if is_colocated else [f"rollout{n}" for n in range(num_nodes)]
     nodes = make_plan(config, 0, learner, rollout, port=0).nodes
     return nodes[: len(learner)], nodes[len(learner) :]

@@ -26,7 +26,7 @@ from qurl_megatron.config.validate import check_weight_format, validate, validat
 from qurl_megatron.data.problems import REASONING_GYM, local_data
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import write_whole
-from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
+from qurl_megatron.launch.placement import check_colocated_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
@@ -300,14 +300,14 @@ def _check(
         memory_bytes = min(gpu.total_memory for gpu in gpu_properties())
         gpu = dataclasses.replace(H100, memory_bytes=memory_bytes)
         node = Node(gpu, num_gpus, machine_memory_bytes())
-    if config.rollout.placement == "shared":
+    if config.rollout.placement == "colocated":
         config.rollout.server.releases = releases(architecture, config, node)
         if config.evaluation.server.releases == "auto":
             config.evaluation.server.releases = "all"
         if node:
             plan_turns(architecture, config, node)
     elif num_gpus:
-        check_shared_gpus(config, placed, memory_bytes)
+        check_colocated_gpus(config, placed, memory_bytes)
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)

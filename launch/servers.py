@@ -249,7 +249,7 @@ class Servers:
 
     @property
     def _takes_turns(self) -> bool:
-        return self.attempt.config.rollout.placement == "shared"
+        return self.attempt.config.rollout.placement == "colocated"
 
     def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:
         """Return True if another server is starting on one of a server's GPUs.

@@ -95,7 +95,7 @@ def _run(config: Config, max_restarts: int) -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: stop_requests.append(number))
     with exit_on_bad_input():
-        takes_turns = config.rollout.placement == "shared"
+        takes_turns = config.rollout.placement == "colocated"
         groups = node_groups(os.environ, config.learner.world_size, takes_turns=takes_turns)
         learner_group = groups[0]
         attempt = Attempt.create(config)
@@ -310,7 +310,7 @@ def node_groups(
     if int(environment.get("SLURM_HET_SIZE", "1")) > 1:
         if takes_turns:
             raise ConfigError(
-                "rollout.placement=shared: a heterogeneous job has two groups of nodes, and "
+                "rollout.placement=colocated: a heterogeneous job has two groups of nodes, and "
                 "learner and servers share one; submit a job of equal nodes"
             )
         return [

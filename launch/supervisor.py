@@ -157,7 +157,7 @@ def start_servers(servers: Servers, node: NodePlan, signals: Signals) -> None:
         spec = specs[set_name, index]
         gpus = range(first_gpu, first_gpu + spec.server.tensor_parallel_size)
         server = servers.start(spec, gpus if device.num_gpus() else [])
-        if config.rollout.placement == "shared":
+        if config.rollout.placement == "colocated":
             while not (servers.are_ready or signals):
                 servers.check()
                 time.sleep(POLL_S)

@@ -78,7 +78,7 @@ def with_servers(model: str, learner: LearnerConfig, gpus: int, gpus_per_server:
     config = grpo.recipe()
     config.model, config.learner = model, learner
     others = gpus - learner.world_size
-    config.rollout.placement = "separate" if others else "shared"
+    config.rollout.placement = "separate" if others else "colocated"
     config.rollout.servers = (others or gpus) // gpus_per_server
     config.rollout.server = ServerConfig(gpus_per_server, max_running_requests=512)
     config.evaluation = EvaluationConfig(problems=0)

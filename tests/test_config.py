@@ -38,7 +38,7 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
-from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
+from qurl_megatron.launch.placement import check_colocated_gpus, choose_placement, place_servers
 from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
@@ -328,21 +328,27 @@ def test_servers_come_after_the_learner_and_share_its_gpus_if_none_are_left() ->
     assert two == {"rollout": [[2, 3], [4, 5]], "evaluation": [[6]]}
 
 
+def test_the_old_name_of_a_placement_is_read_and_said() -> None:
+    with pytest.warns(FutureWarning, match="placement=shared is called colocated now"):
+        config = with_overrides(Config(), ["rollout.placement=shared"])
+    assert config.rollout.placement == "colocated"
+
+
 def test_servers_that_take_turns_are_on_the_learners_gpus() -> None:
-    shared = ["rollout.placement=shared", "learner.tensor_parallel_size=4", "rollout.servers=2"]
-    words = [*shared, "rollout.server.tensor_parallel_size=2"]
+    layout = ["rollout.placement=colocated", "learner.tensor_parallel_size=4", "rollout.servers=2"]
+    words = [*layout, "rollout.server.tensor_parallel_size=2"]
     assert on_gpus(4, *words) == {"rollout": [[0, 1], [2, 3]], "evaluation": [[0]]}
     assert on_gpus(0, *words) == {"rollout": [[], []], "evaluation": [[]]}
     with pytest.raises(ConfigError, match=r"^rollout.servers: .*2 servers .* take 8 GPUs, and"):
-        on_gpus(4, *shared, "rollout.server.tensor_parallel_size=4")
+        on_gpus(4, *layout, "rollout.server.tensor_parallel_size=4")
 
 
 @pytest.mark.parametrize(
     ("num_gpus", "words", "placement"),
     [
         (0, [], "separate"),
-        (1, [], "shared"),
-        (2, [], "shared"),  # learner, rollout and evaluation server
+        (1, [], "colocated"),
+        (2, [], "colocated"),  # learner, rollout and evaluation server
         (3, [], "separate"),
         (1, ["rollout.max_staleness=1"], "separate"),
         (2, ["rollout.servers=2"], "separate"),  # more than the learner's one GPU
@@ -354,7 +360,9 @@ def test_learner_and_servers_take_turns_where_gpus_are_too_few(
     config = with_overrides(Config(), words)
     said = choose_placement(config, num_gpus)
     assert config.rollout.placement == placement
-    assert said.endswith("they take turns (rollout.placement=shared)") == (placement == "shared")
+    assert said.endswith("they take turns (rollout.placement=colocated)") == (
+        placement == "colocated"
+    )
 
 
 def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> None:
@@ -364,7 +372,7 @@ def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> No
     )  # fmt: skip
     model.architectures = ["Qwen2ForCausalLM"]
     model.save_pretrained(tmp_path)
-    words = ["rollout.placement=shared", f"model={tmp_path}", "learner.dtype=bfloat16"]
+    words = ["rollout.placement=colocated", f"model={tmp_path}", "learner.dtype=bfloat16"]
     words += ["rollout.server.mem_fraction_static=0.8", "evaluation.server.mem_fraction_static=0.8"]
 
     def check(*more: str, host_gb: int = 2000) -> str:
@@ -397,7 +405,7 @@ def test_what_servers_that_take_turns_cannot_do_is_refused(
     model_dir: Path, word: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        validate(runnable(model_dir, "rollout.placement=shared", word))
+        validate(runnable(model_dir, "rollout.placement=colocated", word))
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
@@ -472,7 +480,7 @@ def test_the_planned_memory_of_the_learner_counts_on_a_gpu_that_servers_share(
     def check(fraction: float) -> None:
         word = f"rollout.server.mem_fraction_static={fraction}"
         config = with_overrides(Config(), [*words, word])
-        check_shared_gpus(config, place_servers(config, 4), H100.memory_bytes)
+        check_colocated_gpus(config, place_servers(config, 4), H100.memory_bytes)
 
     with pytest.raises(ConfigError, match=r"rank 0 is planned to take \d.* GB of GPU 0") as refused:
         check(0.8)

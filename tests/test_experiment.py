@@ -143,7 +143,7 @@ def test_learner_and_servers_that_take_turns_have_all_gpus_of_one_group_of_nodes
 ) -> None:
     words = ["learner.tensor_parallel_size=4", f"learner.pipeline_parallel_size={pipeline}"]
     words += ["learner.layers_in_last_pipeline_stage=none", f"rollout.servers={servers}"]
-    words += ["rollout.placement=shared", "learner.offload_optimizer=true"]
+    words += ["rollout.placement=colocated", "learner.offload_optimizer=true"]
     (part,) = parts_of(script_of(*words, recipe="scaling_32b"))
     assert (part["nodes"], part["gpus-per-node"]) == (str(gpus // 8), "8")
     assert "exclusive" in part
@@ -152,7 +152,7 @@ def test_learner_and_servers_that_take_turns_have_all_gpus_of_one_group_of_nodes
     assert others == [] and [node.gpus for node in nodes] == [8] * (gpus // 8)
     taken = [(node.name, gpu + n) for node in nodes for *_, gpu in node.servers for n in range(4)]
     assert len(set(taken)) == len(taken) == gpus  # each GPU has one rank of a rollout server
-    with pytest.raises(ConfigError, match=r"^rollout.placement=shared: a heterogeneous job has"):
+    with pytest.raises(ConfigError, match=r"^rollout.placement=colocated: a heterogeneous job has"):
         script_of(*words, recipe="scaling_32b", heterogeneous=True)
 
 
@@ -662,7 +662,7 @@ def test_nemorun_shows_a_job_whose_learner_and_servers_take_turns(
     monkeypatch.setattr(
         nemo.Context, "parse_executor", lambda self, name: slurm_executor(gpus_per_node=2)
     )
-    Path("my.yaml").write_text("recipe: quickstart\nrollout: {placement: shared, servers: 2}\n")
+    Path("my.yaml").write_text("recipe: quickstart\nrollout: {placement: colocated, servers: 2}\n")
     words = ["name=first", "run.executor=mine"]
     assert nemorun("--factory", "my.yaml", *words, "--dryrun", "--yes") == 0
     (part,) = parts_of(capsys.readouterr().out.partition("#!/bin/bash\n")[2])

@@ -97,7 +97,7 @@ def test_weights_are_not_written_into_servers_of_other_nodes() -> None:
 
 def shared_config(ranks: int, servers: int, gpus_per_server: int, problems: int = 0) -> Config:
     config = config_of(ranks, servers, gpus_per_server, problems)
-    config.rollout.placement = "shared"
+    config.rollout.placement = "colocated"
     return config
 
 

@@ -29,7 +29,7 @@ from qurl_megatron.recipes.scaling_32b import LAYOUTS, study
 from tiny import build_tiny_model
 
 DOCS = Path(__file__).parent.parent / "docs"
-SLURM_PAGE, SHARED_PAGE = DOCS / "slurm.md", DOCS / "shared.md"
+SLURM_PAGE, COLOCATED_PAGE = DOCS / "slurm.md", DOCS / "colocated.md"
 QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]
 STUDIED = ("Qwen2.5-32B", "Qwen3-32B")
 FORMATS = ("bf16", "int8", "fp8")
@@ -271,7 +271,11 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
             0,
             "rollout.servers=2, in fp8, of 4 GPUs",
         ),
-        (["Qwen2.5-32B", "--gpus", "16"], 0, "separate does not fit, ahead does not fit, shared 4"),
+        (
+            ["Qwen2.5-32B", "--gpus", "16"],
+            0,
+            "separate does not fit, ahead does not fit, colocated 4",
+        ),
         (["Qwen2.5-32B", "--gpus", "16", "rollout.placement=separate"], 2, "no layout of 16 GPUs"),
         (["MODEL", "--gpus", "4", "--mean-response", "100"], 0, "4 H100: learner."),
         (["MODEL/config.json", "--gpus", "4", "--gpu", "A100"], 0, "4 A100: learner."),
@@ -352,24 +356,24 @@ def test_turns_leave_each_phase_its_memory_and_copy_what_waits() -> None:
 @pytest.mark.parametrize(("name", "gpus"), [("Qwen2.5-7B", 8), ("Qwen2.5-32B", 16)])
 def test_the_page_on_shared_gpus_has_the_steps_of_each_placement(name: str, gpus: int) -> None:
     (cells,) = re.findall(
-        rf"^\| {name} \| {gpus} \| (.*) \|$", SHARED_PAGE.read_text(), re.MULTILINE
+        rf"^\| {name} \| {gpus} \| (.*) \|$", COLOCATED_PAGE.read_text(), re.MULTILINE
     )
     config = study(name, 64, "int8")
     row = planned_row(KNOWN_MODELS[name], config, gpus, Workload.of(config), DGX_H100, given=set())
     steps = row.placements_s
     assert cells.split(" | ") == [f"{steps[key]:.0f}" if steps[key] else "-" for key in steps]
-    assert [*steps] == ["separate", "ahead", "shared"]
-    synchronous = [steps[key] for key in ("separate", "shared") if steps[key]]
+    assert [*steps] == ["separate", "ahead", "colocated"]
+    synchronous = [steps[key] for key in ("separate", "colocated") if steps[key]]
     assert row.plan.total_s == min(filter(None, synchronous))
     only = planned_row(
         KNOWN_MODELS[name],
-        with_overrides(config, ["rollout.placement=shared"]),
+        with_overrides(config, ["rollout.placement=colocated"]),
         gpus,
         Workload.of(config),
         DGX_H100,
         given={"rollout.placement"},
     )
-    assert only.placements_s == {"shared": steps["shared"]}
+    assert only.placements_s == {"colocated": steps["colocated"]}
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from qurl_megatron.config.values import (
     OptionName,
     OptionValue,
     Place,
+    Placement,
     Positive,
     Ranks,
     RunName,
@@ -349,7 +350,7 @@ class QuantizationConfig:
     """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
     learner rank writes into the parameters of the servers on its machine, and nothing is gathered;
     the machine of every server must have a learner rank, and publish must be full. auto: direct
-    where that is possible, else broadcast. Of no effect with `rollout.placement=shared`, where
+    where that is possible, else broadcast. Of no effect with `rollout.placement=colocated`, where
     `releases` decides it."""
 
     keep: list[Text] = dataclasses.field(default_factory=list)
@@ -389,7 +390,7 @@ class ServerConfig:
     """Maximum time to start, in seconds. On GPUs a first start compiles kernels, for minutes."""
 
     releases: Releases = "auto"
-    """With `rollout.placement=shared`, what a server gives back while it sleeps. cache: its KV
+    """With `rollout.placement=colocated`, what a server gives back while it sleeps. cache: its KV
     cache and CUDA graphs; learner ranks write new weights into those that stay. all: its weights
     too, which then cross the host's memory in each publish. auto: the evaluation server all; a
     rollout server cache if its weights are planned to fit beside the learner, else all."""
@@ -525,11 +526,11 @@ class RolloutConfig(AgentConfig):
     """Train although the servers' log-probs are further from the learner's than the weight format
     explains. Otherwise the run ends before it trains on them."""
 
-    placement: Literal["separate", "shared"] = "separate"
-    """Which GPUs the servers have. separate: others than the learner. shared: the learner's, in
+    placement: Placement = "separate"
+    """Which GPUs the servers have. separate: others than the learner. colocated: the learner's, in
     turn: while servers sample, the learner is in the host's memory, and while it trains they sleep.
-    On one machine, and without `max_staleness`. `qurl train` chooses shared where the machine has
-    too few GPUs for separate."""
+    On one machine, and without `max_staleness`. `qurl train` chooses colocated where the machine
+    has too few GPUs for separate."""
 
     servers_at: list[Url] = dataclasses.field(default_factory=list)
     """URLs of further servers, which somebody has started elsewhere with `qurl serve`. They get the

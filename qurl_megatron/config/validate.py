@@ -334,7 +334,7 @@ def validate_resume(saved: Config, config: Config) -> None:
             raise ConfigError(f"{field}={value}: the run has {own}, and {reason}; start a new run")
 
 
-def validate_sharing(config: Config) -> None:
+def validate_colocated(config: Config) -> None:
     """Check what learner and servers that take turns cannot do.
 
     Raises:
@@ -343,17 +343,17 @@ def validate_sharing(config: Config) -> None:
     rollout = config.rollout
     if rollout.max_staleness:
         raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness}: with rollout.placement=shared the "
+            f"rollout.max_staleness={rollout.max_staleness}: with rollout.placement=colocated the "
             "servers sleep while the learner trains; set it to 0, or use separate"
         )
     if rollout.servers_at or not rollout.servers:
         raise ConfigError(
-            "rollout.servers_at: with rollout.placement=shared all servers are on the learner's "
+            "rollout.servers_at: with rollout.placement=colocated all servers are on the learner's "
             "GPUs; leave it empty and set rollout.servers, or use separate"
         )
     if config.quantization.publish != "full":
         raise ConfigError(
-            f"quantization.publish={config.quantization.publish}: with rollout.placement=shared "
+            f"quantization.publish={config.quantization.publish}: with rollout.placement=colocated "
             "nothing is sent, but written where it lies; set it to full, or use separate"
         )
 
@@ -378,8 +378,8 @@ def _validate_fields(config: Config) -> None:
             f"checkpoint.every_minutes={minutes}: checkpoint.every_steps=0 disables checkpoints; "
             "give it a number of steps too, such as 1000"
         )
-    if rollout.placement == "shared":
-        validate_sharing(config)
+    if rollout.placement == "colocated":
+        validate_colocated(config)
     if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "

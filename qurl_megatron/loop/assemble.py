@@ -146,7 +146,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             agents = keep(Agents(config.rollout, length, config.model, logs, template, *drawn))
             score = with_own_scores(score)
     turn = None
-    if config.rollout.placement == "shared":
+    if config.rollout.placement == "colocated":
         turn = keep(closing(Turn(rosters[0].parent)))
     learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
@@ -255,7 +255,7 @@ def _fleet(
         number = f"{next(num_up)} of {len(servers)}"
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
-    takes_turns = config.rollout.placement == "shared"
+    takes_turns = config.rollout.placement == "colocated"
     # Those that take turns are listed once they are up, and sleep.
     own = [server for server in servers.values() if not (server.is_remote or takes_turns)]
     wait_ready(own, start_timeout_s, ready=say_ready)

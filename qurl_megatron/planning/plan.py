@@ -10,7 +10,7 @@ refused. A plan divides the time of its step into parts, and names the part that
     pipeline bubble     time in which pipeline stages wait for each other
     gradients           sum of the gradients over replicas, and the optimizer's step
     publish             the weights on their way to the servers; grows with their number
-    turns               with rollout.placement=shared: the learner's way to the host's memory and
+    turns               with rollout.placement=colocated: the learner's way to the host's memory and
                         back
 
 A synchronous step is the sum of them all. With `rollout.max_staleness` it has those that decide:
@@ -30,7 +30,7 @@ from qurl_megatron.config.validate import (
     check_layout,
     check_routing,
     check_scales,
-    validate_sharing,
+    validate_colocated,
 )
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
@@ -160,10 +160,10 @@ def plan(
     """
     _check_layout(architecture, config, gpus, node)
     ranks = config.learner.world_size
-    if config.rollout.placement == "shared" and ranks != gpus:
+    if config.rollout.placement == "colocated" and ranks != gpus:
         raise ConfigError(
-            f"learner: with rollout.placement=shared it has a rank on each of the {gpus} GPUs, and "
-            f"this layout has {ranks}; change learner.data_parallel_size"
+            f"learner: with rollout.placement=colocated it has a rank on each of the {gpus} GPUs, "
+            f"and this layout has {ranks}; change learner.data_parallel_size"
         )
     servers = most_servers(config, gpus, node)
     if not servers:
@@ -175,8 +175,8 @@ def plan(
         )
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
-    is_shared = rollout.placement == "shared"  # where the transport follows from `releases`
-    if config.quantization.transport == "direct" and not (is_shared or is_direct(config, node)):
+    is_colocated = rollout.placement == "colocated"  # where the transport follows from `releases`
+    if config.quantization.transport == "direct" and not (is_colocated or is_direct(config, node)):
         raise ConfigError(
             f"quantization.transport=direct: {gpus} GPUs are not all in one node of "
             f"{node.gpus}; set it to broadcast or auto"
@@ -191,7 +191,7 @@ def plan_run(architecture: Architecture, config: Config, workload: Workload, nod
         ConfigError: it does not fit the model or the memory of the GPUs.
     """
     servers = config.rollout.servers * config.rollout.server.tensor_parallel_size
-    if config.rollout.placement == "shared":
+    if config.rollout.placement == "colocated":
         servers = 0  # with GPUs of their own
     gpus = config.learner.world_size + servers
     if gpus > node.gpus:
@@ -210,7 +210,7 @@ def _planned(
         DoesNotFit: it does not fit the memory of a GPU.
     """
     turns, copies = None, {}
-    if config.rollout.placement == "shared":
+    if config.rollout.placement == "colocated":
         released = releases(architecture, config, node)
         server = dataclasses.replace(config.rollout.server, releases=released)
         rollout = dataclasses.replace(config.rollout, server=server)
@@ -255,7 +255,7 @@ def _planned(
 def most_servers(config: Config, gpus: int, node: Node = DGX_H100) -> int:
     """Return the largest number of rollout servers that fit beside the learner; 0: none does."""
     ranks = config.learner.world_size
-    if config.rollout.placement == "shared":
+    if config.rollout.placement == "colocated":
         return ranks // config.rollout.server.tensor_parallel_size
     if gpus <= node.gpus:
         nodes, gpus_per_node = 1, gpus - ranks
@@ -287,8 +287,8 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
     server_size = rollout.server.tensor_parallel_size
     check_scales(config.quantization.uaq, architecture)
     check_routing(config, architecture)
-    if rollout.placement == "shared":
-        validate_sharing(config)
+    if rollout.placement == "colocated":
+        validate_colocated(config)
     if config.advantage_estimator == "gae":
         raise ConfigError(
             "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"
@@ -409,9 +409,9 @@ def layouts(
     their values. If learner and servers take turns, the learner has a rank on each GPU.
     """
     learner, rollout = config.learner, config.rollout
-    is_shared = rollout.placement == "shared"
+    is_colocated = rollout.placement == "colocated"
     # What sleeps beside the learner: its weights only where they then fit too.
-    beside = LEFT_BYTES * num_sets(config) if is_shared else 0
+    beside = LEFT_BYTES * num_sets(config) if is_colocated else 0
 
     def values(field: str, searched: Iterable[int]) -> Iterable[int]:
         return [attrgetter(field)(config)] if field in given else searched
@@ -451,7 +451,7 @@ def layouts(
         ):
             if rows % (parts * data) or tensor * context * data % experts:
                 continue
-            if is_shared and tensor * stages * context * data != gpus:
+            if is_colocated and tensor * stages * context * data != gpus:
                 continue
             candidate = dataclasses.replace(
                 stage, data_parallel_size=data, expert_parallel_size=experts
@@ -528,7 +528,7 @@ def placements(config: Config, given: Collection[str]) -> dict[str, Config]:
         "ahead": dataclasses.replace(
             rollout, placement="separate", max_staleness=max(1, rollout.max_staleness)
         ),
-        "shared": dataclasses.replace(rollout, placement="shared", max_staleness=0),
+        "colocated": dataclasses.replace(rollout, placement="colocated", max_staleness=0),
     }
     fields = {"rollout.placement": "placement", "rollout.max_staleness": "max_staleness"}
     kept = [field for name, field in fields.items() if name in given]
@@ -588,6 +588,6 @@ def layout_overrides(config: Config) -> list[str]:
     }
     if rollout.max_staleness:
         overrides["rollout.max_staleness"] = rollout.max_staleness
-    if rollout.placement == "shared":
+    if rollout.placement == "colocated":
         overrides["rollout.placement"] = rollout.placement
     return [f"{name}={value}" for name, value in overrides.items()]

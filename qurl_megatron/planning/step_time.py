@@ -25,7 +25,7 @@
     publish    `plan_publish`: what the fullest sender sends to all servers, or a server receives,
                all tensors over InfiniBand. The senders are those of `weight_sync`: the first rank
                of each pipeline stage, and of experts of each expert-parallel rank. With
-               rollout.placement=shared it goes over gloo and PCIe. What ranks write into the
+               rollout.placement=colocated it goes over gloo and PCIe. What ranks write into the
                servers' parameters takes a fraction of a second, and counts as none. This is a lower
                bound, without the pause, the loading and the checksums.
 
@@ -310,7 +310,7 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
     of_experts = config.learner.expert_parallel_size
     fullest = max(sent.dense + sent.experts / of_experts for sent in by_stage)
     byte_s = 1 / node.gpu.infiniband_bytes_per_s
-    if config.rollout.placement == "shared":
+    if config.rollout.placement == "colocated":
         byte_s = 1 / GLOO_BYTES_PER_S + 2 / node.gpu.host_bytes_per_s
     time_s = byte_s * max(num_bytes, config.rollout.servers * fullest)
     return PublishPlan(num_bytes, is_direct=False, time_s=time_s)
@@ -319,7 +319,7 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
 def is_direct(config: Config, node: Node = DGX_H100) -> bool:
     """Return whether ranks write into the servers' parameters: all are in one node."""
     quantization, rollout = config.quantization, config.rollout
-    if rollout.placement == "shared":
+    if rollout.placement == "colocated":
         return rollout.server.releases == "cache"
     gpus = config.learner.world_size + rollout.servers * rollout.server.tensor_parallel_size
     return (

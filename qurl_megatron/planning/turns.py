@@ -1,6 +1,6 @@
 """Estimate memory and time of learner and servers that take turns on the same GPUs.
 
-It is for `rollout.placement=shared`. The parts are those of `memory`. On each GPU there are:
+It is for `rollout.placement=colocated`. The parts are those of `memory`. On each GPU there are:
 
     sample     a server's weights and KV cache with its runtime, and what the learner and the
                evaluation server leave there
@@ -137,7 +137,7 @@ def plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns:
                 rank = stage * learner.world_size // learner.pipeline_parallel_size
                 doing = {"train": "trains", "publish": "publishes"}[phase]
                 raise DoesNotFit(
-                    f"rollout.placement=shared: while learner rank {rank} {doing}, it and what "
+                    f"rollout.placement=colocated: while learner rank {rank} {doing}, it and what "
                     f"sleeps are planned to take {gigabytes(needed)} of the {gigabytes(room)} of "
                     "its GPU; divide the learner over more GPUs, or set learner.offload_optimizer "
                     "or rollout.server.releases=all",
@@ -158,7 +158,7 @@ def plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns:
     of_node = min(node.gpus, learner.world_size) * waiting
     if of_node > node.host_bytes:
         raise DoesNotFit(
-            f"rollout.placement=shared: the learner would wait in {gigabytes(of_node)} of host "
+            f"rollout.placement=colocated: the learner would wait in {gigabytes(of_node)} of host "
             f"memory, and a node has {gigabytes(node.host_bytes)}; use separate, or more nodes",
             of_node / node.host_bytes,
         )

@@ -127,7 +127,7 @@ def test_a_run_whose_servers_share_its_gpus_goes_on_without_them_and_resumes(
     start: Start,
 ) -> None:
     num_steps = 6
-    words = [f"steps={num_steps}", "rollout.placement=shared", "rollout.server.releases=all"]
+    words = [f"steps={num_steps}", "rollout.placement=colocated", "rollout.server.releases=all"]
     words += ["evaluation.problems=16", "evaluation.every_steps=3", "checkpoint.every_steps=1"]
     run = start("train", *QUICK, *words)
     run.wait_for("step 1/")

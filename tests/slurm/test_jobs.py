@@ -203,7 +203,7 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
 def test_learner_and_servers_take_turns_on_the_same_gpus_of_one_group_of_nodes(
     cluster: Cluster, tmp_path: Path, gpus_per_node: int, nodes: list[str]
 ) -> None:
-    words = ["rollout.placement=shared", "rollout.servers=2", "steps=6"]
+    words = ["rollout.placement=colocated", "rollout.servers=2", "steps=6"]
     script = script_of(*words, gpus_per_node=gpus_per_node)
     assert f"#SBATCH --nodes={len(nodes)}\n" in script
     job = cluster.submit(tmp_path, script, f"--nodelist={','.join(nodes)}")
