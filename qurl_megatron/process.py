@@ -345,7 +345,7 @@ def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
 
 
 class TurnLock:
-    """A lock in a directory, of this machine's processes; see `weight_sync/turn.py`.
+    """A lock in a directory, of this machine's processes; see `weight_sync/colocation.py`.
 
     A fork does not have it, and the kernel releases that of a process that ends.
     """

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qurl_megatron.algorithm.advantages import generalized_advantages
-from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, RolloutGroup, Turn, pack
+from qurl_megatron.algorithm.batch import (
+    Completion,
+    Episode,
+    Prompt,
+    RolloutGroup,
+    TurnTokens,
+    pack,
+)
 from qurl_megatron.algorithm.objective import PolicyLoss, token_weights
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Objective, ObjectiveConfig, RolloutConfig
@@ -134,27 +141,27 @@ def test_ppo_carries_an_advantage_over_observed_tokens_as_if_they_were_not_there
         assert torch.equal(each[mask], expected) and not each[~mask].any()
 
 
-def episode_of(*turns: Turn, end: str = "answered", **fields: Any) -> Completion:
+def episode_of(*turns: TurnTokens, end: str = "answered", **fields: Any) -> Completion:
     made = sequence(Random(1), [(turn.length, 2) for turn in turns], end=end, turns=list(turns))
     return dataclasses.replace(made, **fields)
 
 
 def test_the_penalty_for_length_is_that_of_the_longest_turn() -> None:
     rollout = RolloutConfig(max_response_length=8, soft_overlong_tokens=4)
-    short = episode_of(*[Turn(4, 5, 0)] * 5)  # 20 sampled tokens in all
-    long = episode_of(Turn(2, 5, 0), Turn(7, 9, 0))
+    short = episode_of(*[TurnTokens(4, 5, 0)] * 5)  # 20 sampled tokens in all
+    long = episode_of(TurnTokens(2, 5, 0), TurnTokens(7, 9, 0))
     group = RolloutGroup(PROMPT, [short, long], [1.0, 1.0])
     assert _penalize_length(group, rollout).rewards == [1.0, 1.0 - 3 / 4]
 
 
 def test_metrics_count_sampled_and_observed_tokens_turns_ends_and_failures() -> None:
-    failed = episode_of(Turn(1, 1, 0), end="deadline")
+    failed = episode_of(TurnTokens(1, 1, 0), end="deadline")
     assert failed.episode is not None
     failure = Score(0.0, {}, "took too long")
     failed = dataclasses.replace(failed, episode=dataclasses.replace(failed.episode, score=failure))
     completions = [
-        episode_of(Turn(3, 4, 0), Turn(2, 9, 7)),  # two observed between
-        episode_of(Turn(5, 4, 0), end="turns", truncated=True),
+        episode_of(TurnTokens(3, 4, 0), TurnTokens(2, 9, 7)),  # two observed between
+        episode_of(TurnTokens(5, 4, 0), end="turns", truncated=True),
     ]
     scores = [Score(value, {}, "") for value in (1.0, 0.0)]
     group = RolloutGroup(PROMPT, completions, [1.0, 0.0], scores, failed=[failed])
@@ -171,7 +178,7 @@ def test_metrics_count_sampled_and_observed_tokens_turns_ends_and_failures() -> 
 
 
 def test_a_sample_shows_which_tokens_were_read() -> None:
-    completion = episode_of(Turn(2, 4, 0), Turn(1, 8, 6))
+    completion = episode_of(TurnTokens(2, 4, 0), TurnTokens(1, 8, 6))
     group = RolloutGroup(PROMPT, [completion], [1.0], [Score(1.0, {}, "")])
     batch = pack([group])
     assert batch.behaviour_logprobs is not None
@@ -194,7 +201,7 @@ def test_an_episode_is_described_token_by_token() -> None:
             return "".join(f"<{token}>" for token in ids)
 
     first = Completion([7], [-0.5], "", False, [1], episode=Episode([5], [True]))
-    turns = [Turn(1, 1, 0), Turn(2, 2, 1), Turn(1, 4, 3), Turn(1, 7, 6)]
+    turns = [TurnTokens(1, 1, 0), TurnTokens(2, 2, 1), TurnTokens(1, 4, 3), TurnTokens(1, 7, 6)]
     score = Score(0.5, {"guesses": 3.0}, "")
     episode = Episode([5, 6], [True, True, True, False, False, True], "answered", score, turns)
     last = Completion(

@@ -44,7 +44,7 @@ def stage_shapes(
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from qurl_megatron.learner.cpu_runtime import megatron_runtime
-    from qurl_megatron.learner.model import Policy, build_chunks, parameters_of
+    from qurl_megatron.learner.model import PolicyModel, build_chunks, parameters_of
 
     shapes: dict[str, list[list[tuple]]] = {name: [] for name in model_dirs}
     for stage in range(learner.pipeline_parallel_size):
@@ -64,7 +64,7 @@ def stage_shapes(
             )
             for model, directory in model_dirs.items():
                 architecture = Architecture.from_directory(directory)
-                chunks = build_chunks(architecture, learner, Policy)
+                chunks = build_chunks(architecture, learner, PolicyModel)
                 shapes[model].append(
                     [
                         (name, layer, tuple(parameter.shape))

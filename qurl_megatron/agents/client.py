@@ -20,7 +20,7 @@ import torch
 from qurl_megatron.agents import policy
 from qurl_megatron.agents.policy import Request
 from qurl_megatron.agents.pool import Agents
-from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, SamplingMasks, Turn
+from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, SamplingMasks, TurnTokens
 from qurl_megatron.algorithm.score import ACCURACY, Score
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.rollout.client import RolloutClient
@@ -87,7 +87,7 @@ class _Record:
         self._sampling = sampling
         self._server: Server | None = None  # has the episode's beginning in its cache
         self.sequences: list[_Sequence] = []
-        self.turns: list[Turn] = []
+        self.turns: list[TurnTokens] = []
         self.text = ""  # of the last turn
 
     async def sample(self, request: Request) -> policy.Turn:
@@ -107,7 +107,7 @@ class _Record:
         context = sequence.ids
         (turn,), self._server = await self._client.complete(context, settings, self._server)
         sequence.sample(turn)
-        self.turns.append(Turn(len(turn.token_ids), len(context), turn.cached_tokens))
+        self.turns.append(TurnTokens(len(turn.token_ids), len(context), turn.cached_tokens))
         self.text = turn.text
         is_cut = turn.truncated and turn.token_ids[-1] not in stops
         return policy.Turn(

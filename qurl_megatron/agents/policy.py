@@ -63,7 +63,7 @@ class Limits:
     top_p: float = 1.0
 
 
-Sample = Callable[[Request], Awaitable[Turn | None]]
+SampleTurn = Callable[[Request], Awaitable[Turn | None]]
 """Takes a turn; None if it was abandoned before it was sampled."""
 
 
@@ -74,7 +74,7 @@ class Policy:
         self,
         prompt_ids: Sequence[int],
         limits: Limits,
-        sample: Sample,
+        sample: SampleTurn,
         tokenizer: Any,
         base_url: Callable[[Policy], str] = lambda policy: "",
         abandon: Callable[[], None] = lambda: None,

@@ -107,7 +107,7 @@ class Completion:
         return self.episode.prompt_ids if self.episode else prompt.token_ids
 
 
-class Turn(NamedTuple):
+class TurnTokens(NamedTuple):
     """What a policy sampled at once in an episode."""
 
     length: int  # sampled tokens
@@ -123,7 +123,7 @@ class Episode:
     sampled: list[bool]  # one per token of the completion
     end: str = ""  # what ended the episode, of `ENDS`; empty in a branch
     score: Score | None = None  # as the agent says; None: the run's reward scores the last turn
-    turns: list[Turn] = field(default_factory=list)  # over all branches, in order
+    turns: list[TurnTokens] = field(default_factory=list)  # over all branches, in order
     # Sequences that the agent gave up for one with another history; each is trained on too.
     branches: list[Completion] = field(default_factory=list)
 

@@ -27,7 +27,7 @@ from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import add_up, token_weights, value_loss
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.learner.model import Policy
+from qurl_megatron.learner.model import PolicyModel
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.model.architecture import Architecture
 
@@ -146,7 +146,7 @@ class Critic:
             vars(parallel_state).update(policy)
 
 
-class ValueModel(Policy):
+class ValueModel(PolicyModel):
     """The policy's layers under a scalar head that is initialized to 0."""
 
     own_parameters = frozenset({"output_layer.weight"})

@@ -36,7 +36,7 @@ from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.host_memory import HostMemory
 from qurl_megatron.learner.model import (
-    Policy,
+    PolicyModel,
     Routing,
     build_chunks,
     parameters_of,
@@ -55,7 +55,7 @@ LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 All tensors are [1, tokens]: the packed tokens of a micro batch. Log-probs and entropies are 0 where
 the loss mask is False. The loss and the stats are sums over tokens, as `add_up` describes. A
-model other than `Policy` passes what its `score` returns in place of log-probs and entropies.
+model other than `PolicyModel` passes what its `score` returns in place of log-probs and entropies.
 `sum_over_sequences` is that of the micro batch; all ranks of a stage call it equally often.
 """
 
@@ -93,7 +93,7 @@ class Learner:
         optimizer: OptimizerConfig,
         *,
         transform: Transform | None = None,
-        model: type[Policy] = Policy,
+        model: type[PolicyModel] = PolicyModel,
         replays_routing: bool = False,
     ) -> None:
         """Build the model and load the Hugging Face directory `model_dir` into it.
@@ -329,10 +329,10 @@ class Learner:
 
     # Building
 
-    def _wrap(self, chunks: list[Policy]) -> list[DistributedDataParallel]:
+    def _wrap(self, chunks: list[PolicyModel]) -> list[DistributedDataParallel]:
         # Gradients are reduced while the backward pass goes on. Weights are gathered after the
         # step: gathering them in the next forward pass gives wrong losses where the output layer is
-        # read outside of a module's forward pass, as in `Policy.score`.
+        # read outside of a module's forward pass, as in `PolicyModel.score`.
         overlap = parallel_state.get_data_parallel_world_size(with_context_parallel=True) > 1
         ddp = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap

@@ -32,8 +32,8 @@ _EXTRA_STATE = "._extra_state"  # in the names of what is no parameter in a mode
 
 
 def build_chunks(
-    architecture: Architecture, learner: LearnerConfig, model: type[Policy]
-) -> list[Policy]:
+    architecture: Architecture, learner: LearnerConfig, model: type[PolicyModel]
+) -> list[PolicyModel]:
     """Build this rank's chunks of the model, one per virtual stage, without weights.
 
     Megatron's parallel state identifies the rank. Call this within `megatron_runtime()`.
@@ -99,7 +99,7 @@ def _finalize_gradients(chunks: Any, num_tokens: Tensor | None = None, **options
 
 
 def parameters_of(
-    chunks: list[Policy], architecture: Architecture
+    chunks: list[PolicyModel], architecture: Architecture
 ) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
     """Yield name in the chunk, rule, layer number in the whole model, and parameter.
 
@@ -153,11 +153,11 @@ def virtual_stages(learner: LearnerConfig) -> int | None:
 
 
 def _ignore_extra_state(model: torch.nn.Module, keys: Any) -> None:
-    """Let a model load what `Policy.sharded_state_dict` returns."""
+    """Let a model load what `PolicyModel.sharded_state_dict` returns."""
     keys.missing_keys[:] = [key for key in keys.missing_keys if _EXTRA_STATE not in key]
 
 
-class Policy(GPTModel):
+class PolicyModel(GPTModel):
     """A GPTModel whose last stage returns hidden states, which `score` turns into log-probs."""
 
     own_parameters: frozenset[str] = frozenset()  # parameters without a Hugging Face counterpart

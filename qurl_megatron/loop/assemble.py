@@ -33,8 +33,8 @@ from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, revive, wait_ready
+from qurl_megatron.weight_sync.colocation import Colocation
 from qurl_megatron.weight_sync.publish import Publisher
-from qurl_megatron.weight_sync.turn import Turn
 
 
 @dataclass(frozen=True)
@@ -145,13 +145,13 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             drawn = config.rollout.temperature, config.rollout.top_p
             agents = keep(Agents(config.rollout, length, config.model, logs, template, *drawn))
             score = with_own_scores(score)
-    turn = None
+    colocation = None
     if config.rollout.placement == "colocated":
-        turn = keep(closing(Turn(rosters[0].parent)))
+        colocation = keep(closing(Colocation(rosters[0].parent)))
     learner = keep(closing(_load_learner(config)))
     critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
-    if turn:
-        turn.has([learner, critic] if critic else [learner])
+    if colocation:
+        colocation.hold([learner, critic] if critic else [learner])
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
     log = keep(closing(RunLog(config, writes=is_first)))
 
@@ -164,7 +164,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     for name, quantization in quantizations.items():
         fleet = keep(closing(_fleet(config, name, rosters, controller, log)))
         clients[name] = _client(config, name, fleet, learner, tokenizer, agents)
-        releases = getattr(config, name).server.releases if turn else None
+        releases = getattr(config, name).server.releases if colocation else None
         if releases:
             can_attach = device.can_attach(stays=releases == "cache")
             transport: Transport = "direct" if can_attach else "broadcast"
@@ -174,7 +174,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             fleet,
             quantization,
             pause_mode=config.rollout.pause_mode,
-            turn=turn,
+            colocation=colocation,
             releases=releases,
         )
         publishers[name] = keep(closing(publisher))

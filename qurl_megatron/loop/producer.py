@@ -33,7 +33,7 @@ from qurl_megatron.rollout.controller import end
 
 POLL_S = 0.2
 
-Sample = Callable[[Prompt, RolloutConfig], Awaitable[list[Completion]]]
+SampleCompletions = Callable[[Prompt, RolloutConfig], Awaitable[list[Completion]]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Producer:
         rollout: RolloutConfig,
         steps: int,
         stream: PromptStream,
-        sample: Sample,
+        sample: SampleCompletions,
         score: StartScoring,
     ) -> None:
         """Ask for nothing before the first `take`.

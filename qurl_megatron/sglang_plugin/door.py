@@ -112,7 +112,7 @@ class Sampling(Body):
     ignore_eos: bool = False
 
 
-class Sample(Body):
+class Generate(Body):
     """Sample completions of one prompt, or of several."""
 
     input_ids: Annotated[list[Token], Len(1)] | list[Annotated[list[Token], Len(1)]]
@@ -141,7 +141,7 @@ ROUTES = {
     ("POST", "/freeze_gc"): Route(),
     ("GET", DESCRIPTION_PATH): Route(claims=False),
     ("DELETE", RUN_PATH): Route(claims=False),  # does nothing for who has not the claim
-    ("POST", "/generate"): Route(body=Sample),  # SGLang warms itself up, for no run
+    ("POST", "/generate"): Route(body=Generate),  # SGLang warms itself up, for no run
     ("POST", "/pause_generation"): Route(changes=True, body=Pause),
     ("POST", "/continue_generation"): Route(changes=True, body=Empty),
     ("POST", "/release_memory_occupation"): Route(changes=True, body=Memory),

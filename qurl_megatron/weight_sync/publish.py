@@ -31,7 +31,7 @@ way (`transport.py`).
 With transport `direct`, for servers on the learner's machines, nothing is sent: every rank writes
 into the parameters of the servers of its own machine (`direct.py`).
 
-With a `turn`, learner and servers share GPUs: outside of `serving` the servers sleep (`turn.py`).
+With a `Colocation`, learner and servers share GPUs: outside of `serving` the servers sleep.
 
 Example, on every learner rank:
 
@@ -62,6 +62,7 @@ from qurl_megatron.weight_sync.bucket import (
     announce_delta,
     announce_in_place,
 )
+from qurl_megatron.weight_sync.colocation import Colocation
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
@@ -74,7 +75,6 @@ from qurl_megatron.weight_sync.transport import (
     SendersEndpoint,
     Update,
 )
-from qurl_megatron.weight_sync.turn import Turn
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class Publisher:
         *,
         pause_mode: PauseMode = "retract",
         timeout_s: float = PEER_TIMEOUT_S,
-        turn: Turn | None = None,
+        colocation: Colocation | None = None,
         releases: Releases | None = None,
     ) -> None:
         """Store the settings; send nothing.
@@ -120,12 +120,12 @@ class Publisher:
                 started with.
             pause_mode: the run's `rollout.pause_mode`.
             timeout_s: time that a server has for each answer and each transfer.
-            turn: whose turn it is on the GPUs that the learner shares with these servers; None:
+            colocation: of the learner with these servers, on the same GPUs; None:
                 they have others.
             releases: what these servers give back in the learner's turn.
         """
         self.version = 0
-        self._turn = turn
+        self._colocation = colocation
         self._releases = releases
         self._is_serving = False
         self._settings = quantization
@@ -192,7 +192,7 @@ class Publisher:
 
         Collective.
         """
-        if self._turn is None:
+        if self._colocation is None:
             yield
             return
         self._begin_serving()
@@ -237,8 +237,8 @@ class Publisher:
         lacking = [link for link in links if not link.holds(self.version)]
         if from_rank_zero(lambda: bool(lacking)):
             self._send_to(lacking)
-        assert self._turn is not None
-        self._turn.give()
+        assert self._colocation is not None
+        self._colocation.release()
         from_rank_zero(lambda: self._wait(link.wake() for link in links if not link.is_lost))
         self._is_serving = True
 
@@ -246,8 +246,8 @@ class Publisher:
         """Have the servers sleep, and the learner come back."""
         self._is_serving = False
         from_rank_zero(lambda: self._wait(link.sleep() for link in self._links.values()))
-        assert self._turn is not None
-        self._turn.take()
+        assert self._colocation is not None
+        self._colocation.acquire()
 
     @cached_property
     def _key_frame(self) -> Manifest:

@@ -27,8 +27,8 @@ class Resident(Protocol):
         """Move back, bit for bit."""
 
 
-class Turn:
-    """The turns of a run's learner, which has the first one. Collective over learner ranks."""
+class Colocation:
+    """A learner that has its GPUs in turn with servers, and has them first. Collective over ranks."""
 
     def __init__(self, directory: Path) -> None:
         """Take the node's lock in `directory`, the servers' log directory."""
@@ -36,11 +36,11 @@ class Turn:
         self._lock = TurnLock(directory) if device.local_rank() == 0 else None
         self._take()
 
-    def has(self, residents: Sequence[Resident]) -> None:
+    def hold(self, residents: Sequence[Resident]) -> None:
         """Note the learner's models, in the order in which they come back."""
         self._residents = list(residents)
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Leave, and let servers wake and start."""
         for resident in reversed(self._residents):
             resident.leave()
@@ -49,7 +49,7 @@ class Turn:
         if self._lock:
             self._lock.release()
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Come back, once all servers of this node sleep."""
         self._take()
         for resident in self._residents:
