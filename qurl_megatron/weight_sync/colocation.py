@@ -28,7 +28,7 @@ class Resident(Protocol):
 
 
 class Colocation:
-    """A learner that has its GPUs in turn with servers, and has them first. Collective over ranks."""
+    """A learner on the GPUs of servers, which has them first. Collective over learner ranks."""
 
     def __init__(self, directory: Path) -> None:
         """Take the node's lock in `directory`, the servers' log directory."""

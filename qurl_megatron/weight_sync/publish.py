@@ -120,8 +120,7 @@ class Publisher:
                 started with.
             pause_mode: the run's `rollout.pause_mode`.
             timeout_s: time that a server has for each answer and each transfer.
-            colocation: of the learner with these servers, on the same GPUs; None:
-                they have others.
+            colocation: of the learner with these servers; None: they have GPUs of their own.
             releases: what these servers give back in the learner's turn.
         """
         self.version = 0
