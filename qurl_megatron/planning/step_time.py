@@ -182,19 +182,14 @@ def pass_flops(
     return layers - experts, experts, output
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of one forward pass over a step, of a layer and of the output layer."""
-
-    layer_s: float  # products, and the communication of tensor and context parallelism
-    exchange_s: float  # of a layer's tokens with its experts
-    output_s: float
-
-
-def _forward_s(architecture: Architecture, config: Config, workload: Workload, node: Node) -> _Pass:
+def _forward_s(
+    architecture: Architecture, config: Config, workload: Workload, node: Node
+) -> tuple[float, float, float]:
     """Return the seconds of a forward pass over a step.
 
-    A layer is divided over all GPUs of its pipeline stage, and so is the output layer.
+    They are those of a layer's products and collectives, of its exchange of tokens with experts,
+    and of the output layer. A layer is divided over all GPUs of its pipeline stage, and so is the
+    output layer.
     """
     learner, rollout, gpu = config.learner, config.rollout, node.gpu
     stages, num_layers = learner.pipeline_parallel_size, architecture.num_layers
@@ -214,7 +209,7 @@ def _forward_s(architecture: Architecture, config: Config, workload: Workload, n
     ranks = learner.tensor_parallel_size * learner.context_parallel_size
     layer_s += ring_bytes / node.link_bytes_per_s(ranks)
     exchange_s = exchange_with_experts_s(architecture, learner, tokens, node)
-    return _Pass(layer_s, exchange_s, output / rate)
+    return layer_s, exchange_s, output / rate
 
 
 def exchange_with_experts_s(
@@ -256,19 +251,18 @@ def learner_time(
     """Return the time of the learner's phases."""
     learner, gpu = config.learner, node.gpu
     minibatches = config.optimizer.minibatches_per_step
-    forward = _forward_s(architecture, config, workload, node)
-    layer_s = forward.layer_s + forward.exchange_s
+    layer_s, exchange_s, output_s = _forward_s(architecture, config, workload, node)
+    with_exchange_s = layer_s + exchange_s
     by_stage = stage_layers(architecture, learner)
     # What `selective` computes again, SwiGLU, takes a hundredth of an update.
-    again_s = layer_s if learner.recompute == "full" else 0.0
-    scored = [layers * layer_s for layers in by_stage]
+    again_s = with_exchange_s if learner.recompute == "full" else 0.0
+    scored = [layers * with_exchange_s for layers in by_stage]
     update = [
-        layers * (3 * forward.layer_s + 2 * forward.exchange_s)
-        + recomputed_layers(learner, layers) * again_s
+        layers * (3 * layer_s + 2 * exchange_s) + recomputed_layers(learner, layers) * again_s
         for layers in by_stage
     ]
-    scored[-1] += forward.output_s
-    update[-1] += 4 * forward.output_s
+    scored[-1] += output_s
+    update[-1] += 4 * output_s
     proximal_s = max(scored) * ((minibatches > 1) + (config.objective.kl_coefficient > 0))
     micro_batches = num_micro_batches(config, workload.mean_length)
     waiting_stages = learner.pipeline_parallel_size - 1
