@@ -222,11 +222,11 @@ def test_a_rank_keeps_the_bytes_that_are_planned(
                 config.quantization = QuantizationConfig("int4", 32)
             else:
                 config.quantization.format = weight_format
-            without = learner_memory(architecture, config, 0)["converter"]
             config.quantization.publish = "delta"
-            planned = learner_memory(architecture, config, 0)["converter"] - without
-            # The vocabulary is planned with its padding.
-            assert 0.95 * planned <= versions[weight_format][-1].kept_bytes <= planned
+            planned = learner_memory(architecture, config, 0)["converter"]
+            # Norms and some scales are whole on each rank, which only so small a model feels.
+            kept = versions[weight_format][-1].kept_bytes
+            assert kept == pytest.approx(planned, rel=0.05), weight_format
 
 
 def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:

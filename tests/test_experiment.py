@@ -483,8 +483,8 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
     with pytest.raises(ConfigError) as refused:
         prepare_new("quickstart", ["name=first"], num_gpus=0)
     assert str(refused.value) == (
-        "memory: without a GPU this needs 1.71 GB, and 0.1 GB are free here; lower what takes "
-        "most: rollout.servers (0.613 GB), model (0.436 GB), evaluation.server (0.308 GB)"
+        "memory: without a GPU this needs 1.7 GB, and 0.1 GB are free here; lower what takes "
+        "most: rollout.servers (0.613 GB), model (0.43 GB), evaluation.server (0.308 GB)"
     )
     assert not Path("runs").exists()
     prepare_new("quickstart", ["name=first"], num_gpus=0, writes=False)  # only checks
