@@ -13,8 +13,9 @@ A server is in one of four states, and `TRANSITIONS` has all ways between them.
 
 A server counts as lost when its process has ended, when it closes a connection before it has
 answered, when it is silent and does not answer /health, when it answers that, but no prompt for
-hours, or when a publish to it fails. It does not answer /health while it is paused, so paused
-servers are not asked.
+hours, or when a publish to it fails. It does not answer /health while it is paused, so a paused
+server is not asked for that. It is asked for completions, and samples them once it resumes. If they
+waited here, the first server that resumes would get all of them.
 
 All that changes a fleet is done in the controller's loop.
 """
