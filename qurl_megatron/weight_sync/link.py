@@ -48,7 +48,7 @@ class Link:
         member: Member,
         timeout_s: float,
         pause_mode: PauseMode,
-        releases: Releases | None = None,
+        releases: Releases | None,
     ) -> None:
         """Take a server, which sleeps if it is one that `releases` memory in its sleep."""
         self.failure: RuntimeError | None = None  # of the last update

@@ -45,7 +45,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -69,12 +69,7 @@ from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.in_place import ParametersEndpoint
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.transport import (
-    Channel,
-    Endpoint,
-    SendersEndpoint,
-    Update,
-)
+from qurl_megatron.weight_sync.transport import Channel, Endpoint, SendersEndpoint, Update
 
 T = TypeVar("T")
 
@@ -125,13 +120,13 @@ class Publisher:
         """
         self.version = 0
         self._colocation = colocation
-        self._releases = releases
         self._is_serving = False
         self._settings = quantization
-        self._pause_mode = pause_mode
         self._fleet = fleet
         self._wait = fleet.controller.wait_for_all
-        self._timeout_s = timeout_s
+        self._link_to = partial(
+            Link, fleet, timeout_s=timeout_s, pause_mode=pause_mode, releases=releases
+        )
         self._converter = Converter(
             learner,
             quantization.weight_format,
@@ -259,9 +254,7 @@ class Publisher:
         self._wait(self._links.pop(member).close() for member in lost)
         for member in members:
             if member not in self._links:
-                self._links[member] = Link(
-                    self._fleet, member, self._timeout_s, self._pause_mode, self._releases
-                )
+                self._links[member] = self._link_to(member)
         return [self._links[member] for member in members]
 
     def _send_to(self, links: list[Link], base: int | None = None) -> Published:
