@@ -346,8 +346,8 @@ class Soak:
         for share in shares:
             learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
         scores = [each for share in shares for each in share.collect("proximal_logprobs")]
-        assert batch.token_lags is not None and batch.behaviour_logprobs is not None
-        of_version = batch.loss_mask & (batch.token_lags == 0)
+        assert batch.token_staleness is not None and batch.behaviour_logprobs is not None
+        of_version = batch.loss_mask & (batch.token_staleness == 0)
         differences = (torch.cat(scores) - batch.behaviour_logprobs).abs() * of_version
         lengths = batch.lengths.tolist()
         completions = zip(differences.split(lengths), of_version.split(lengths), strict=True)

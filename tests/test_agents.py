@@ -421,10 +421,10 @@ def test_a_step_trains_on_episodes_with_a_reward_and_counts_the_others(
             return
         batch, summary = sampler.sample(step=1, version=4)
     assert len(batch) == 3 and batch.loss_mask.sum() == 3 * 3
-    assert batch.advantages is not None and batch.token_lags is not None
+    assert batch.advantages is not None and batch.token_staleness is not None
     by_sequence = batch.advantages.split(batch.lengths.tolist())
     assert sorted(round(float(each[-1]), 3) for each in by_sequence) == [-1, 0, 1]  # of three
-    assert not batch.token_lags.any()
+    assert not batch.token_staleness.any()
     assert summary["reward_mean"] == 0.5 and summary["episodes_failed"] == 1
     assert summary["episode_failure"].startswith("ValueError: invalid literal for int()")
     assert summary["episode_ends"]["answered"] == 3 and summary["episode_ends"]["error"] == 1

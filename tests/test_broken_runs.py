@@ -150,7 +150,7 @@ HOSTILE = [  # metrics of a step, and what is said of them
     ({"evaluation": {"aime": {"Avg@1": {}}}}, "evaluation.aime.Avg@1: "),
     ({"evaluation": {"aime": {"Avg@1": AVERAGE | {"standard_error": -1.0}}}}, "aime.Avg@1: "),
     ({"evaluation": {"aime": {"Avg@1": AVERAGE | {"mean": 10**400}}}}, "larger than any number"),
-    ({"by_lag": []}, "by_lag: "),
+    ({"by_staleness": []}, "by_staleness: "),
     ({"reward_counts": [[0.0, 0]]}, "reward_counts.0.1: "),
     ({"reward_counts": [[float("inf"), 2]]}, "reward_counts.0.0: "),
     ({"step": -5}, "step: "),
@@ -174,7 +174,7 @@ def test_a_report_shows_hostile_names_and_infinities_as_they_are(
     name = "<script>$\\frac{\0"
     metrics = {
         "evaluation": {name: {name: AVERAGE}},
-        "by_lag": {"0": {}, name: {"token_fraction": float("nan")}},
+        "by_staleness": {"0": {}, name: {"token_fraction": float("nan")}},
         "stale_token_fraction": 0.5,
         "grad_norm": float("inf"),
     }

@@ -61,7 +61,7 @@ def test_a_batch_has_every_branch_with_its_own_prompt_and_trains_on_sampled_toke
     rewards = [float(number) for number in range(len(completions))]
     advantages = [-1.0 - reward for reward in rewards]
     batch = pack([RolloutGroup(PROMPT, completions, rewards)], [advantages], version=7)
-    assert batch.behaviour_logprobs is not None and batch.token_lags is not None
+    assert batch.behaviour_logprobs is not None and batch.token_staleness is not None
     assert batch.rewards is not None and batch.advantages is not None
     rows = [(each, number) for number, c in enumerate(completions) for each in c.sequences()]
     assert len(batch) == len(rows) == sum(map(len, episodes))
@@ -73,7 +73,7 @@ def test_a_batch_has_every_branch_with_its_own_prompt_and_trains_on_sampled_toke
         assert mask.tolist() == [False] * before + each.episode.sampled
         for values, expected in (
             (part.behaviour_logprobs, torch.tensor(each.behaviour_logprobs)),
-            (part.token_lags, 7 - torch.tensor(each.token_versions)),
+            (part.token_staleness, 7 - torch.tensor(each.token_versions)),
             (part.advantages, torch.tensor(advantages[of_episode])),
         ):
             assert isinstance(values, Tensor)
@@ -92,7 +92,7 @@ def test_what_lies_at_observed_tokens_reaches_neither_loss_nor_gradient(
     batch = pack([group], [[0.7]], version=7)
     weights = token_weights(batch.loss_mask, batch.lengths, "token_mean")
     current = -torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(1))
-    loss = PolicyLoss(ObjectiveConfig(objective=objective), by_lag=True)
+    loss = PolicyLoss(ObjectiveConfig(objective=objective), by_staleness=True)
 
     def gradient(polluted: bool, alone: bool) -> tuple[Tensor, Tensor]:
         part = batch.map(lambda tensor: tensor[batch.loss_mask]) if alone else batch

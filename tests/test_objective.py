@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import (
-    LAG_BUCKETS,
+    STALENESS_BUCKETS,
     ObjectiveOutput,
     PolicyLoss,
     add_up,
@@ -24,7 +24,7 @@ from qurl_megatron.algorithm.objective import (
     mismatch_sums,
     policy_objective,
     rollout_statistics,
-    statistics_by_lag,
+    statistics_by_staleness,
     token_weights,
     value_loss,
 )
@@ -491,8 +491,8 @@ def test_rollout_statistics_match_numbers_worked_out_by_hand() -> None:
     )
 
 
-def lag_batch(mask: Tensor) -> TrainBatch:
-    """Return eight tokens of all lags, of which the second has a ratio of 4."""
+def stale_batch(mask: Tensor) -> TrainBatch:
+    """Return eight tokens of every bucket of staleness, of which the second has a ratio of 4."""
     ratios = torch.tensor([[1.0, 4.0, 3.0, 0.5, 2.5, 1.5, 6.0, 1.0]])
     behaviour = torch.full_like(ratios, 0.1).log()
     return TrainBatch(
@@ -504,46 +504,53 @@ def lag_batch(mask: Tensor) -> TrainBatch:
         loss_weights=mask / mask.sum(),
         proximal_logprobs=behaviour + ratios.log(),
         entropy=torch.full_like(ratios, 0.5),
-        token_lags=torch.tensor([[0, 0, 1, 2, 3, 4, 5, 9]], dtype=torch.int32),
+        token_staleness=torch.tensor([[0, 0, 1, 2, 3, 4, 5, 9]], dtype=torch.int32),
     )
 
 
 def stats_of(batch: TrainBatch) -> dict[str, float]:
     """Return the policy loss's statistics of `batch`, whose policy has not moved."""
     assert batch.proximal_logprobs is not None and batch.loss_weights is not None
-    loss = PolicyLoss(ObjectiveConfig(ratio_cap=2.0), by_lag=True)
+    loss = PolicyLoss(ObjectiveConfig(ratio_cap=2.0), by_staleness=True)
     _, stats = loss(batch.proximal_logprobs, torch.zeros(1, 8), batch, batch.loss_weights)
     return floats(stats)
 
 
-def test_statistics_by_lag_are_those_of_the_tokens_of_each_lag() -> None:
+def test_statistics_by_staleness_are_those_of_its_tokens() -> None:
     mask = torch.ones(1, 8, dtype=torch.bool)
     mask[0, 1] = False  # its ratio of 4 must not show
-    by_lag = statistics_by_lag(stats_of(lag_batch(mask)))
-    assert list(by_lag) == ["0", "1", "2", "3-4", "5+"]
-    assert [by_lag[lag]["ratio_proximal_behaviour_max"] for lag in by_lag] == pytest.approx(
-        [1.0, 3.0, 0.5, 2.5, 6.0]
+    by_staleness = statistics_by_staleness(stats_of(stale_batch(mask)))
+    assert list(by_staleness) == ["0", "1", "2", "3-4", "5+"]
+    assert [
+        by_staleness[staleness]["ratio_proximal_behaviour_max"] for staleness in by_staleness
+    ] == pytest.approx([1.0, 3.0, 0.5, 2.5, 6.0])
+    assert (
+        by_staleness["3-4"]["tis_truncated_fraction"]
+        == by_staleness["5+"]["tis_truncated_fraction"]
+        == 0.5
     )
-    assert by_lag["3-4"]["tis_truncated_fraction"] == by_lag["5+"]["tis_truncated_fraction"] == 0.5
-    assert by_lag["3-4"]["token_fraction"] == pytest.approx(2 / 7)
-    assert all(lag["clip_fraction"] == lag["acr_widened_fraction"] == 0 for lag in by_lag.values())
+    assert by_staleness["3-4"]["token_fraction"] == pytest.approx(2 / 7)
+    assert all(
+        staleness["clip_fraction"] == staleness["acr_widened_fraction"] == 0
+        for staleness in by_staleness.values()
+    )
     mask[0, 3] = False
-    assert "2" not in statistics_by_lag(stats_of(lag_batch(mask)))
+    assert "2" not in statistics_by_staleness(stats_of(stale_batch(mask)))
 
 
 def test_statistics_of_the_parts_of_a_batch_add_up_to_its_statistics() -> None:
-    whole = stats_of(lag_batch(torch.ones(1, 8, dtype=torch.bool)))
+    whole = stats_of(stale_batch(torch.ones(1, 8, dtype=torch.bool)))
     halves = []
     for half in (slice(0, 4), slice(4, 8)):
         mask = torch.zeros(1, 8, dtype=torch.bool)
         mask[0, half] = True
-        halves.append(stats_of(lag_batch(mask)))
+        halves.append(stats_of(stale_batch(mask)))
     assert add_up(halves) == pytest.approx(whole, rel=1e-12)
     assert whole["largest_ratio"] == pytest.approx(6) and whole["entropy"] == 4
 
 
 def test_in_the_first_pass_current_logprobs_are_the_proximal_ones() -> None:
-    batch = lag_batch(torch.ones(1, 8, dtype=torch.bool))
+    batch = stale_batch(torch.ones(1, 8, dtype=torch.bool))
     assert batch.proximal_logprobs is not None and batch.loss_weights is not None
     loss, entropy = PolicyLoss(ObjectiveConfig()), torch.full((1, 8), 0.25)
     results = []
@@ -600,17 +607,19 @@ def test_the_weights_of_each_minibatch_follow_the_aggregation(
 
 def test_clipped_and_widened_tokens_are_counted_by_lag_and_change_nothing_else() -> None:
     batch = random_batch(seed=6)
-    lags = torch.randint(
+    staleness = torch.randint(
         0, 7, batch["advantages"].shape, generator=torch.Generator().manual_seed(1)
     )
     plain = policy_objective(**batch, objective="acr", **SETTINGS)
-    counted = policy_objective(**batch, objective="acr", **SETTINGS, token_lags=lags)
+    counted = policy_objective(**batch, objective="acr", **SETTINGS, token_staleness=staleness)
     assert torch.equal(plain.loss, counted.loss)
     for name in ("tokens", "clipped", "acr_widened"):
-        by_lag = {lag: counted.stats[f"{name}/{lag}"] for lag in LAG_BUCKETS}
-        assert sum(by_lag.values()) == plain.stats[name]
+        by_staleness = {
+            staleness: counted.stats[f"{name}/{staleness}"] for staleness in STALENESS_BUCKETS
+        }
+        assert sum(by_staleness.values()) == plain.stats[name]
     of_one = counted.stats["tokens/1"]
-    assert of_one == ((lags == 1) & (batch["loss_weights"] > 0)).sum()
+    assert of_one == ((staleness == 1) & (batch["loss_weights"] > 0)).sum()
 
 
 def test_k1_and_k3_both_estimate_the_kl_from_behaviour_to_proximal() -> None:

@@ -21,7 +21,7 @@ from qurl_megatron.report.plots import read_run
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
-def at_lag(kl: float, fraction: float) -> dict[str, float]:
+def at_staleness(kl: float, fraction: float) -> dict[str, float]:
     return {
         "token_fraction": fraction,
         "kl_behaviour_proximal_k3": kl,
@@ -150,27 +150,31 @@ def test_drift_and_quantization_are_told_apart_only_if_a_run_has_stale_tokens(
     tmp_path: Path,
 ) -> None:
     synchronous = write_run(tmp_path / "synchronous")
-    lags = {"0": at_lag(1e-4, 0.5), "1": at_lag(1e-3, 0.4), "3-4": at_lag(6e-3, 0.1)}
+    staleness = {
+        "0": at_staleness(1e-4, 0.5),
+        "1": at_staleness(1e-3, 0.4),
+        "3-4": at_staleness(6e-3, 0.1),
+    }
     asynchronous = write_run(
-        tmp_path / "asynchronous", late={"stale_token_fraction": 0.5, "by_lag": lags}
+        tmp_path / "asynchronous", late={"stale_token_fraction": 0.5, "by_staleness": staleness}
     )
     write_report([synchronous], tmp_path / "one.html")
     page = Page((tmp_path / "one.html").read_text())
     assert "Drift and quantization" not in page.text
-    assert not [caption for caption in page.captions if "lag" in caption]
+    assert not [caption for caption in page.captions if "staleness" in caption]
 
     write_report([synchronous, asynchronous], tmp_path / "two.html")
     page = Page((tmp_path / "two.html").read_text())
-    assert [caption for caption in page.captions if "lag" in caption] == [
-        f"{title}: asynchronous" for title in plots.LAG_PLOTS
+    assert [caption for caption in page.captions if "staleness" in caption] == [
+        f"{title}: asynchronous" for title in plots.STALENESS_PLOTS
     ]
     assert page.cells["stale tokens, last tenth of steps"] == ["none", "50.0%"]
     # (0.4 x 1e-3 + 0.1 x 6e-3) / 0.5
-    assert page.cells["KL at lag 0, above lag 0, last tenth of steps"] == [
+    assert page.cells["KL at staleness 0, above staleness 0, last tenth of steps"] == [
         "not measured, not measured",
         "1.0e-04, 2.0e-03",
     ]
-    assert "lag 3-4" in page.text
+    assert "staleness 3-4" in page.text
 
 
 def test_the_grid_of_layers_averages_experts_and_leaves_layers_in_bf16_empty() -> None:

@@ -205,9 +205,9 @@ def test_lags_count_from_the_version_that_is_trained_against() -> None:
         Completion([50], [-1.0], "", False, [4]),
     ]
     batch = pack([RolloutGroup(prompt, completions, [0.0, 1.0])], version=6)
-    assert batch.token_lags is not None and batch.token_lags.dtype == torch.int32
-    assert batch.token_lags[batch.loss_mask].tolist() == [3, 3, 1, 2]
-    assert not batch.token_lags[~batch.loss_mask].any()
+    assert batch.token_staleness is not None and batch.token_staleness.dtype == torch.int32
+    assert batch.token_staleness[batch.loss_mask].tolist() == [3, 3, 1, 2]
+    assert not batch.token_staleness[~batch.loss_mask].any()
 
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=8)
@@ -237,7 +237,7 @@ def test_a_ragged_batch_has_the_sequences_of_padded_rows(
             [0.0] * prompt + [float(number)] * response
             for number, (prompt, response) in enumerate(sizes)
         ],
-        "token_lags": [[0] * prompt + [2] * response for prompt, response in sizes],
+        "token_staleness": [[0] * prompt + [2] * response for prompt, response in sizes],
     }
 
     def check(part: TrainBatch, numbers: Sequence[int]) -> None:

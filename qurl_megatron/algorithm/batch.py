@@ -165,7 +165,7 @@ class TrainBatch:
     returns: Tensor | None = None  # PPO: [tokens] float32, what the critic learns to predict
     # [tokens] int32: the weight version trained against minus the version that sampled the token,
     # 0 outside loss_mask
-    token_lags: Tensor | None = None
+    token_staleness: Tensor | None = None
     # [tokens, layers, experts per token] int16: the experts that the engine chose for each token,
     # -1 for the last token of a sequence, which it did not read; None: not recorded
     routed_experts: Tensor | None = None
@@ -219,7 +219,7 @@ def pack(
     """Lay groups out as one batch, in order: one sequence per completion, or per branch of it.
 
     `advantages[group][completion]` is given to every sampled token of that completion. `version` is
-    the weight version trained against, from which lags are counted; None: every lag is 0.
+    the weight version trained against, from which staleness is counted; None: it is 0 everywhere.
     """
     rows = [
         (sequence, sequence.prompt_ids(group.prompt), index, number)
@@ -235,7 +235,7 @@ def pack(
         loss_mask=torch.zeros(ends[-1], dtype=torch.bool),
         behaviour_logprobs=(behaviour_logprobs := torch.zeros(ends[-1])),
         rewards=(rewards := torch.zeros(ends[-1])),
-        token_lags=(lags := torch.zeros(ends[-1], dtype=torch.int32)),
+        token_staleness=(staleness := torch.zeros(ends[-1], dtype=torch.int32)),
     )
     for end, (sequence, prompt, index, number) in zip(ends, rows, strict=True):
         start = end - len(sequence.token_ids)
@@ -247,7 +247,7 @@ def pack(
         behaviour_logprobs[sampled] = torch.tensor(sequence.behaviour_logprobs)
         rewards[end - 1] = groups[index].rewards[number]
         if version is not None:
-            lags[sampled] = version - torch.tensor(sequence.token_versions, dtype=torch.int32)
+            staleness[sampled] = version - torch.tensor(sequence.token_versions, dtype=torch.int32)
     recorded = [sequence.routed_experts for sequence, *_ in rows]
     known = [experts for experts in recorded if experts is not None]
     if len(known) == len(rows):

@@ -75,8 +75,8 @@ from qurl_megatron.config.schema import Config, ObjectiveConfig
 # of float32 (e^80 = 5.5e34). At the clamp, R has no gradient.
 MAX_LOG_RATIO = 20.0
 
-# Token lags that statistics are kept apart by: name, smallest and largest lag.
-LAG_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+": (5, 2**31 - 1)}
+# Token staleness that statistics are kept apart by: name, smallest and largest staleness.
+STALENESS_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+": (5, 2**31 - 1)}
 # The penalty's k3 is at most 10, as in verl, slime and OpenRLHF, and has no gradient beyond. It is
 # reached at reference / current = 13.6, where its gradient in log current is 1 - 13.6. One token
 # that the policy has all but given up would otherwise outweigh a batch, with a gradient of e^20.
@@ -106,7 +106,7 @@ def policy_objective(
     kl_coefficient: float = 0.0,
     reference_logprobs: Tensor | None = None,
     sequence_log_rho: Tensor | None = None,
-    token_lags: Tensor | None = None,
+    token_staleness: Tensor | None = None,
 ) -> ObjectiveOutput:
     """Return `loss = -sum(loss_weights * J)`, with J of the module docstring (QuRL Eq. 1, 3-5, 9).
 
@@ -124,7 +124,7 @@ def policy_objective(
         reference_logprobs: from the model before any training; only the penalty needs them.
         sequence_log_rho: the sum of log rho over the sampled tokens of each token's sequence; only
             `sequence_tis` needs it.
-        token_lags: int32, weight versions between a token's sampling and its
+        token_staleness: int32, weight versions between a token's sampling and its
             training. They change nothing but the stats.
 
     Returns:
@@ -137,7 +137,7 @@ def policy_objective(
         - `acr_widened`: tokens that `acr` does not clip and `tis` would clip;
         - `kl_reference`: sum of the clamped k3; 0 without a reference;
         - `tokens/NAME`, `clipped/NAME`, `acr_widened/NAME`: the same counts over the tokens of each
-          bucket of `LAG_BUCKETS`; only with `token_lags`.
+          bucket of `STALENESS_BUCKETS`; only with `token_staleness`.
 
     Raises:
         ValueError: a penalty has no `reference_logprobs`, or `sequence_tis` no `sequence_log_rho`.
@@ -199,10 +199,12 @@ def policy_objective(
             "acr_widened": widened.sum(),
             "kl_reference": kl_reference.sum(),
         }
-        if token_lags is not None:
+        if token_staleness is not None:
             counts = {"tokens": counted, "clipped": clipped, "acr_widened": widened}
-            for bucket, at_lag in lag_masks(token_lags).items():
-                stats |= {f"{name}/{bucket}": (at_lag & of).sum() for name, of in counts.items()}
+            for bucket, at_staleness in staleness_masks(token_staleness).items():
+                stats |= {
+                    f"{name}/{bucket}": (at_staleness & of).sum() for name, of in counts.items()
+                }
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
@@ -265,7 +267,7 @@ class PolicyLoss:
     """The loss function that the learner minimizes: `policy_objective` with a run's settings."""
 
     config: ObjectiveConfig
-    by_lag: bool = False  # also return the stats of tokens by their lag
+    by_staleness: bool = False  # also return the stats of tokens by their staleness
     own: OwnObjective | None = None  # in place of a built-in objective
 
     def __call__(
@@ -287,7 +289,7 @@ class PolicyLoss:
 
         Returns:
             The loss, and statistics for `add_up`: those of `policy_objective`, `entropy`, and
-            `mismatch_sums`, also by lag.
+            `mismatch_sums`, also by staleness.
         """
         if batch.proximal_logprobs is None:
             batch.proximal_logprobs, batch.entropy = current_logprobs.detach(), entropy
@@ -312,7 +314,7 @@ class PolicyLoss:
             loss_weights,
             reference_logprobs=batch.reference_logprobs,
             sequence_log_rho=sequence_log_rho,
-            token_lags=batch.token_lags if self.by_lag else None,
+            token_staleness=batch.token_staleness if self.by_staleness else None,
             **settings,
         )
         stats = {
@@ -337,10 +339,10 @@ class PolicyLoss:
             for name, values in statistics.items():
                 stats[f"{OWN}{name}"] = _where(counted, values.detach()).sum(dtype=torch.float64)
         masks = {"": counted}
-        if self.by_lag:
-            assert batch.token_lags is not None
-            at_lag = lag_masks(batch.token_lags)
-            masks |= {f"/{bucket}": counted & mask for bucket, mask in at_lag.items()}
+        if self.by_staleness:
+            assert batch.token_staleness is not None
+            at_staleness = staleness_masks(batch.token_staleness)
+            masks |= {f"/{bucket}": counted & mask for bucket, mask in at_staleness.items()}
         for suffix, mask in masks.items():
             sums = mismatch_sums(
                 batch.proximal_logprobs, batch.behaviour_logprobs, mask, self.config.ratio_cap
@@ -413,7 +415,7 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
     """
     names = ["behaviour_logprobs", "advantages", "routed_experts", "mask_sizes", "mask_ids"]
     if config.rollout.max_staleness:
-        names.append("token_lags")
+        names.append("token_staleness")
     for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
         minibatch.loss_weights = token_weights(
             minibatch.loss_mask, minibatch.lengths, config.objective.aggregation
@@ -486,26 +488,26 @@ def rollout_statistics(sums: Mapping[str, float], suffix: str = "") -> dict[str,
     }
 
 
-def lag_masks(token_lags: Tensor) -> dict[str, Tensor]:
-    """Return by bucket of `LAG_BUCKETS` which tokens it has: masks of the shape of `token_lags`."""
+def staleness_masks(token_staleness: Tensor) -> dict[str, Tensor]:
+    """Return which tokens each bucket of `STALENESS_BUCKETS` has, as masks of the same shape."""
     return {
-        bucket: (token_lags >= smallest) & (token_lags <= largest)
-        for bucket, (smallest, largest) in LAG_BUCKETS.items()
+        bucket: (token_staleness >= smallest) & (token_staleness <= largest)
+        for bucket, (smallest, largest) in STALENESS_BUCKETS.items()
     }
 
 
-def statistics_by_lag(sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Return the statistics of each bucket of `LAG_BUCKETS` that has tokens, from `PolicyLoss`.
+def statistics_by_staleness(sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the statistics of each of `STALENESS_BUCKETS` that has tokens, from `PolicyLoss`.
 
-    They tell the two causes of the mismatch apart. A token of lag 0 was sampled by the proximal
-    policy itself, so only quantization and the engine's rounding separate its log-probs. With
-    growing lag, the drift of the policy over that many updates is added.
+    They tell the two causes of the mismatch apart. A token of staleness 0 was sampled by the
+    proximal policy itself, so only quantization and the engine's rounding separate its log-probs.
+    With growing staleness, the drift of the policy over that many updates is added.
 
     They are the `rollout_statistics`, `clip_fraction` and `acr_widened_fraction` of the bucket, and
     `token_fraction`, its share of all tokens.
     """
     statistics = {}
-    for bucket in LAG_BUCKETS:
+    for bucket in STALENESS_BUCKETS:
         tokens = sums[f"tokens/{bucket}"]
         if tokens:
             statistics[bucket] = {

@@ -8,7 +8,12 @@ from typing import Any
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.algorithm.objective import OWN, add_up, rollout_statistics, statistics_by_lag
+from qurl_megatron.algorithm.objective import (
+    OWN,
+    add_up,
+    rollout_statistics,
+    statistics_by_staleness,
+)
 from qurl_megatron.config.schema import HELD_OUT, Config
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.evaluation.avg_at_k import (
@@ -99,7 +104,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         rollout_tokens_per_s=sampled.pop("sampled_tokens") / sampling_s,
         **sampled,
         **rollout_statistics(sums),  # type: ignore[arg-type]  # only names of floats
-        by_lag=statistics_by_lag(sums) if config.rollout.max_staleness else None,
+        by_staleness=statistics_by_staleness(sums) if config.rollout.max_staleness else None,
         acr_widened_fraction=sums["acr_widened"] / tokens,
         clip_fraction=sums["clipped"] / tokens,
         dual_clip_fraction=sums["dual_clipped"] / tokens,

@@ -45,7 +45,7 @@ class _InFlight:
     version: int  # the weight version that the servers had when it was asked for
     group: asyncio.Task[RolloutGroup]
 
-    def lag(self, version: int) -> int:
+    def staleness(self, version: int) -> int:
         """Return by how many versions the oldest token of the finished group is behind."""
         completions = self.group.result().completions
         return version - min((each.oldest_version for each in completions), default=version)
@@ -110,16 +110,17 @@ class Producer:
             old = [
                 place
                 for place in range(count)
-                if self._queue[place].lag(version) > self._rollout.max_staleness
+                if self._queue[place].staleness(version) > self._rollout.max_staleness
             ]
             if not old:
                 self._taken += count
                 return [self._queue.popleft().group.result() for _ in range(count)]
             for place in old:
                 if self._queue[place].version == version:
+                    staleness = self._queue[place].staleness(version)
                     raise RuntimeError(
                         f"a prompt that was sent after the publish of weight version {version} was "
-                        f"answered with weights {self._queue[place].lag(version)} versions older"
+                        f"answered with weights {staleness} versions older"
                     )
                 self._drop(place, settings, version)
         return None

@@ -211,8 +211,8 @@ def _summarize(
     sampled: list[RolloutGroup], chosen: list[RolloutGroup], batch: TrainBatch
 ) -> dict[str, Any]:
     """Return metrics of all `sampled` groups, and of those `chosen`, which the batch is made of."""
-    assert batch.token_lags is not None
-    lags = batch.token_lags[batch.loss_mask]
+    assert batch.token_staleness is not None
+    staleness = batch.token_staleness[batch.loss_mask]
     completions = [completion for group in sampled for completion in group.completions]
     values = [reward for group in sampled for reward in group.rewards]
     lengths = [completion.num_sampled for completion in completions]
@@ -236,9 +236,9 @@ def _summarize(
         "groups_replaced": len(sampled) - len(chosen),
         "equal_reward_fraction": fmean(is_zero_variance(group.rewards) for group in chosen),
         "sampled_tokens": sum(lengths),
-        "token_lag_mean": lags.double().mean().item(),
-        "token_lag_max": int(lags.max()),
-        "stale_token_fraction": (lags > 0).double().mean().item(),
+        "token_staleness_mean": staleness.double().mean().item(),
+        "token_staleness_max": int(staleness.max()),
+        "stale_token_fraction": (staleness > 0).double().mean().item(),
         **_summarize_episodes(sampled),
     }
 

@@ -173,7 +173,7 @@ def _batch(config: Config, architecture: Architecture, micro_batches: int) -> Tr
         advantages=zeros + 1,
         values=zeros,
         returns=zeros,
-        token_lags=torch.zeros(total, dtype=torch.int32),
+        token_staleness=torch.zeros(total, dtype=torch.int32),
         routed_experts=routed,
         mask_sizes=sizes,
         mask_ids=None if sizes is None else torch.zeros(int(sizes.sum()), dtype=torch.int32),

@@ -199,20 +199,20 @@ class StepMetrics:
     """Sampled tokens divided by `time_rollout_s`; with `rollout.max_staleness` by the time of the
     whole step, because the servers sample all the time."""
 
-    token_lag_mean: float = 0.0
-    """Mean lag of trained tokens: the number of weight versions published between a token's
+    token_staleness_mean: float = 0.0
+    """Mean staleness of trained tokens: the number of weight versions published between a token's
     sampling and the training on it. 0 in synchronous rollout."""
 
-    token_lag_max: int = 0
-    """Largest lag of any trained token, in weight versions. At most `rollout.max_staleness`."""
+    token_staleness_max: int = 0
+    """Largest staleness of any trained token, at most `rollout.max_staleness`."""
 
     stale_token_fraction: float = 0.0
-    """Fraction of trained tokens with a lag above 0."""
+    """Fraction of trained tokens with a staleness above 0."""
 
-    by_lag: dict[str, dict[str, float]] | None = None
-    """Statistics of trained tokens by their lag: 0, 1, 2, 3-4 and 5+ weight versions. At lag 0 the
-    train-inference mismatch comes from quantization and the engine alone; what a larger lag adds is
-    the policy's drift. Each lag that occurs has its `token_fraction` of trained tokens, and
+    by_staleness: dict[str, dict[str, float]] | None = None
+    """Statistics of trained tokens by their staleness: 0, 1, 2, 3-4 and 5+ weight versions. At 0 the
+    train-inference mismatch comes from quantization and the engine alone; what a larger staleness
+    adds is the policy's drift. Each one that occurs has its `token_fraction` of trained tokens, and
     `kl_behaviour_proximal`, `kl_behaviour_proximal_k3`, `logprob_abs_diff`,
     `ratio_proximal_behaviour_max`, `tis_truncated_fraction`, `clip_fraction` and
     `acr_widened_fraction` over them. None: synchronous rollout."""

@@ -48,8 +48,8 @@ def _page(runs: list[RunRecord]) -> str:
         {"Rewards of completions": plots.reward_distribution}, with_rewards
     )
     stale = [run for run in runs if run.has_stale_tokens]
-    lags = _figures_of_each(plots.LAG_PLOTS, stale)
-    drift = f"<h2>Drift and quantization</h2><p>{_LAGS}</p><main>{''.join(lags)}</main>"
+    staleness = _figures_of_each(plots.STALENESS_PLOTS, stale)
+    drift = f"<h2>Drift and quantization</h2><p>{_STALENESS}</p><main>{''.join(staleness)}</main>"
     layers = _figures_of_each(plots.LAYER_PLOTS, [run for run in runs if run.weights])
     sentences = "".join(
         f"<li><b>{html.escape(run.name)}</b>: {html.escape(sentence)}</li>"
@@ -89,10 +89,10 @@ _GLOSSARY = (
     "behaviour. Thin lines show every step, thick lines a running mean over a twentieth of the "
     "steps."
 )
-_LAGS = (
-    "The lag of a token is the number of weight versions published between its sampling and the "
-    "training on it. At lag 0 the mismatch comes from quantization and the engine alone; what a "
-    "larger lag adds is the drift of the policy."
+_STALENESS = (
+    "The staleness of a token is the number of weight versions published between its sampling and "
+    "the training on it. At 0 the mismatch comes from quantization and the engine alone; what a "
+    "larger staleness adds is the drift of the policy."
 )
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1a1a; --paper: #fff; --line: #d5d5d5; }
@@ -185,7 +185,7 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
     if has_stale:
         stale = f"{run.late('stale_token_fraction'):.1%}" if run.has_stale_tokens else "none"
         quantities[f"stale tokens, {late}"] = stale
-        quantities[f"KL at lag 0, above lag 0, {late}"] = _kl_by_lag(run)
+        quantities[f"KL at staleness 0, above staleness 0, {late}"] = _kl_by_staleness(run)
     for (name, measure), averages in run.scores().items():
         scores = [mean_and_error(average) for average in averages.values()]
         change = f"{scores[0]} \N{RIGHTWARDS ARROW} {scores[-1]}"
@@ -206,21 +206,21 @@ def _if_measured(measured: dict[str, Any] | None, name: str, form: str) -> str:
     return NOT_MEASURED if value is None else f"{value:{form}}"
 
 
-def _kl_by_lag(run: RunRecord) -> str:
+def _kl_by_staleness(run: RunRecord) -> str:
     """Return two means over tokens of the late steps: of fresh tokens, and of stale ones."""
     means = []
     for is_fresh in (True, False):
-        of_lags = [
+        by_bucket = [
             measured
             for step in run.late_steps
-            for lag, measured in (step.get("by_lag") or {}).items()
-            if (lag == "0") == is_fresh
+            for staleness, measured in (step.get("by_staleness") or {}).items()
+            if (staleness == "0") == is_fresh
         ]
-        weights = [measured.get("token_fraction", 0.0) for measured in of_lags]
+        weights = [measured.get("token_fraction", 0.0) for measured in by_bucket]
         weight = sum(weights)
         kl = sum(
-            of_lag * measured.get(KL, math.nan)
-            for of_lag, measured in zip(weights, of_lags, strict=True)
+            of_staleness * measured.get(KL, math.nan)
+            for of_staleness, measured in zip(weights, by_bucket, strict=True)
         )
         means.append(f"{kl / weight:.1e}" if weight else NOT_MEASURED)
     return ", ".join(means)

@@ -207,13 +207,15 @@ def divergence(axes: Axes, runs: list[RunRecord]) -> None:
         axes.legend(fontsize=7)
 
 
-def by_lag(axes: Axes, runs: list[RunRecord], metric: str) -> None:
-    """Draw a metric of `by_lag` for a single run: one line for each lag, NaN without tokens."""
+def by_staleness(axes: Axes, runs: list[RunRecord], metric: str) -> None:
+    """Draw a metric of `by_staleness` for a single run: a line for each, NaN without tokens."""
     (run,) = runs
-    tables = [step.get("by_lag") or {} for step in run.steps]
-    for number, lag in enumerate(sorted({lag for table in tables for lag in table})):
-        values = [table.get(lag, {}).get(metric, math.nan) for table in tables]
-        _draw(axes, run, metric, values, color=run_colour(number), label=f"lag {lag}")
+    tables = [step.get("by_staleness") or {} for step in run.steps]
+    for number, staleness in enumerate(
+        sorted({staleness for table in tables for staleness in table})
+    ):
+        values = [table.get(staleness, {}).get(metric, math.nan) for table in tables]
+        _draw(axes, run, metric, values, color=run_colour(number), label=f"staleness {staleness}")
     axes.set_ylabel("nats" if metric in LOGARITHMIC else "fraction of tokens")
     axes.legend(fontsize=7)
 
@@ -336,11 +338,13 @@ TRAINING_PLOTS: dict[str, Plot] = {
         for title, (ylabel, *metrics) in _CURVES.items()
     },
 }
-LAG_PLOTS: dict[str, Plot] = {
-    "KL(behaviour, proximal) by token lag": partial(by_lag, metric="kl_behaviour_proximal_k3"),
-    "Tokens truncated at C, by lag": partial(by_lag, metric="tis_truncated_fraction"),
-    "Clipped tokens, by lag": partial(by_lag, metric="clip_fraction"),
-    "Trained tokens, by lag": partial(by_lag, metric="token_fraction"),
+STALENESS_PLOTS: dict[str, Plot] = {
+    "KL(behaviour, proximal) by token staleness": partial(
+        by_staleness, metric="kl_behaviour_proximal_k3"
+    ),
+    "Tokens truncated at C, by staleness": partial(by_staleness, metric="tis_truncated_fraction"),
+    "Clipped tokens, by staleness": partial(by_staleness, metric="clip_fraction"),
+    "Trained tokens, by staleness": partial(by_staleness, metric="token_fraction"),
 }
 LAYER_PLOTS: dict[str, Plot] = {
     "Quantization error (Eq. 14)": partial(layer_grid, metric="weight_quant_error"),

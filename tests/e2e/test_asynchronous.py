@@ -33,11 +33,11 @@ def test_tokens_are_at_most_as_old_as_allowed_and_their_logprobs_as_good_as_fres
     assert run.exit_code() == 0, run.text()
     steps = metrics_of(run)
     assert [step["weight_version"] for step in steps] == [2, 3, 4, 5]
-    lags = [step["token_lag_max"] for step in steps]
-    assert lags[:3] == [0, 1, 2] and lags[3] <= MAX_STALENESS
+    staleness = [step["token_staleness_max"] for step in steps]
+    assert staleness[:3] == [0, 1, 2] and staleness[3] <= MAX_STALENESS
     assert all(
-        (step["stale_token_fraction"] > 0) == (lag > 0)
-        for step, lag in zip(steps, lags, strict=True)
+        (step["stale_token_fraction"] > 0) == (staleness > 0)
+        for step, staleness in zip(steps, staleness, strict=True)
     )
     ahead = [min(MAX_STALENESS, STEPS - step["step"]) * PER_STEP for step in steps]
     assert [step["groups_in_flight"] for step in steps] == ahead
