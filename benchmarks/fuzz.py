@@ -319,7 +319,7 @@ def strategies() -> dict[str, st.SearchStrategy[Any]]:
         st.fixed_dictionaries(
             {"evaluation": st.dictionaries(values, st.dictionaries(values, average))}
         ),
-        st.fixed_dictionaries({"by_lag": st.dictionaries(values, json_values)}),
+        st.fixed_dictionaries({"by_staleness": st.dictionaries(values, json_values)}),
     ).map(lambda changed: json.dumps(STEP | changed).encode() + b"\n")
     files = st.tuples(st.sampled_from(FILES), content)
     bodies = st.one_of(

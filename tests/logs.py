@@ -18,7 +18,7 @@ ZEROS |= {
     "evaluation": None,
     "reward_counts": [(0.0, 1), (1.0, 3)],
 }
-ZEROS |= {"verifier_failure": "", "by_lag": None, "reward_parts": {}, "objective_parts": {}}
+ZEROS |= {"verifier_failure": "", "by_staleness": None, "reward_parts": {}, "objective_parts": {}}
 ZEROS |= {"episode_ends": None, "episode_failure": "", "prefix_cached_by_turn": None}
 GOOD: dict[str, Any] = ZEROS | {  # a step that no rule of the report's advice objects to
     "entropy": 1.0,

@@ -605,7 +605,7 @@ def test_the_weights_of_each_minibatch_follow_the_aggregation(
         assert part.loss_weights.tolist() == pytest.approx(weights)
 
 
-def test_clipped_and_widened_tokens_are_counted_by_lag_and_change_nothing_else() -> None:
+def test_clipped_and_widened_tokens_are_counted_by_staleness_and_change_nothing_else() -> None:
     batch = random_batch(seed=6)
     staleness = torch.randint(
         0, 7, batch["advantages"].shape, generator=torch.Generator().manual_seed(1)

@@ -210,7 +210,7 @@ class StepMetrics:
     """Fraction of trained tokens with a staleness above 0."""
 
     by_staleness: dict[str, dict[str, float]] | None = None
-    """Statistics of trained tokens by their staleness: 0, 1, 2, 3-4 and 5+ weight versions. At 0 the
+    """Statistics of trained tokens by staleness: 0, 1, 2, 3-4 and 5+ weight versions. At 0 the
     train-inference mismatch comes from quantization and the engine alone; what a larger staleness
     adds is the policy's drift. Each one that occurs has its `token_fraction` of trained tokens, and
     `kl_behaviour_proximal`, `kl_behaviour_proximal_k3`, `logprob_abs_diff`,
