@@ -150,7 +150,8 @@ def slurm_jobs(run_dir: Path) -> list[str]:
     """
     if not shutil.which("squeue"):
         return []
-    started = {_job(path).get("id") for path in run_dir.glob("logs/**/job.json")}
+    files = run_dir.glob("logs/**/job.json")
+    started = {read_json_object(path, dict[str, str]).get("id") for path in files}
     command = ["squeue", "--me", "--noheader", "--format=%i|%T|%r|%k"]
     try:
         queue = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT_S)
@@ -179,17 +180,12 @@ def newest_logs(run_dir: Path) -> list[Path]:
         ConfigError: the run has no logs.
     """
     newest = logs_of(run_dir, newest_attempt(run_dir))
-    output = _job(newest / "job.json").get("output")
+    output = read_json_object(newest / "job.json", dict[str, str]).get("output")
     outputs = [run_dir / CONSOLE_LOG, *([Path(output)] if output else [])]
     paths = [path for path in [*outputs, *sorted(newest.glob("*.log"))] if path.is_file()]
     if not paths:
         raise ConfigError(f"{run_dir}: the run has no logs")
     return paths
-
-
-def _job(path: Path) -> dict[str, str]:
-    """Return what a Slurm job has written about itself; nothing if that cannot be read."""
-    return read_json_object(path, dict[str, str])
 
 
 def claim(run_dir: Path) -> TextIO:
