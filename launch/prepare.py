@@ -25,7 +25,7 @@ from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM, local_data
 from qurl_megatron.data.rewards import absolute
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import list_checkpoints, write_whole
 from qurl_megatron.launch.placement import check_colocated_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
@@ -132,6 +132,10 @@ def prepare_resume(
             _make_paths_absolute(each)
         _accept_new_places(saved, config)
         validate_resume(saved, config)
+        if (done := list_checkpoints(run_dir)) and config.steps < (
+            steps := int(done[-1].name.removeprefix("step_"))
+        ):
+            raise ConfigError(f"steps={config.steps}: the run has done {steps}; give more")
         data_summary = _check(config, num_gpus, node, asks_servers, resumes=True)
         if writes:
             if num_gpus == 0:
@@ -293,7 +297,10 @@ def _check(
     )
     stops = config.rollout.stop_token_ids
     config.rollout.stop_token_ids = stops or stop_token_ids(architecture, tokenizer)
-    check_agent(config.rollout, config.model)
+    try:
+        check_agent(config.rollout, config.model)
+    except ConfigError as error:  # it names the field `agent`
+        raise ConfigError(f"rollout.{error}") from None
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(hub.local_model(config.critic.model)))
     if num_gpus:

@@ -89,6 +89,15 @@ def test_a_resume_without_a_file_to_evaluate_on_is_refused_although_the_file_is_
     assert resumed.evaluation.data == {"test": str(moved)}
 
 
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_done() -> None:
+    config, _ = prepare_new("quickstart", ["name=first", "steps=40"])
+    (config.run_dir / "checkpoints" / "step_000030").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="^steps=20: the run has done 30; give more$"):
+        prepare_resume(config.run_dir, ["steps=20"])
+    assert load(config.run_dir / "config.yaml").steps == 40
+    assert prepare_resume(config.run_dir, ["steps=30"])[0].steps == 30
+
+
 def test_a_directory_that_cannot_be_a_runs_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="^output_dir=file/of/runs: file is a file; choose"):

@@ -77,6 +77,18 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
     ("bad", "message"),
     [
         (b'{"question": "1 + 1?", ', "not JSON"),
+        (
+            b'{"question": "1 + 1?", "answer": "1", "answer": "2"}',
+            "not JSON (the field answer is given twice)",
+        ),
+        (
+            {"question": "1?", "prompt": "2?", "answer": "2"},
+            "has question and prompt, which differ; name",
+        ),
+        (
+            {"prompt": [{"role": "assistant", "content": "2"}], "answer": "2"},
+            "the last message of prompt is the",
+        ),
         (b'{"question": "\xff", "answer": "2"}', "not JSON"),
         ([1, 2], "a JSON list; expected an object"),
         ({"question": "3 + 3?", "answer": " "}, "answer is missing or empty"),
@@ -494,7 +506,6 @@ PARTS = [{"type": "text", "text": "3 + "}, {"type": "text", "text": "3?"}]
         ({"messages": [USER, ASSISTANT], "reward_model": {"ground_truth": "6"}}, [USER], "6"),
         # TRL's prompts, and an older field beside a conversation
         ({"prompt": [USER], "answer": "6"}, [USER], "6"),
-        ({"prompt": [USER, ASSISTANT], "answer": "6"}, [USER, ASSISTANT], "6"),
         ({"prompt": "3 + 3?", "messages": [USER, ASSISTANT], "answer": "6"}, [USER], "6"),
         # OpenAI's content parts
         ({"messages": [{"role": "user", "content": PARTS}], "answer": "6"}, [USER], "6"),

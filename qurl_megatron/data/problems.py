@@ -52,7 +52,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -381,7 +381,7 @@ def _read_json(path: Path) -> Entries:
 def _from_json(text: str | bytes, location: str, expected: str) -> Any:
     """Return the value of JSON text; may raise DataError."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
         is_deep = _depth(value) > MAX_DEPTH
     except RecursionError:
         is_deep = True
@@ -390,6 +390,17 @@ def _from_json(text: str | bytes, location: str, expected: str) -> Any:
     if is_deep:
         raise DataError(f"{location}: nested more than {MAX_DEPTH} deep; expected {expected}")
     return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; raise ValueError if a field is given twice."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(
+            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
+        )
+        raise ValueError(f"the field {twice} is given twice")
+    return fields
 
 
 def _depth(value: Any) -> int:
@@ -534,11 +545,21 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
         raise DataError(f"a JSON {type(entry).__name__}; expected an object")
     name = _name(entry, fields.question, (*QUESTION_FIELDS, "messages"), fields.required)
     asked = _value(entry, name, "question_key")
+    also = [each for each in QUESTION_FIELDS if entry.get(each) not in (None, "", asked)]
+    if name in QUESTION_FIELDS and not fields.question and also:
+        raise DataError(
+            f"has {name} and {also[0]}, which differ; name the one to ask with question_key={name}"
+        )
     messages = _messages(asked, name)
     last = ""
     answers: tuple[str, ...] = ()
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
         last = messages.pop().get("content", "")
+    elif messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"the last message of {name} is the assistant's; end it with the user's, or call it "
+            "messages, whose last one is the answer"
+        )
     question = "\n\n".join(message["content"] for message in messages if "content" in message)
     verl = isinstance(entry.get("reward_model"), dict)
     usual = "reward_model.ground_truth" if verl else "answer"

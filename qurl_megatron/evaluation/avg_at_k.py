@@ -272,7 +272,7 @@ def check(config: EvalConfig) -> None:
         ConfigError, ArchitectureError: an input is wrong.
     """
     if os.path.lexists(config.output):
-        raise ConfigError(f"output={config.output}: exists; choose another directory")
+        raise ConfigError(f"output={config.output}: exists; choose another directory, output=DIR")
     if not config.data:
         raise ConfigError(
             "data: missing; give at least one file, dataset directory or reasoning_gym:TASK"
