@@ -38,7 +38,8 @@ lint: .venv/ready
 	.venv/bin/pip install --no-deps --target .venv/transformer-engine --upgrade -r requirements-te.txt
 	touch .venv/ready
 
-lock:  # requirements.txt from pyproject.toml, keeping the versions that still fit; needs uv
+# For 3.11.2, which Debian 12 has; keeps the versions that still fit; needs uv.
+lock:  # requirements.txt from pyproject.toml
 	uv pip compile pyproject.toml --all-extras --generate-hashes --no-annotate \
-		--python-version 3.11.7 --python-platform x86_64-manylinux_2_34 \
+		--python-version 3.11.2 --python-platform x86_64-manylinux_2_34 \
 		--custom-compile-command "make lock" --output-file requirements.txt
