@@ -69,7 +69,7 @@ def test_a_run_goes_on_without_one_of_its_servers_and_waits_for_new_ones_without
     steps = metrics_of(run)
     assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
     assert [step["weight_version"] for step in steps] == list(range(2, num_steps + 2))
-    assert max(step["token_lag_max"] for step in steps) == 1
+    assert max(step["token_staleness_max"] for step in steps) == 1
     assert sum(step["groups_dropped"] for step in steps) == 0
     assert prompts_trained(run) == num_steps * PER_STEP
     summary = json.loads((run.run_dir / "summary.json").read_text())

@@ -195,10 +195,10 @@ def test_a_run_that_is_killed_in_every_phase_leaves_no_process_and_completes(
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
     assert [step["weight_version"] for step in steps] == list(range(2, STEPS + 2))
     # What was in flight at the end of an attempt was sampled again, with the checkpoint's weights.
-    assert {step["step"] for step in steps if step["token_lag_max"] == 0} == {
+    assert {step["step"] for step in steps if step["token_staleness_max"] == 0} == {
         step for step in first_steps if step <= STEPS
     }
-    assert max(step["token_lag_max"] for step in steps) <= 1
+    assert max(step["token_staleness_max"] for step in steps) <= 1
     assert prompts_trained(run) == STEPS * PER_STEP
     assert list(run.run_dir.rglob(f"*{PARTIAL}")) == []
     assert {path.name for path in run.run_dir.iterdir()} >= {"summary.json", "final_model"}

@@ -147,7 +147,7 @@ def test_a_run_whose_servers_share_its_gpus_goes_on_without_them_and_resumes(
     steps = metrics_of(run)
     assert [step["step"] for step in steps] == list(range(1, num_steps + 1))
     assert [step["weight_version"] for step in steps] == list(range(2, num_steps + 2))
-    assert max(step["token_lag_max"] for step in steps) == 0
+    assert max(step["token_staleness_max"] for step in steps) == 0
     assert prompts_trained(run) == num_steps * PER_STEP
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert 0 <= summary["held_out_accuracy_after"] <= 1
