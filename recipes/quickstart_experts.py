@@ -1,8 +1,8 @@
 """The quickstart with experts: a Qwen3-MoE of 3.9M parameters learns to spell words backward.
 
-Task, verifier and settings are those of `quickstart`. A token passes through two of eight experts
-in each layer. The learner divides them over two ranks. Update-aware quantization (UAQ) scales by 2,
-because a router needs a power of two.
+Task, verifier and most settings are those of `quickstart`. A token passes through two of eight
+experts in each layer. The learner divides them over two ranks. Update-aware quantization (UAQ)
+scales by 2, because a router needs a power of two.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,8 @@ def recipe() -> Config:
     learner.tensor_parallel_size, learner.data_parallel_size = learner.data_parallel_size, 1
     learner.expert_parallel_size = learner.tensor_parallel_size
     config.quantization.uaq = UaqConfig(scale=2.0)
+    config.steps = 80  # it learns more slowly: 40 steps at twice this rate gained 12 points
+    config.optimizer.learning_rate, config.optimizer.warmup_steps = 1.5e-4, 20
     return config
 
 
