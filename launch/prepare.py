@@ -132,10 +132,9 @@ def prepare_resume(
             _make_paths_absolute(each)
         _accept_new_places(saved, config)
         validate_resume(saved, config)
-        if (done := list_checkpoints(run_dir)) and config.steps < (
-            steps := int(done[-1].name.removeprefix("step_"))
-        ):
-            raise ConfigError(f"steps={config.steps}: the run has done {steps}; give more")
+        done = [int(path.name.removeprefix("step_")) for path in list_checkpoints(run_dir)]
+        if done and config.steps < done[-1]:
+            raise ConfigError(f"steps={config.steps}: the run has done {done[-1]}; give more")
         data_summary = _check(config, num_gpus, node, asks_servers, resumes=True)
         if writes:
             if num_gpus == 0:

@@ -146,7 +146,7 @@ def teach(
 
     Args:
         accuracy: at which it ends, of greedy answers to problems that are not shown, as a fraction.
-        batch_size: answers in a step.
+        batch_size: answers in a step, or all if there are fewer.
 
     Raises:
         ConfigError: it failed.
@@ -177,7 +177,8 @@ def _teach(config: Config, accuracy: float, batch_size: int, learning_rate: floa
     torch.manual_seed(config.seed)
     torch.set_num_threads(min(4, len(os.sched_getaffinity(0))))
     tokenizer = load_tokenizer(Path(config.model))
-    tested, shown = set_aside(load_prompts(config, tokenizer).train, TESTED_PROBLEMS)
+    prompts = load_prompts(config, tokenizer).train
+    tested, shown = set_aside(prompts, min(TESTED_PROBLEMS, len(prompts) // 2))
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     model.to(device.device())
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.99))
@@ -203,7 +204,7 @@ def _teach(config: Config, accuracy: float, batch_size: int, learning_rate: floa
 
     order = random.Random(config.seed)
     for step in range(1, MOST_STEPS + 1):
-        loss, _ = scores(order.sample(shown, batch_size))
+        loss, _ = scores(order.sample(shown, min(batch_size, len(shown))))
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, step / WARMUP_STEPS)
         optimizer.zero_grad()

@@ -246,7 +246,7 @@ def test_a_plan_and_a_rehearsal_take_a_file() -> None:
 def test_what_a_builder_returns_may_teach_the_model_until_it_is_as_good_as_asked_for(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["name=first", "data_options.size=600", "reward=exact"]
+    words = ["name=first", "data_options.size=150", "reward=exact"]
     build = "from functools import partial\nfrom qurl_megatron.recipes import quickstart\n"
     build += "def build(directory, seed):\n    quickstart.build_model(directory, seed)\n"
     Path("own.py").write_text(f"{build}    return partial(quickstart.teach, accuracy=0.0)\n")

@@ -178,6 +178,7 @@ TAKES_ONE = "def reward(completion): pass"
         ("import sys; sys.exit('no')", "SystemExit: no"),
         ("def reward(completion, problem): yield 1", "TypeError: it yields, and so returns no rew"),
         ("async def reward(completion, problem): yield 1", "TypeError: it yields"),
+        ("def reward(completions, prompt): pass", "its parameter prompt must be prompts"),
     ],
 )
 def test_what_is_no_reward_function_or_cannot_be_imported_is_refused_in_one_line(

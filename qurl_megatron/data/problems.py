@@ -555,7 +555,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     answers: tuple[str, ...] = ()
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
         last = messages.pop().get("content", "")
-    elif messages[-1]["role"] == "assistant":
+    elif name in QUESTION_FIELDS and messages[-1]["role"] == "assistant":
         raise DataError(
             f"the last message of {name} is the assistant's; end it with the user's, or call it "
             "messages, whose last one is the answer"

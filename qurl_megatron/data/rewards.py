@@ -191,6 +191,8 @@ def _style(signature: inspect.Signature) -> Style:
                 raise TypeError(f"its parameter {second} is no str, but has .question and .answer")
             return "batch" if names[0] == "completions" else "single"
     if "completions" in names:
+        if "prompt" in needed:
+            raise TypeError("its parameter prompt must be prompts, which has one a completion")
         return "trl"
     raise TypeError(
         f"its parameters are {signature}; expected (completion, problem), (completions, problem) "
