@@ -29,8 +29,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import machine
-from benchmarks.gpu import policy, publish
-from benchmarks.gpu.throughput import sample
+from benchmarks.gpu import policy
 from benchmarks.peers.__main__ import environment, peer
 from benchmarks.shards import random_learner
 from qurl_megatron.config.schema import FormatName, QuantizationConfig, ServerConfig
@@ -84,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> None:
         for name in arguments.engines:
             if name in OWN:
                 engines[name] = running.enter_context(run_own(name, directory, arguments))
-        publish.initialize_single_rank()  # starts threads, and who has some cannot fork a server
+        policy.initialize_single_rank()  # starts threads, and who has some cannot fork a server
         for name in arguments.engines:
             if name in PEERS:
                 engines[name] = running.enter_context(run_peer(name, directory, arguments))
@@ -122,7 +121,7 @@ def run_own(name: FormatName, directory: Path, arguments: argparse.Namespace) ->
                 publisher = Publisher(random_learner(architecture), fleet, QuantizationConfig(name))
                 has_weights = publisher.publish().num_servers == 1
                 publisher.close()
-            sample(running, batch, prompt, output, architecture.vocab_size)
+            policy.sample(running, batch, prompt, output, architecture.vocab_size)
 
         yield answer
 

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import os
+import struct
+import subprocess
 import sys
-import zipfile
-from importlib.metadata import distribution, version
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,29 +117,46 @@ def test_rows_list_the_tests_that_passed_failed_and_were_skipped(tmp_path: Path)
     assert row["printed"] == ["test_passing: measured 3"]
 
 
-def test_the_kit_contains_what_the_bare_machine_lacks() -> None:
-    everything = kit.missing_packages({})
-    assert everything["sglang"] == version("sglang")
-    assert {"megatron-core", "dill", "sglang-kernel", "reasoning-gym"} <= everything.keys()
-    assert "torch" not in everything
-    assert {name for name in everything if name.startswith("nvidia-")} == kit.NEEDED_OF_NVIDIA
-    preinstalled = {"httpx": version("httpx"), "transformers": "4.0.0", "xgrammar": "0.0.1"}
-    # The preinstalled transformers and xgrammar are too old.
-    assert everything.keys() - kit.missing_packages(preinstalled).keys() == {"httpx"}
+def test_what_the_kit_packs_is_unpacked_elsewhere(tmp_path: Path) -> None:
+    source = tmp_path / "site-packages"
+    large, small = source / "torch" / "lib" / "large.so", source / "package" / "module.py"
+    for path, data in ((large, os.urandom(kit.BLOB_BYTES + 5)), (small, b"value = 1\n")):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(data)
+    (source / "sgl_kernel").mkdir()
+    (source / "sgl_kernel" / "flash_ops.abi3.so").touch()
+    parts = kit.pack(source, tmp_path / "kit", kit.BLOB_BYTES + kit.MIB, 90)
+    assert all(sum(f.stat().st_size for f in part.iterdir()) < 50 * kit.MIB for part in parts)
+    target = tmp_path / "target"
+    command = [sys.executable, parts[0] / "unpack.py", target, *parts]
+    subprocess.run([str(word) for word in command], check=True)
+    unpacked = {path for path in target.rglob("*") if path.is_file()}
+    assert {path.relative_to(target) for path in unpacked} == {
+        large.relative_to(source),
+        small.relative_to(source),
+    }
+    for path in (large, small):
+        copy = target / path.relative_to(source)
+        assert copy.read_bytes() == path.read_bytes()
+        assert int(copy.stat().st_mtime) == int(path.stat().st_mtime)  # its bytecode stays valid
 
 
-def test_parts_of_the_kit_hold_every_wheel_within_the_size_limit(tmp_path: Path) -> None:
-    for number, size in enumerate((50, 40, 30, 20, 10, 5)):
-        (tmp_path / f"w{number}.whl").write_bytes(bytes(size))
-    parts = kit.split_into_parts(tmp_path, 60)
-    assert [sum(wheel.stat().st_size for wheel in part) for part in parts] == [60, 60, 35]
-    assert {wheel for part in parts for wheel in part} == set(tmp_path.iterdir())
+def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
+    """Return a container of code, with each entry's kind, compute capability and code."""
+    packed = b"".join(
+        struct.pack("<HHIQ12xI", kind, 0, 32, len(code), capability) + code
+        for kind, capability, code in entries
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(packed)) + packed
 
 
-def test_a_repacked_wheel_has_only_the_kept_library(tmp_path: Path) -> None:
-    kit.repack(distribution("sglang-kernel"), tmp_path, "cp310-abi3-manylinux2014_x86_64")
-    (wheel,) = tmp_path.iterdir()
-    names = zipfile.ZipFile(wheel).namelist()
-    assert [name for name in names if ".so" in name] == [kit.KEPT_LIBRARIES["sglang-kernel"]]
-    assert "sgl_kernel/gemm.py" in names
-    assert wheel.stat().st_size < 20 * kit.MIB
+def test_the_kit_keeps_the_machine_code_of_one_gpu() -> None:
+    both = fat_binary((2, 80, b"A" * 8), (2, 90, b"B" * 8), (1, 90, b"C" * 8))
+    other = fat_binary((2, 80, b"D" * 8), (1, 80, b"E" * 8))
+    library = b"head" + both + b"between" + other + b"tail"
+    kept = kit.trimmed(library, 90)
+    assert len(kept) == len(library)
+    assert [code * 8 in kept for code in (b"A", b"B", b"C")] == [False, True, False]
+    # Nothing here is for this GPU, so what its driver can compile stays.
+    assert [code * 8 in kept for code in (b"D", b"E")] == [False, True]
+    assert kept.startswith(b"head") and b"between" in kept and kept.endswith(b"tail")

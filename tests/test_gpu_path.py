@@ -6,15 +6,12 @@ GPU.
 
 from __future__ import annotations
 
-import ast
-import importlib.metadata
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu import kit, timing
+from benchmarks.gpu import timing
 from qurl_megatron import device
 from qurl_megatron.config.schema import ConfigError, ServerConfig
 from qurl_megatron.launch.prepare import prepare_new
@@ -89,39 +86,3 @@ def test_a_pass_that_waits_for_the_gpu_is_not_timed(monkeypatch: pytest.MonkeyPa
     Gpu(monkeypatch, queued_in=99)
     with pytest.raises(RuntimeError, match="waits for the GPU"):
         timing._time(lambda turn: None, 0)
-
-
-def test_the_kit_has_pynvml_which_flashinfer_imports() -> None:
-    owners = importlib.metadata.packages_distributions()["pynvml"]
-    assert {kit.canonical(owner) for owner in owners} & kit.missing_packages({}).keys()
-
-
-def test_installing_the_kit_names_the_toolkit(tmp_path: Path) -> None:
-    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
-    nvcc.parent.mkdir(parents=True)
-    nvcc.touch()
-    assert kit.toolkit_exports(str(nvcc)) == [
-        f"export CUDA_HOME={tmp_path}/cuda",
-        f"export LIBRARY_PATH={tmp_path}/cuda/lib64:$LIBRARY_PATH",
-    ]
-    assert "nvcc is not on PATH" in kit.toolkit_exports(None)[0]
-
-
-def test_tests_for_a_gpu_import_only_what_the_kit_packs() -> None:
-    packed = kit.missing_packages({}).keys() | kit.BASE_PACKAGES | {"pytest"}
-    owners = importlib.metadata.packages_distributions()
-    tests = Path(__file__).parent
-    # Skipped where it is not installed; the repository.
-    ours = {"transformer_engine", "transformer_engine_torch", "qurl_megatron"}
-    unread = [*(tests / "gpu").glob("*.py")]
-    while unread:
-        for node in ast.walk(ast.parse(unread.pop().read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.module:
-                names = [node.module]
-            for root in {name.partition(".")[0] for name in names} - ours:
-                if (helper := tests / f"{root}.py").exists():
-                    ours.add(root)
-                    unread.append(helper)
-                elif root not in sys.stdlib_module_names:
-                    assert {kit.canonical(owner) for owner in owners[root]} & packed, root

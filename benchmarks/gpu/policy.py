@@ -1,11 +1,17 @@
 """Servers of policies of real sizes, whose weights `benchmarks/shards.py` has on the same GPU."""
 
+import random
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
+
+from qurl_megatron import device
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.server import Server, ServerPlan
 
@@ -58,3 +64,44 @@ def write_config(shape: str, directory: Path) -> None:
         eos_token_id=0,
         architectures=["Qwen2ForCausalLM"],
     ).save_pretrained(directory)
+
+
+def initialize_single_rank() -> None:
+    """Initialize torch.distributed and Megatron in this process, as the only learner rank."""
+    import torch
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    device.initialize_distributed()
+    with megatron_runtime():
+        parallel_state.initialize_model_parallel(1, create_gloo_process_groups=False)
+
+
+def sample(
+    server: Server, batch: int, prompt_length: int, output_length: int, vocabulary: int
+) -> None:
+    """Send one batch in one request. Prompts are random, so that the prefix cache holds none.
+
+    Raises:
+        RuntimeError: a completion has the wrong length, so that the rate would be wrong.
+    """
+    generator = random.Random(time.time_ns())
+    prompts = [
+        [generator.randrange(1, vocabulary) for _ in range(prompt_length)] for _ in range(batch)
+    ]
+    body = {
+        "input_ids": prompts,
+        "sampling_params": {
+            "temperature": 1.0,
+            "max_new_tokens": output_length,
+            "ignore_eos": True,
+        },
+    }
+    response = httpx.post(
+        f"{server.url}/generate", json=body, headers=server.headers, timeout=None
+    ).raise_for_status()
+    lengths = [len(answer["output_ids"]) for answer in response.json()]
+    if lengths != [output_length] * batch:
+        raise RuntimeError(
+            f"{server.url}: expected {batch} x {output_length} tokens, got {lengths}"
+        )

@@ -13,7 +13,7 @@ from benchmarks.gpu import record
 from qurl_megatron.files import read_json_object
 
 # Parts that the others depend on run first; the longest runs last.
-PARTS = ("smoke", "kernels", "tests", "publish", "throughput", "end_to_end")
+PARTS = ("smoke", "kernels", "tests", "servers", "end_to_end")
 
 
 def main() -> None:

@@ -151,12 +151,12 @@ def check_publishes(
     quantization: QuantizationConfig, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Publish twice to a tiny server, with one changed weight in between, and sample."""
-    from benchmarks.gpu import publish
+    from benchmarks.gpu import policy
     from benchmarks.shards import random_learner
     from qurl_megatron.rollout.fleet import Fleet
     from qurl_megatron.weight_sync.publish import Publisher
 
-    publish.initialize_single_rank()
+    policy.initialize_single_rank()
     with tiny_server() as (running, architecture):
         learner = random_learner(architecture)
         publisher = Publisher(learner, Fleet("rollout", {0: running}), quantization)
@@ -176,14 +176,14 @@ def check_publishes(
 
 def check_peer(arguments: argparse.Namespace) -> dict[str, Any]:
     """Lose a server on a second GPU in the middle of a publish, to death and to a hang."""
-    from benchmarks.gpu import publish
+    from benchmarks.gpu import policy
     from benchmarks.shards import random_learner
     from qurl_megatron.rollout.fleet import Fleet
     from qurl_megatron.weight_sync.publish import Publisher
 
     if device.num_gpus() == 1:
         return {"needs": "two GPUs"}
-    publish.initialize_single_rank()
+    policy.initialize_single_rank()
     times: dict[str, Any] = {"backend": device.backend_to([1])}
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         with tiny_server(gpus=[1] if device.num_gpus() else None) as (running, architecture):
@@ -257,9 +257,9 @@ def tiny_server(gpus: list[int] | None = None, **fields: Any) -> Iterator[tuple[
 
 
 def sample(running: Any, architecture: Any) -> None:
-    from benchmarks.gpu import throughput
+    from benchmarks.gpu import policy
 
-    throughput.sample(running, 4, 16, 16, architecture.vocab_size)
+    policy.sample(running, 4, 16, 16, architecture.vocab_size)
 
 
 CHECKS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], float | None]] = {

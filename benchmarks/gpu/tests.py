@@ -28,7 +28,7 @@ REHEARSED = {
     "tests/e2e/test_moe_server.py": "int8",
     "tests/gpu/test_transformer_engine.py": "transformer_engine",
     "tests/test_quantize.py": "",
-    "tests/test_learner.py": "TP1 and qwen2",
+    "tests/test_learner.py": "TP1",
     "tests/test_reshard.py": "",
     "tests/test_checkpoint.py": "",
 }

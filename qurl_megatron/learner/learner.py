@@ -424,8 +424,10 @@ class Learner:
         own: list[dict[str, float]] = []
         # Tensor-parallel ranks have the same scores, context-parallel ranks those of other tokens.
         if measured and parallel_state.get_tensor_model_parallel_rank() == 0:
-            rows = torch.stack([torch.stack([v.double() for v in m.values()]) for m in measured])
-            own = [dict(zip(measured[0], row, strict=True)) for row in rows.tolist()]
+            # An objective may measure on the host, although its scores are on a GPU.
+            place = device.device()
+            rows = [torch.stack([v.to(place, torch.float64) for v in m.values()]) for m in measured]
+            own = [dict(zip(measured[0], row, strict=True)) for row in torch.stack(rows).tolist()]
         by_rank: list[dict[str, float]] = [{}] * dist.get_world_size()
         dist.all_gather_object(by_rank, add_up(own))
         return add_up(by_rank)
