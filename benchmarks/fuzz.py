@@ -58,7 +58,7 @@ from qurl_megatron.process import PR_SET_CHILD_SUBREAPER
 from qurl_megatron.recipes import grpo
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.rollout.wire import RUN_HEADER
-from qurl_megatron.sglang_plugin.door import ROUTES, Door
+from qurl_megatron.sglang_plugin.access import ROUTES, AccessControl
 from qurl_megatron.weight_sync.bucket import model_tensors
 
 CPU_LIMIT_S = 20.0
@@ -132,7 +132,7 @@ class Fuzz:
         text.save(with_overrides(grpo.recipe(), [*TRAIN[1:], "name=run"]), run_dir / "config.yaml")
         (run_dir / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
         held = model_tensors(Architecture.from_directory(self.home / "model"), "int8", [])
-        self.door = Door(lambda: held)
+        self.door = AccessControl(lambda: held)
 
     def command(self, outcome: Outcome, *words: str, of: str = "") -> None:
         """Run a `qurl` command on the copy of the home, and note what becomes of it.

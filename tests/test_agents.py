@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conversations import VOCABULARY, chat_tokenizer
-from qurl_megatron.agents.client import AgentClient, _Sequence, with_own_scores
+from qurl_megatron.agents.client import AgentClient, _Sequence, prefer_agent_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
@@ -369,7 +369,7 @@ def test_what_an_agent_leaves_open_the_runs_reward_scores(play: Play) -> None:
         seen.extend(each.text for each in completions)
         return scores_of([0.25] * len(completions))
 
-    scores = with_own_scores(verify)(Prompt("", "", "", []), episodes).result()
+    scores = prefer_agent_scores(verify)(Prompt("", "", "", []), episodes).result()
     assert [score.value for score in scores] == [1.0, 0.25] and seen == ["of 2"]
 
 
@@ -412,7 +412,9 @@ def test_a_step_trains_on_episodes_with_a_reward_and_counts_the_others(
     def never(prompt: Prompt, completions: Any) -> Any:
         raise AssertionError("an agent gives its own rewards")
 
-    with sampler_of(config, client, with_own_scores(never), prompts, chat_tokenizer()) as sampler:
+    with sampler_of(
+        config, client, prefer_agent_scores(never), prompts, chat_tokenizer()
+    ) as sampler:
         if answer == "raises":
             with pytest.raises(
                 NothingScored, match="of step 1 .* try 3 of 3; LookupError: no such"

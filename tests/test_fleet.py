@@ -16,7 +16,6 @@ from answering import Address
 from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout import fleet as fleets
-from qurl_megatron.rollout.asking import Answer, NoAnswer
 from qurl_megatron.rollout.fleet import (
     FEW_REQUESTS,
     TRANSITIONS,
@@ -25,6 +24,7 @@ from qurl_megatron.rollout.fleet import (
     RequestRefused,
     ServerBusy,
 )
+from qurl_megatron.rollout.requests import Answer, NoAnswer
 from qurl_megatron.rollout.roster import incarnation, reported_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
 from waiting import wait_until

@@ -8,8 +8,8 @@ import pytest
 from answering import Address
 from certificates import loopback_certificate
 from e2e.shaped_link import ShapedLink
-from qurl_megatron.rollout import asking
-from qurl_megatron.rollout.asking import NoAnswer, ask
+from qurl_megatron.rollout import requests
+from qurl_megatron.rollout.requests import NoAnswer, ask
 
 
 def test_https_is_believed_with_the_certificate_that_is_trusted_and_asks_no_other_proxy(
@@ -24,14 +24,14 @@ def test_https_is_believed_with_the_certificate_that_is_trusted_and_asks_no_othe
         with ShapedLink(port, 1e8, certificate) as link:
             assert link.url.startswith("https://")
             url = f"{link.url}/health"
-            asking.certificates.cache_clear()
+            requests.certificates.cache_clear()
             with pytest.raises(NoAnswer, match="(?i)certificate"):
                 asyncio.run(ask("GET", url, {}, timeout_s=20))
             monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
-            asking.certificates.cache_clear()
+            requests.certificates.cache_clear()
             try:
                 answer = asyncio.run(ask("GET", url, {}, timeout_s=20))
                 assert answer.fields() == {"healthy": True}
             finally:
-                asking.certificates.cache_clear()
+                requests.certificates.cache_clear()
     assert len(address.asked) == 1

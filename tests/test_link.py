@@ -18,7 +18,7 @@ from fleets import make_server
 from qurl_megatron.process import die_with_parent
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.rollout.control import ServerControl
-from qurl_megatron.weight_sync.broadcast import Broadcast, GroupChannel, GroupEndpoint
+from qurl_megatron.weight_sync.broadcast import Broadcast, GroupChannel, GroupDestination
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.link import PublishError, verify
 from waiting import wait_until
@@ -26,13 +26,13 @@ from waiting import wait_until
 TIMEOUT_S = 100.0
 
 
-def join_and_hang(endpoint: GroupEndpoint) -> None:
+def join_and_hang(destination: GroupDestination) -> None:
     """Be a server that joins a channel and receives nothing."""
     from sglang.srt.utils import init_custom_process_group
 
     die_with_parent()
-    name = endpoint.token
-    store = dist.PrefixStore(name, endpoint.store())
+    name = destination.token
+    store = dist.PrefixStore(name, destination.store())
     init_custom_process_group("gloo", store=store, world_size=2, rank=1, group_name=name)
     time.sleep(TIMEOUT_S)
 
@@ -43,13 +43,15 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     from sglang.srt import utils  # noqa: F401, before the fork
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    endpoint = GroupEndpoint("weights", "127.0.0.1", 0, "gloo", num_ranks=1, timeout_s=TIMEOUT_S)
-    store = endpoint.store(is_host=True)
-    endpoint = dataclasses.replace(endpoint, port=store.port)
+    destination = GroupDestination(
+        "weights", "127.0.0.1", 0, "gloo", num_ranks=1, timeout_s=TIMEOUT_S
+    )
+    store = destination.store(is_host=True)
+    destination = dataclasses.replace(destination, port=store.port)
     context = multiprocessing.get_context("fork")
-    server = context.Process(target=join_and_hang, args=(endpoint,), daemon=True)
+    server = context.Process(target=join_and_hang, args=(destination,), daemon=True)
     server.start()
-    channel = GroupChannel(endpoint, sender=0)
+    channel = GroupChannel(destination, sender=0)
     bucket = Bucket.pack({"w": torch.zeros(2**24)})  # more than a connection takes without a reader
     sending = channel.send(bucket, 1)
     assert wait_until(lambda: channel._group is not None)
@@ -61,7 +63,7 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     broadcast.store = store
     del store
     asyncio.run(broadcast.leave())  # the end of a server that is lost lets go of its store
-    assert broadcast.store is None and broadcast.endpoint is None
+    assert broadcast.store is None and broadcast.destination is None
     assert wait_until(lambda: channel.failure is not None)
     assert str(channel.failure) == of_lost.url
     server.kill()  # gloo waits for a peer that lives, for as long as its timeout
@@ -113,9 +115,9 @@ def test_a_server_that_hangs_or_dies_in_a_transfer_over_nccl_leaves_the_learner_
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_new_process_group_helper", create)
     monkeypatch.setattr(dist, "broadcast", lambda *_, **__: hanging)
     monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
-    endpoint = GroupEndpoint("weights", "127.0.0.1", 0, "nccl", num_ranks=2, timeout_s=0.2)
-    store = endpoint.store(is_host=True)
-    channel = GroupChannel(dataclasses.replace(endpoint, port=store.port), sender=0)
+    destination = GroupDestination("weights", "127.0.0.1", 0, "nccl", num_ranks=2, timeout_s=0.2)
+    store = destination.store(is_host=True)
+    channel = GroupChannel(dataclasses.replace(destination, port=store.port), sender=0)
     bucket = Bucket.pack({"w": torch.zeros(4)})
     assert channel.send(bucket, 1).result(timeout=TIMEOUT_S) == 0
     assert str(channel.failure) == "a transfer took over 0.2 s"

@@ -143,7 +143,7 @@ def test_a_process_that_has_asked_a_server_still_forks(starter: Starter) -> None
     """An event loop of uvloop would leave threads, and so would keep it from forking."""
     ask_server = """
 import asyncio
-from qurl_megatron.rollout.asking import NoAnswer, ask
+from qurl_megatron.rollout.requests import NoAnswer, ask
 try:
     asyncio.run(ask("GET", "http://127.0.0.1:9", {}, timeout_s=5.0))
 except NoAnswer:

@@ -25,18 +25,18 @@ from torch import Tensor
 import sglang_loader
 from elsewhere import KEPT, KEY, description
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
-from qurl_megatron.rollout.asking import Answer
 from qurl_megatron.rollout.control import UpdateRefused
-from qurl_megatron.sglang_plugin import door, weights
+from qurl_megatron.rollout.requests import Answer
+from qurl_megatron.sglang_plugin import access, weights
 from qurl_megatron.sglang_plugin import routes as plugin
-from qurl_megatron.sglang_plugin.door import Door
+from qurl_megatron.sglang_plugin.access import AccessControl
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, SentTensor
 from qurl_megatron.weight_sync.delta import Change
 from qurl_megatron.weight_sync.elsewhere import routes
 from qurl_megatron.weight_sync.elsewhere import transport as channels
 from qurl_megatron.weight_sync.elsewhere.servers import remote_server
-from qurl_megatron.weight_sync.elsewhere.transport import HttpChannel, HttpEndpoint
+from qurl_megatron.weight_sync.elsewhere.transport import HttpChannel, HttpDestination
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
@@ -137,7 +137,7 @@ class ServerProcess:
 
     def channel(self, key: str = KEY) -> HttpChannel:
         server = remote_server("http://a", key, "first")
-        channel = HttpChannel(HttpEndpoint("weights", server, timeout_s=1.0, flush_cache=True))
+        channel = HttpChannel(HttpDestination("weights", server, timeout_s=1.0, flush_cache=True))
         return channel
 
 
@@ -267,9 +267,9 @@ def test_a_server_serves_one_run_until_it_is_released_or_silent_for_long(
     assert served() == ""
     assert ask("POST", "/qurl/weights", "second").status_code == 400
     assert ask("POST", "/qurl/weights", "first").status_code == 409
-    monkeypatch.setattr(door, "CLAIM_S", 0.0)
+    monkeypatch.setattr(access, "CLAIM_S", 0.0)
     assert ask("POST", "/qurl/weights", "first").status_code == 400
-    own = Door(dict)
+    own = AccessControl(dict)
 
     async def take_longer(scope: Any, *_: Any) -> None:
         assert own.run == "first"

@@ -161,7 +161,7 @@ class AgentClient(RolloutClient):
         return records[-1].completion(ended.end, score)
 
 
-def collect_rarely() -> None:
+def reduce_garbage_collection() -> None:
     """Have Python's collector of cycles visit less: episodes make many objects, and few cycles.
 
     It would visit all that was imported, and all that thousands of episodes hold, again and again:
@@ -172,7 +172,7 @@ def collect_rarely() -> None:
     gc.set_threshold(COLLECT_AT)
 
 
-def with_own_scores(score: StartScoring) -> StartScoring:
+def prefer_agent_scores(score: StartScoring) -> StartScoring:
     """Return `score`, except for episodes whose agents have given one."""
 
     def submit(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:

@@ -35,7 +35,7 @@ from rich.progress import (
 from rich.table import Table
 
 from qurl_megatron import device
-from qurl_megatron.agents.client import AgentClient, with_own_scores
+from qurl_megatron.agents.client import AgentClient, prefer_agent_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.proof import check_differ
@@ -339,7 +339,7 @@ def run(config: EvalConfig) -> None:
                 )
                 parts = (fleet, tokenizer, config.stop_token_ids)
                 client = AgentClient(agents, reward.reward_wrong, *parts)
-                score = with_own_scores(score)
+                score = prefer_agent_scores(score)
             for number, (data, problems) in enumerate(prompts.items()):
                 requests = len(problems) * (2 if config.k else 1)
                 with show_progress(data, requests, console) as answered:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron import device
-from qurl_megatron.agents.client import AgentClient, collect_rarely, with_own_scores
+from qurl_megatron.agents.client import AgentClient, prefer_agent_scores, reduce_garbage_collection
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.config.schema import Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
@@ -144,7 +144,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             template = (config.chat_template_options, config.template_date)
             drawn = config.rollout.temperature, config.rollout.top_p
             agents = keep(Agents(config.rollout, length, config.model, logs, template, *drawn))
-            score = with_own_scores(score)
+            score = prefer_agent_scores(score)
     colocation = None
     if config.rollout.placement == "colocated":
         colocation = keep(closing(Colocation(rosters[0].parent)))
@@ -192,7 +192,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             files=prompts.files,
         )
     if agents:
-        collect_rarely()
+        reduce_garbage_collection()
     return Run(
         learner=learner,
         critic=critic,

@@ -164,14 +164,14 @@ def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
         return SAID_WHY
     except (CheckpointError, OSError) as error:  # perhaps on one, for which others would wait
         # To the console if there is one: the logs may be on the disk that is full.
-        print(f"\nqurl: {_told(error, run_dir)}", flush=True)
+        print(f"\nqurl: {error_line(error, run_dir)}", flush=True)
         return 1
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would kill the process while Python exits
     dist.destroy_process_group()
     return 0 if is_complete else STOPPED_EARLY
 
 
-def _told(error: CheckpointError | OSError, run_dir: Path) -> str:
+def error_line(error: CheckpointError | OSError, run_dir: Path) -> str:
     """Return a line about a file that could not be written, with the last checkpoint's name."""
     if isinstance(error, CheckpointError):  # it names that
         return str(error)

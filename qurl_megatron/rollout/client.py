@@ -16,9 +16,9 @@ import torch
 from qurl_megatron.algorithm.batch import Completion, Prompt, SamplingMasks
 from qurl_megatron.config.values import CountOrZero, Finite
 from qurl_megatron.process import raise_open_file_limit
-from qurl_megatron.rollout.asking import LARGEST_ANSWER_BYTES, NoAnswer, connect
 from qurl_megatron.rollout.controller import end
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, RequestRefused, ServerBusy
+from qurl_megatron.rollout.requests import LARGEST_ANSWER_BYTES, NoAnswer, connect
 from qurl_megatron.rollout.server import POLL_S, Server
 
 T = TypeVar("T")

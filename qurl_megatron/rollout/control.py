@@ -10,7 +10,7 @@ import torch
 
 from qurl_megatron import process
 from qurl_megatron.config.schema import PauseMode, Releases
-from qurl_megatron.rollout.asking import NoAnswer
+from qurl_megatron.rollout.requests import NoAnswer
 from qurl_megatron.rollout.server import Server, ServerFailed
 from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, dtype_names, escaped
 

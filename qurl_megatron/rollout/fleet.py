@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from qurl_megatron.device import SharedError
-from qurl_megatron.rollout.asking import NoAnswer
 from qurl_megatron.rollout.controller import Controller, end
+from qurl_megatron.rollout.requests import NoAnswer
 from qurl_megatron.rollout.roster import incarnation, report_lost
 from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed, revived
 

@@ -50,7 +50,7 @@ from qurl_megatron.process import (
 )
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout import preload, toolkit
-from qurl_megatron.rollout.asking import Answer, NoAnswer, ask
+from qurl_megatron.rollout.requests import Answer, NoAnswer, ask
 from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
@@ -93,7 +93,7 @@ class Server:
         return key | ({RUN_HEADER: self.run} if self.run else {})
 
     async def ask(self, method: str, path: str, **options: Any) -> Answer:
-        """Send a request to the server, with its headers; see `asking.ask`."""
+        """Send a request to the server, with its headers; see `requests.ask`."""
         return await ask(method, f"{self.url}{path}", self.headers, **options)
 
     @property

@@ -1,7 +1,7 @@
 """What both ends of a request to a server know: limits, names, and how its text is shown.
 
 A run names itself in the header `Qurl-Run` of each of its requests. A server serves one run at a
-time, whose weights it has; the requests of others get status 409 (`sglang_plugin/door.py`).
+time, whose weights it has; the requests of others get status 409 (`sglang_plugin/access.py`).
 """
 
 from collections.abc import Iterable

@@ -7,8 +7,8 @@ the reloadable quantized linear layers and experts `qurl_int8`, `qurl_int4`, `qu
 checksums of the weights a server holds; receiving weights with a time limit, also from the
 learner's memory; a weight version for every sampled token; sampling masks of several answers to a
 prompt; memory that a sleeping server gives back, and a KV cache that takes none before it is
-written; weights over HTTP, and a door before all routes
-(`door.py`). Importing this package does nothing.
+written; weights over HTTP, and access control before all
+routes (`access.py`). Importing this package does nothing.
 """
 
 

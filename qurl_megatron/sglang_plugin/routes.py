@@ -1,4 +1,4 @@
-"""The routes of this package on a server, and the door before all of its routes (`door.py`).
+"""The routes of this package on a server, and access control before all of them (`access.py`).
 
 `add_routes` also gives a server the routes by which weights reach it over HTTP
 (`weight_sync/elsewhere/routes.py`). `without_key` keeps the key out of the log.
@@ -13,7 +13,7 @@ from typing import Any
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.wire import DESCRIPTION_PATH, RUN_PATH, WEIGHTS_PATH
-from qurl_megatron.sglang_plugin.door import Door
+from qurl_megatron.sglang_plugin.access import AccessControl
 from qurl_megatron.weight_sync.bucket import SentTensor, model_tensors
 from qurl_megatron.weight_sync.elsewhere.routes import Routes
 
@@ -21,12 +21,12 @@ from qurl_megatron.weight_sync.elsewhere.routes import Routes
 def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     """Add the routes before SGLang's `add_api_key_middleware`, which protects all of them."""
     tempfile.tempdir = None  # a fork has its parent's, and not the directory that TMPDIR names
-    door = Door(_held)
-    routes = Routes(door, _arguments, _kept, _held, _update)
+    access = AccessControl(_held)
+    routes = Routes(access, _arguments, _kept, _held, _update)
     app.add_route(DESCRIPTION_PATH, routes.describe, methods=["GET"])
     app.add_route(WEIGHTS_PATH, routes.receive, methods=["POST"])
     app.add_route(RUN_PATH, routes.release, methods=["DELETE"])
-    app.add_middleware(door.guard)
+    app.add_middleware(access.guard)
     original(app, **keys)
 
 

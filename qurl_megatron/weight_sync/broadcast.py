@@ -22,7 +22,7 @@ from qurl_megatron.device import backend_to, device, rank, surviving_errors
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.weight_sync.bucket import Bucket, channel_name
 from qurl_megatron.weight_sync.delta import base_version
-from qurl_megatron.weight_sync.transport import Channel, SendersEndpoint, Transport
+from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport
 
 _GIVEN_UP = "given up"  # a key of the store
 _POLL_S = 0.001
@@ -35,7 +35,7 @@ NOTICE_S = 4 * _STORE_POLL_S
 
 
 @dataclass(frozen=True)
-class GroupEndpoint(SendersEndpoint):
+class GroupDestination(ChannelDestination):
     """The store in which the senders and a server meet, to form process groups."""
 
     address: str  # of the store, as server and senders reach it
@@ -69,12 +69,12 @@ def give_up(store: dist.TCPStore, why: str) -> None:
 class GroupChannel(Channel):
     """A process group of this sender and one server."""
 
-    def __init__(self, endpoint: GroupEndpoint, sender: int) -> None:
+    def __init__(self, destination: GroupDestination, sender: int) -> None:
         """Begin to form the group, as the sender of this number."""
-        self._endpoint = endpoint
-        self._name = channel_name(endpoint.token, sender)
+        self._destination = destination
+        self._name = channel_name(destination.token, sender)
         # The device on which the group exchanges sizes.
-        self._place = device() if endpoint.backend == "nccl" else torch.device("cpu")
+        self._place = device() if destination.backend == "nccl" else torch.device("cpu")
         self._store: dist.TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         super().__init__(self._name)
@@ -83,17 +83,17 @@ class GroupChannel(Channel):
     def _join(self) -> int:
         from sglang.srt.utils import init_custom_process_group
 
-        endpoint = self._endpoint
+        destination = self._destination
         # A connection of its own, even where this process keeps the store: one that waits for the
         # server would block others.
-        self._store = endpoint.store()
+        self._store = destination.store()
         # Forming a group over gloo waits for the server; over NCCL the first transfer does.
-        with surviving_errors() if endpoint.backend == "nccl" else contextlib.nullcontext():
+        with surviving_errors() if destination.backend == "nccl" else contextlib.nullcontext():
             self._group = init_custom_process_group(
-                backend=endpoint.backend,
+                backend=destination.backend,
                 store=dist.PrefixStore(self._name, self._store),  # the server's side does the same
-                timeout=timedelta(seconds=endpoint.timeout_s),
-                world_size=1 + endpoint.num_ranks,
+                timeout=timedelta(seconds=destination.timeout_s),
+                world_size=1 + destination.num_ranks,
                 rank=0,
                 group_name=self._name,
             )
@@ -125,8 +125,8 @@ class GroupChannel(Channel):
                 looked = time.monotonic()
                 if self._store.check([_GIVEN_UP]):
                     raise RuntimeError(self._store.get(_GIVEN_UP).decode())
-                if looked - began > self._endpoint.timeout_s:
-                    raise RuntimeError(f"a transfer took over {self._endpoint.timeout_s:g} s")
+                if looked - began > self._destination.timeout_s:
+                    raise RuntimeError(f"a transfer took over {self._destination.timeout_s:g} s")
         work.wait()
 
     def _leave(self) -> None:
@@ -150,7 +150,7 @@ class Broadcast(Transport):
         """Open a store in which the senders and the server meet."""
         super().__init__(control, shares_gpus=shares_gpus)
         server = control.server
-        endpoint = GroupEndpoint(
+        destination = GroupDestination(
             token=f"weights-{secrets.token_hex(8)}",
             address=control.own_address(),
             port=0,
@@ -159,8 +159,8 @@ class Broadcast(Transport):
             num_ranks=server.tensor_parallel_size,
             timeout_s=control.timeout_s,
         )
-        self.store: dist.TCPStore | None = endpoint.store(is_host=True)
-        self.endpoint = self._at = dataclasses.replace(endpoint, port=self.store.port)
+        self.store: dist.TCPStore | None = destination.store(is_host=True)
+        self.destination = self._at = dataclasses.replace(destination, port=self.store.port)
 
     async def connect(self, num_senders: int) -> None:
         """Have the server join the group of each sender."""

@@ -3,11 +3,11 @@
 import secrets
 from dataclasses import dataclass, replace
 
-from qurl_megatron.weight_sync.transport import Endpoint, Transport, Update
+from qurl_megatron.weight_sync.transport import Destination, Transport, Update
 
 
 @dataclass(frozen=True)
-class ParametersEndpoint(Endpoint):
+class ParametersDestination(Destination):
     """The parameters that a server has handed out, see `ServerControl.parameters`."""
 
     machine: str  # whose ranks can attach to them
@@ -19,7 +19,7 @@ class InPlace(Transport):
 
     async def connect(self, num_senders: int) -> None:
         """Have the server hand out its parameters."""
-        self.endpoint = ParametersEndpoint(
+        self.destination = ParametersDestination(
             f"weights-{secrets.token_hex(8)}",
             self._control.server.machine,
             await self._control.parameters(),
@@ -30,5 +30,5 @@ class InPlace(Transport):
         await update.sent.wait()
         await super().load(update)
         # From now on the ranks have attached to the parameters, whose texts are long.
-        if isinstance(self.endpoint, ParametersEndpoint):
-            self.endpoint = replace(self.endpoint, ranks=[])
+        if isinstance(self.destination, ParametersDestination):
+            self.destination = replace(self.destination, ranks=[])

@@ -16,7 +16,7 @@ from qurl_megatron.rollout.wire import escaped
 from qurl_megatron.weight_sync.broadcast import Broadcast
 from qurl_megatron.weight_sync.elsewhere.transport import Http
 from qurl_megatron.weight_sync.in_place import InPlace
-from qurl_megatron.weight_sync.transport import Endpoint, Transport, Update
+from qurl_megatron.weight_sync.transport import Destination, Transport, Update
 
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
 # over 1 Gb/s, and a server compiles its kernels in the first publish.
@@ -52,7 +52,7 @@ class Link:
     ) -> None:
         """Take a server, which sleeps if it is one that `releases` memory in its sleep."""
         self.failure: RuntimeError | None = None  # of the last update
-        self._reachable = asyncio.Event()  # its endpoint is there, if the ranks can reach it
+        self._reachable = asyncio.Event()  # its destination is there, if the ranks can reach it
         self._updating: asyncio.Task[None] | None = None
         self._transport: Transport | None = None
         self._version: int | None = None  # that the server was verified to hold
@@ -70,10 +70,10 @@ class Link:
         return self._member.server
 
     @property
-    def endpoint(self) -> Endpoint | None:
+    def destination(self) -> Destination | None:
         """Where the ranks reach the server, if they can."""
         transport = self._transport  # the loop may drop it now
-        return transport.endpoint if transport else None
+        return transport.destination if transport else None
 
     @property
     def is_lost(self) -> bool:
@@ -85,7 +85,7 @@ class Link:
         return self._version == version and not self.is_lost
 
     async def begin(self, update: Update) -> None:
-        """Begin an update, and wait until the ranks may send to the endpoint, if there is one.
+        """Begin an update, and wait until the ranks may send to the destination, if there is one.
 
         The server is paused, loads what is sent, and is resumed if it holds that. One that sleeps
         goes on sleeping.
@@ -148,7 +148,7 @@ class Link:
         self._member.is_paused = True
         kind = transport_to(self.server, in_place=update.in_place)
         transport = self._transport
-        is_new = not isinstance(transport, kind) or transport.endpoint is None
+        is_new = not isinstance(transport, kind) or transport.destination is None
         if is_new:
             await self._leave()
             make = partial(kind, self._control, shares_gpus=bool(self._tags))

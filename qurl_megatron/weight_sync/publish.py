@@ -66,10 +66,10 @@ from qurl_megatron.weight_sync.colocation import Colocation
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
-from qurl_megatron.weight_sync.in_place import ParametersEndpoint
+from qurl_megatron.weight_sync.in_place import ParametersDestination
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.transport import Channel, Endpoint, SendersEndpoint, Update
+from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Destination, Update
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class Publisher:
             keep=quantization.keep,
         )
         self._links: dict[Member, Link] = {}  # on global rank 0
-        self._channels: dict[str, Channel] = {}  # of a sender, by the endpoint's token
+        self._channels: dict[str, Channel] = {}  # of a sender, by the destination's token
         self._parameters = ServerParameters()
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of the codes that the converter keeps, once a server was verified to hold it.
@@ -271,16 +271,16 @@ class Publisher:
             request = self._key_frame if base is None else announce_delta(base, len(senders))
         update = Update(request, self.version, len(senders), base, in_place)
 
-        def begin() -> tuple[list[Endpoint], list[str]]:
+        def begin() -> tuple[list[Destination], list[str]]:
             self._wait(link.begin(update) for link in links)
-            held = [each for link in self._links.values() if (each := link.endpoint)]
-            return held, [each.token for link in links if (each := link.endpoint)]
+            held = [each for link in self._links.values() if (each := link.destination)]
+            return held, [each.token for link in links if (each := link.destination)]
 
-        endpoints, tokens = from_rank_zero(begin)
+        destinations, tokens = from_rank_zero(begin)
         if in_place:
-            sent_bytes, conversion = 0, self._write(endpoints, tokens)
+            sent_bytes, conversion = 0, self._write(destinations, tokens)
         else:
-            sent_bytes, conversion = self._send(update, endpoints, tokens)
+            sent_bytes, conversion = self._send(update, destinations, tokens)
 
         def commit() -> tuple[int, bool]:
             num_servers = self._commit(links, update, conversion)
@@ -317,10 +317,10 @@ class Publisher:
         return from_rank_zero(is_possible)
 
     def _send(
-        self, update: Update, endpoints: Sequence[Endpoint], tokens: Sequence[str]
+        self, update: Update, destinations: Sequence[Destination], tokens: Sequence[str]
     ) -> tuple[int, Conversion]:
         """Send the weights through channels; return the bytes sent, on rank 0, and the measures."""
-        to_senders = [each for each in endpoints if isinstance(each, SendersEndpoint)]
+        to_senders = [each for each in destinations if isinstance(each, ChannelDestination)]
         if dist.get_rank() in self._converter.senders:
             self._open_channels(to_senders)
         sizes: list[int] = []  # of what was sent for each bucket
@@ -330,7 +330,7 @@ class Publisher:
             return lambda: sizes.append(max((future.result() for future in sending), default=0))
 
         # Compressed deltas become much smaller if they are relative.
-        is_relative = any(endpoint.may_compress for endpoint in to_senders)
+        is_relative = any(destination.may_compress for destination in to_senders)
         conversion = self._converter.convert(send, base=update.base, is_relative=is_relative)
         own = {token: each.failure for token, each in self._channels.items() if each.failure}
         sent_bytes = 0
@@ -339,19 +339,19 @@ class Publisher:
             update.failed |= failed
         return sent_bytes, conversion
 
-    def _open_channels(self, endpoints: Sequence[SendersEndpoint]) -> None:
-        """Have channels to these endpoints and no other, as a sender."""
-        tokens = {endpoint.token for endpoint in endpoints}
+    def _open_channels(self, destinations: Sequence[ChannelDestination]) -> None:
+        """Have channels to these destinations and no other, as a sender."""
+        tokens = {destination.token for destination in destinations}
         for token in self._channels.keys() - tokens:
             self._channels.pop(token).close()
-        for endpoint in endpoints:
-            if endpoint.token not in self._channels:
+        for destination in destinations:
+            if destination.token not in self._channels:
                 number = self._converter.senders.index(dist.get_rank())
-                self._channels[endpoint.token] = endpoint.open(number)
+                self._channels[destination.token] = destination.open(number)
 
-    def _write(self, endpoints: Sequence[Endpoint], paused: Sequence[str]) -> Conversion:
+    def _write(self, destinations: Sequence[Destination], paused: Sequence[str]) -> Conversion:
         """Write the weights into the servers' parameters."""
-        held = [each for each in endpoints if isinstance(each, ParametersEndpoint)]
+        held = [each for each in destinations if isinstance(each, ParametersDestination)]
         here = socket.gethostname()
         new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
         self._parameters.attach(new)

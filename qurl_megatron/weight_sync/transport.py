@@ -4,8 +4,8 @@
     direct.py                 the server's memory, which the ranks of its machine write
     elsewhere/transport.py    HTTP requests, to a server that somebody started elsewhere
 
-Global rank 0 has a `Transport` for each server. Its `endpoint` says how the other ranks reach the
-server: there each sender opens a `Channel`, which sends buckets in order. Whether these are all
+Global rank 0 has a `Transport` for each server. Its `destination` says how the other ranks reach
+it: there each sender opens a `Channel`, which sends buckets in order. Whether these are all
 tensors or a delta is not the transport's matter.
 """
 
@@ -66,13 +66,13 @@ class Channel:
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class Destination:
     """How the ranks reach a server; global rank 0 hands it to them."""
 
     token: str  # a new one for each attempt, because servers refuse old names of groups
 
 
-class SendersEndpoint(Endpoint):
+class ChannelDestination(Destination):
     """How senders reach a server, which loads what they send."""
 
     may_compress = False  # deltas
@@ -112,7 +112,7 @@ class Transport:
 
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
         """Take a server, which may have the learner's GPUs. This may wait for the network."""
-        self.endpoint: Endpoint | None = None
+        self.destination: Destination | None = None
         self._control = control
 
     async def connect(self, num_senders: int) -> None:
@@ -124,8 +124,8 @@ class Transport:
         Raises:
             ServerFailed: the server failed, or hung, or a channel to it was ended.
         """
-        assert self.endpoint is not None
-        request, token = update.request, self.endpoint.token
+        assert self.destination is not None
+        request, token = update.request, self.destination.token
         answer = asyncio.create_task(
             self._control.update_weights(
                 request.names,
@@ -154,4 +154,4 @@ class Transport:
 
     async def leave(self) -> None:
         """End the channels, so that no sender waits for the server any longer."""
-        self.endpoint = None
+        self.destination = None

@@ -18,7 +18,7 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.process import free_port
 from qurl_megatron.recipes import quickstart
-from qurl_megatron.rollout import asking
+from qurl_megatron.rollout import requests
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.weight_sync.elsewhere.servers import check_servers, remote_server
 
@@ -66,13 +66,13 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Elsewhere]:
     certificate, trusted = loopback_certificate(directory)
     with ShapedLink(port, SLOW, certificate) as link, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
-        asking.certificates.cache_clear()
+        requests.certificates.cache_clear()
         try:
             yield Elsewhere(start(), link, model, key_file, start)
         finally:
             for command in commands:
                 command.end()
-            asking.certificates.cache_clear()
+            requests.certificates.cache_clear()
 
 
 def test_the_command_prints_its_url_and_shows_its_key_nowhere(elsewhere: Elsewhere) -> None:

@@ -28,7 +28,7 @@ from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 
 
 class Claimed(Protocol):
-    """What knows which run the server serves: its door."""
+    """What knows which run the server serves: its access control."""
 
     @property
     def run(self) -> str:

@@ -18,7 +18,7 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
-from qurl_megatron.rollout.asking import NoAnswer
+from qurl_megatron.rollout.requests import NoAnswer
 from qurl_megatron.rollout.server import Server, those_that
 from qurl_megatron.rollout.wire import DESCRIPTION_PATH, RUN_PATH, escaped
 from qurl_megatron.weight_sync.elsewhere.wire import Description

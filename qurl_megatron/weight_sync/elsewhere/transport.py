@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.rollout.asking import NoAnswer, ask, transfer_s
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+from qurl_megatron.rollout.requests import NoAnswer, ask, transfer_s
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import WEIGHTS_PATH, dtype_names, escaped
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
-from qurl_megatron.weight_sync.transport import Channel, SendersEndpoint, Transport, Update
+from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport, Update
 
 # To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
 # takes for the bytes that it saves (docs/findings/systems.md).
@@ -35,7 +35,7 @@ _CHUNK_BYTES = 2**20  # copied from the device and written to the connection at 
 
 
 @dataclass(frozen=True)
-class HttpEndpoint(SendersEndpoint):
+class HttpDestination(ChannelDestination):
     """How the senders reach a server that was started elsewhere."""
 
     server: Server
@@ -51,11 +51,11 @@ class HttpEndpoint(SendersEndpoint):
 class HttpChannel(Channel):
     """A connection to one server over HTTP."""
 
-    def __init__(self, endpoint: HttpEndpoint) -> None:
+    def __init__(self, destination: HttpDestination) -> None:
         """Connect nothing yet."""
-        super().__init__(endpoint.token)
+        super().__init__(destination.token)
         self.rate = float("inf")  # of the link, in bytes per second
-        self._endpoint = endpoint
+        self._destination = destination
 
     def _send(self, bucket: Bucket, version: int) -> int:
         """Send a bucket, and wait until the server has loaded it.
@@ -64,7 +64,7 @@ class HttpChannel(Channel):
             ServerFailed: the server did not take it.
             UpdateRefused: the server answered that it did not load it.
         """
-        endpoint = self._endpoint
+        destination = self._destination
         is_delta = base_version(bucket.names) is not None
         payload = bucket.flat
         is_compressed = is_delta and self.rate < COMPRESSION_PAYS_BELOW_BYTES_PER_S
@@ -76,11 +76,11 @@ class HttpChannel(Channel):
             dtypes=dtype_names(bucket.dtypes),
             shapes=[list(shape) for shape in bucket.shapes],
             version=version,
-            flush_cache=endpoint.flush_cache,
+            flush_cache=destination.flush_cache,
             num_bytes=len(bucket.flat),
             is_compressed=is_compressed,
         )
-        send_s = post_weights(endpoint.server, endpoint.timeout_s, header, payload)
+        send_s = post_weights(destination.server, destination.timeout_s, header, payload)
         if len(payload) >= MEASURED_BYTES:
             self.rate = len(payload) / send_s
         return len(payload)
@@ -92,7 +92,7 @@ class Http(Transport):
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
         """Tell the senders where it listens."""
         super().__init__(control, shares_gpus=shares_gpus)
-        self.endpoint = HttpEndpoint(
+        self.destination = HttpDestination(
             token=f"weights-{secrets.token_hex(8)}",
             server=control.server,
             timeout_s=control.timeout_s,
@@ -102,8 +102,8 @@ class Http(Transport):
     async def load(self, update: Update) -> None:
         """Fail as the sender's channel did, which the server answers for each bucket."""
         await update.sent.wait()
-        if self.endpoint and self.endpoint.token in update.failed:
-            raise update.failed[self.endpoint.token]
+        if self.destination and self.destination.token in update.failed:
+            raise update.failed[self.destination.token]
 
 
 def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload: Tensor) -> float:

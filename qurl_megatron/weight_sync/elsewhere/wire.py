@@ -7,7 +7,7 @@
 and its answer is `{"success": ..., "message": ..., "load_s": ...}`, with the seconds that loading
 took. `DELETE /qurl/run` ends the claim of the run that asks for it. All need the server's key.
 
-A server serves one run at a time, whose weights it has (`sglang_plugin/door.py`).
+A server serves one run at a time, whose weights it has (`sglang_plugin/access.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door of a server: what it closes of all that SGLang has, and what bodies it lets through.
+"""Access to a server: what is closed of all that SGLang has, and what bodies it lets through.
 
 The server behind it is not SGLang's here; `tests/e2e/test_server.py` sends a real one what would
 end it.
@@ -21,9 +21,9 @@ from distributed import run_ranks
 from elsewhere import KEY
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.control import RELEASED, ServerControl
-from qurl_megatron.sglang_plugin import door
+from qurl_megatron.sglang_plugin import access
 from qurl_megatron.sglang_plugin import routes as plugin
-from qurl_megatron.sglang_plugin.door import ROUTES
+from qurl_megatron.sglang_plugin.access import ROUTES
 from qurl_megatron.weight_sync.bucket import (
     Bucket,
     announce,
@@ -237,7 +237,7 @@ def test_a_body_that_is_no_json_or_too_large_is_refused(
     http: TestClient, monkeypatch: pytest.MonkeyPatch, content: bytes, message: str
 ) -> None:
     if b"x" in content:
-        monkeypatch.setattr(door, "LARGEST_HEADER_BYTES", 1000)
+        monkeypatch.setattr(access, "LARGEST_HEADER_BYTES", 1000)
     answer = http.post("/pause_generation", content=content)
     assert answer.status_code == 400 and message in answer.json()["message"]
 

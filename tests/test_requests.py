@@ -19,13 +19,13 @@ from elsewhere import KEY, config_of, description
 from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import ConfigError
-from qurl_megatron.rollout import asking
 from qurl_megatron.rollout import fleet as fleets
+from qurl_megatron.rollout import requests
 from qurl_megatron.rollout import server as server_module
-from qurl_megatron.rollout.asking import NoAnswer, ask
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused
+from qurl_megatron.rollout.requests import NoAnswer, ask
 from qurl_megatron.rollout.server import Server, ServerFailed, answers
 from qurl_megatron.rollout.wire import escaped, read_json
 from qurl_megatron.weight_sync.elsewhere import servers as elsewhere
@@ -114,7 +114,7 @@ def test_a_time_limit_is_of_the_whole_answer(stall: Answering) -> None:
 def test_an_answer_that_may_begin_at_any_time_has_a_limit_once_it_has_begun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asking, "LATENCY_S", 0.3)
+    monkeypatch.setattr(requests, "LATENCY_S", 0.3)
     with server_that(trickle(HEAD + b"\r\n")) as server:
         with pytest.raises(NoAnswer, match="did not answer /x in"):
             asyncio.run(server.ask("GET", "/x", timeout_s=None, most_bytes=1000))
@@ -123,9 +123,9 @@ def test_an_answer_that_may_begin_at_any_time_has_a_limit_once_it_has_begun(
 def test_a_server_that_reads_weights_too_slowly_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asking, "LATENCY_S", 0.1)
+    monkeypatch.setattr(requests, "LATENCY_S", 0.1)
     payload = torch.zeros(2**23, dtype=torch.uint8)  # more than a connection takes
-    monkeypatch.setattr(asking, "SLOWEST_BYTES_PER_S", len(payload) / 0.2)
+    monkeypatch.setattr(requests, "SLOWEST_BYTES_PER_S", len(payload) / 0.2)
     header = BucketHeader(["a"], ["int8"], [[1]], 1, True, len(payload), False)
 
     def read_little(connection: socket.socket) -> None:
