@@ -1,21 +1,16 @@
-"""The study's policies, scores and candidates; what it compares is tested with the project."""
+"""The study's policies and scores; what it compares is tested with the project."""
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.study.__main__ import chapters, difference
-from benchmarks.study.candidates import CANDIDATES, candidate_loss
 from benchmarks.study.policy import STATES, SYMBOLS, Engine, logprob_table, new_parameters
 from benchmarks.study.tasks import Chain
 from benchmarks.study.train import Arm, clip_gradients, run, scaled, taken
-from qurl_megatron.algorithm.objective import policy_objective
-
-SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -103,50 +98,6 @@ def test_uaq_is_a_larger_learning_rate_for_weights_and_a_smaller_one_for_norms()
     of_plain, of_rates, of_uaq = scores.values()
     torch.testing.assert_close(of_uaq, of_rates, atol=1e-5, rtol=0)
     assert (of_uaq - of_plain).abs().max() > 1e-4
-
-
-def gradient_of(objective: str, current: Tensor, log_rho: Tensor, advantage: float) -> Tensor:
-    """Return the gradient of the loss in `current`, with proximal log-probs of -1."""
-    current = current.clone().requires_grad_()
-    proximal = torch.full_like(current, -1.0)
-    ones = torch.ones_like(current)
-    loss, _ = candidate_loss(
-        current, proximal, proximal - log_rho, advantage * ones, ones, objective=objective,
-        **SETTINGS,
-    )  # fmt: skip
-    loss.backward()
-    assert current.grad is not None
-    return current.grad
-
-
-def test_a_root_of_the_product_weighs_all_tokens_of_an_answer() -> None:
-    rho = torch.tensor([[[0.5, 1.5, 2.0, 0.8]]])  # the product is 1.2
-    gradient = gradient_of("root_tis", torch.full((1, 1, 4), -1.0), rho.log(), advantage=1.0)
-    torch.testing.assert_close(gradient, torch.full((1, 1, 4), -(1.2**0.5)))
-
-
-def test_tempered_products_have_a_bounded_spread() -> None:
-    still, log_rho = torch.full((2, 2, 1), -1.0), torch.tensor([[[2.0], [-2.0]], [[0.5], [-0.5]]])
-    # The first seed's logarithms are halved, and exp(1) is above C. The second's are as they are.
-    expected = [[[2.0], [math.exp(-1)]], [[math.exp(0.5)], [math.exp(-0.5)]]]
-    gradient = gradient_of("tempered_tis", still, log_rho, 1.0)
-    torch.testing.assert_close(gradient, -torch.tensor(expected))
-
-
-def test_a_candidate_is_sequence_tis_where_answers_have_one_token() -> None:
-    generator = torch.Generator().manual_seed(0)
-    current = -1 - torch.rand(4, 1, generator=generator)
-    proximal = current + 0.1 * torch.randn(4, 1, generator=generator)
-    behaviour = proximal + 0.1 * torch.randn(4, 1, generator=generator)
-    advantages = torch.randn(4, 1, generator=generator)
-    tensors = (current, proximal, behaviour, advantages, torch.full((4, 1), 1 / 4))
-    expected = policy_objective(
-        *tensors, objective="sequence_tis", sequence_log_rho=proximal - behaviour, **SETTINGS
-    )
-    for objective in CANDIDATES:
-        loss, stats = candidate_loss(*tensors, objective=objective, **SETTINGS)
-        torch.testing.assert_close(loss, expected.loss)
-        assert stats["clipped"] == expected.stats["clipped"]
 
 
 def test_what_an_arm_of_a_chapter_is_compared_with_belongs_to_the_chapter() -> None:

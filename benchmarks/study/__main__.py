@@ -11,7 +11,7 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
 
     chapter            what differs between its arms
     map                objective x gap x staleness x minibatches per step
-    candidates         other weights with a product of the sequence, by length of answers
+    lengths            sequence_tis and tis, by length of answers
     top_p              symbols drawn from a nucleus, the learner's log-probs over the same
     uaq                s, against a learning rate that is as much larger, for updates below and
                        above a code's step
@@ -22,7 +22,6 @@ import os
 import platform
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from itertools import chain
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -31,8 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.study.candidates import CANDIDATES
-from benchmarks.study.figures import draw_lengths, draw_map
+from benchmarks.study.figures import draw_map
 from benchmarks.study.train import GAP_NAMES, Arm, Gap, run
 from qurl_megatron.files import read_json_lines
 
@@ -56,23 +54,21 @@ MAP: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
     (16, "int4", (0, 4)),
     (16, "int8", (4,)),
 )
-LONG = ("tis", "sequence_tis", *CANDIDATES)
-LENGTHS = (32, 128, 512)
-CANDIDATE_CELLS: tuple[tuple[int, Gap, tuple[int, ...], tuple[str, ...]], ...] = (
-    (32, "int4", (0, 4, 16), ("on_policy", *LONG)),
-    (32, "int4x2", (0, 4), ("on_policy", *LONG)),
-    (128, "int4", (4, 16), LONG),
-    (128, "int4x2", (0,), LONG),
-    (512, "int4", (4,), LONG),
-    (512, "int4", (0,), ("tis", "sequence_tis")),
-    (512, "int8", (4,), ("tis", "sequence_tis")),
-    (32, "int8", (4,), LONG),
+# Symbols of an answer, gap, staleness.
+LENGTHS: tuple[tuple[int, Gap, tuple[int, ...]], ...] = (
+    (32, "int4", (0, 4, 16)),
+    (32, "int4x2", (0, 4)),
+    (32, "int8", (4,)),
+    (128, "int4", (4, 16)),
+    (128, "int4x2", (0,)),
+    (512, "int4", (0, 4)),
+    (512, "int8", (4,)),
 )
 TOP_P_GAPS: tuple[tuple[Gap, int], ...] = (("int8", 0), ("int4", 0), ("int4x2", 0), ("int4", 4))
 
 
-def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
-    """Return the arms of each chapter, and the arm that each is compared with: of `against`."""
+def chapters() -> dict[str, dict[Arm, Arm]]:
+    """Return the arms of each chapter, and the arm that each is compared with."""
     arms = {
         "map": [
             Arm(objective=objective, gap=gap, staleness=staleness, minibatches=minibatches)
@@ -82,11 +78,11 @@ def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
             # With one minibatch R is 1, so nothing is clipped and acr is tis.
             if minibatches > 1 or objective != "acr"
         ],
-        "candidates": [
+        "lengths": [
             replace(FAR, length=length, gap=gap, staleness=staleness, objective=objective)
-            for length, gap, ages, objectives in CANDIDATE_CELLS
+            for length, gap, ages in LENGTHS
             for staleness in ages
-            for objective in objectives
+            for objective in ("tis", "sequence_tis")
         ],
         "top_p": [
             replace(FAR, gap=gap, staleness=staleness, objective=objective, top_p=top_p)
@@ -96,7 +92,7 @@ def chapters(against: str = "tis") -> dict[str, dict[Arm, Arm]]:
         ],
     }
     compared = {
-        chapter: {arm: replace(arm, objective=against) for arm in of_chapter}
+        chapter: {arm: replace(arm, objective="tis") for arm in of_chapter}
         for chapter, of_chapter in arms.items()
     }
     return compared | {"uaq": uaq_arms()}
@@ -126,46 +122,35 @@ def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument("command", choices=("run", "show"))
     parser.add_argument("--chapters", nargs="+", choices=chapters(), default=list(chapters()))
-    parser.add_argument("--against", default="tis", help="the objective that show compares with")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.command == "run":
         torch.set_num_threads(1)
         for chapter in arguments.chapters:
             for arm in chapters()[chapter]:
-                run_once(arm, arguments.seeds, arguments.steps, arguments.results)
+                run_once(arm)
         return
-    outcomes = read(arguments.results, arguments.seeds, arguments.steps)
+    outcomes = read()
     for chapter in arguments.chapters:
-        show(chapter, outcomes, arguments.against)
+        show(chapter, outcomes)
     of_map = {arm: outcomes[arm] for arm in chapters()["map"] if arm in outcomes}
     if "map" in arguments.chapters and of_map:
         draw_map(of_map, PICTURES / "study_map.svg")
-    by_length = {
-        length: [replace(FAR, length=length, objective=objective) for objective in LONG]
-        for length in LENGTHS
-    }
-    if "candidates" in arguments.chapters and outcomes.keys() >= set(chain(*by_length.values())):
-        draw_lengths(outcomes, by_length, PICTURES / "study_lengths.svg")
 
 
-def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:
+def run_once(arm: Arm) -> None:
     """Train an arm and append what it measured, unless the file has it."""
-    if arm in read(path, seeds, steps):
+    if arm in read():
         return
-    outcome = run(arm, seeds, steps)
+    outcome = run(arm, SEEDS, STEPS)
     line = {
         "arm": asdict(arm),
-        "seeds": seeds,
-        "steps": steps,
+        "seeds": SEEDS,
+        "steps": STEPS,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "torch": version("torch"),
         **asdict(outcome),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with RESULTS.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(
         f"{arm.objective}, {describe(arm)}: {mean_and_interval(outcome.after)} "
@@ -174,16 +159,12 @@ def run_once(arm: Arm, seeds: int, steps: int, path: Path) -> None:
     )
 
 
-def read(path: Path, seeds: int, steps: int) -> dict[Arm, dict[str, Any]]:
-    """Return the recorded outcomes of this many seeds and steps."""
-    return {
-        Arm(**line["arm"]): line
-        for line in read_json_lines(path)
-        if (line["seeds"], line["steps"]) == (seeds, steps)
-    }
+def read() -> dict[Arm, dict[str, Any]]:
+    """Return the recorded outcomes."""
+    return {Arm(**line["arm"]): line for line in read_json_lines(RESULTS)}
 
 
-def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], against: str) -> None:
+def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
     """Print Markdown tables: gains in points over another arm of the cell, seed by seed.
 
     The first has the scores of the trained policies, the second those of their quantized copies;
@@ -191,14 +172,11 @@ def show(chapter: str, outcomes: dict[Arm, dict[str, Any]], against: str) -> Non
     of tokens, of that arm and, for the last column, of acr.
     """
     compared_with = {
-        arm: base
-        for arm, base in chapters(against)[chapter].items()
-        if {arm, base} <= outcomes.keys()
+        arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()
     }
     cells = list(dict.fromkeys(compared_with.values()))
     variants = list(dict.fromkeys(difference(arm, base) for arm, base in compared_with.items()))
-    scores = ["after", "after_quantized"] + ["after_nucleus"] * (chapter == "top_p")
-    for score in scores:
+    for score in ["after", "after_quantized"] + ["after_nucleus"] * (chapter == "top_p"):
         table = {}
         for arm, base in compared_with.items():
             own, other = (of.get(score, of["after"]) for of in (outcomes[arm], outcomes[base]))
@@ -262,7 +240,7 @@ def difference(arm: Arm, base: Arm) -> str:
         elif key == "learning_rate" and value != other[key]:
             names.append(f"learning rate x {value / other[key]:g}")
         elif value != other[key]:
-            names.append(f"{key.replace('_', ' ')} {value}" if value is not True else key)
+            names.append(f"{key.replace('_', ' ')} {value}")
     return ", ".join(names)
 
 

@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from benchmarks.study.candidates import CANDIDATES, candidate_loss
 from benchmarks.study.policy import (
     STATES,
     SYMBOLS,
@@ -54,7 +53,6 @@ class Arm:
     gap: Gap = "int4"
     staleness: int = 0  # optimizer steps between the sampling policy and the proximal one, in steps
     minibatches: int = 1
-    ratio_cap: float = 2.0
     learning_rate: float = 1e-3
     length: int = 32  # symbols per answer of a chain
     uaq_scale: float = 1.0
@@ -84,7 +82,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
     parameters = {name: parameter.clone().requires_grad_() for name, parameter in begun.items()}
     settings = OptimizerConfig(learning_rate=arm.learning_rate)
     optimizer = make_optimizer(parameters, settings, arm)
-    objective = ObjectiveConfig(ratio_cap=arm.ratio_cap)
+    objective = ObjectiveConfig()
     generator = torch.Generator().manual_seed(2)  # the same numbers in every arm
     # The engines' last tables, and the symbols that each may draw.
     behind: deque[tuple[Tensor, Tensor]] = deque(maxlen=arm.staleness + 1)
@@ -115,15 +113,8 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             mask = torch.ones_like(behaviour, dtype=torch.bool)
             lengths = torch.full((seeds * rows,), mask.shape[-1])
             weights = token_weights(mask.flatten(), lengths, objective.aggregation)
-            table = over(logprob_table(parameters), kept)
-            of_sequence = (proximal - behaviour).sum(-1, keepdim=True).expand_as(mask)
-            objective_loss = (
-                candidate_loss
-                if arm.objective in CANDIDATES
-                else functools.partial(policy_objective, sequence_log_rho=of_sequence)
-            )
-            loss, stats = objective_loss(
-                taken(table, states, symbols),
+            loss, stats = policy_objective(
+                taken(over(logprob_table(parameters), kept), states, symbols),
                 proximal,
                 behaviour,
                 advantages[:, minibatch, None].expand_as(mask),
@@ -133,6 +124,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
                 eps_low=objective.eps_low,
                 eps_high=objective.eps_high,
                 ratio_cap=objective.ratio_cap,
+                sequence_log_rho=(proximal - behaviour).sum(-1, keepdim=True).expand_as(mask),
             )
             optimizer.zero_grad()
             loss.backward()
