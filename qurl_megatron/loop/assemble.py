@@ -33,7 +33,7 @@ from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, revive, wait_ready
-from qurl_megatron.weight_sync.colocation import Colocation
+from qurl_megatron.weight_sync.colocation import ColocatedPublisher, Colocation
 from qurl_megatron.weight_sync.publish import Publisher
 
 
@@ -169,14 +169,9 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             can_attach = device.can_attach(stays=releases == "cache")
             transport: Transport = "direct" if can_attach else "broadcast"
             quantization = replace(quantization, transport=transport)
-        publisher = Publisher(
-            learner,
-            fleet,
-            quantization,
-            pause_mode=config.rollout.pause_mode,
-            colocation=colocation,
-            releases=releases,
-        )
+        make = partial(ColocatedPublisher, colocation) if colocation else Publisher
+        pause_mode = config.rollout.pause_mode
+        publisher = make(learner, fleet, quantization, pause_mode=pause_mode, releases=releases)
         publishers[name] = keep(closing(publisher))
 
     of_rollout = clients["rollout"], publishers["rollout"]

@@ -7,14 +7,17 @@ lock: the first learner rank of the node holds it in the learner's turn, and who
 holds it until that server sleeps. The kernel frees the lock of a process that ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from qurl_megatron import device
+from qurl_megatron.device import SharedError, from_rank_zero
 from qurl_megatron.process import TurnLock
+from qurl_megatron.weight_sync.publish import Publisher
 
 
 class Resident(Protocol):
@@ -64,3 +67,42 @@ class Colocation:
         if self._lock:
             self._lock.take()
         dist.barrier()
+
+
+class ColocatedPublisher(Publisher):
+    """Publishes to servers on the learner's GPUs, which sleep outside of `serving`."""
+
+    def __init__(self, colocation: Colocation, *arguments: Any, **named: Any) -> None:
+        """Take the rest as `Publisher` does."""
+        super().__init__(*arguments, **named)
+        self._colocation = colocation
+
+    def admit(self) -> None:
+        """Give the learner a turn, in which the servers that wait to join get the weights."""
+        self._end_serving()
+        self._begin_serving()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Give the servers their turn within this context. Collective."""
+        self._begin_serving()
+        try:
+            yield
+        except SharedError:  # on every rank
+            self._end_serving()
+            raise
+        self._end_serving()
+
+    def _begin_serving(self) -> None:
+        """Let the servers wake. Who lacks the current weights gets them before."""
+        links = self._link(self._fleet.members("serving", "joining"))
+        lacking = [link for link in links if not link.holds(self.version)]
+        if from_rank_zero(lambda: bool(lacking)):
+            self._send_to(lacking)
+        self._colocation.release()
+        from_rank_zero(lambda: self._wait(link.wake() for link in links if not link.is_lost))
+
+    def _end_serving(self) -> None:
+        """Let the servers sleep, and the learner come back."""
+        from_rank_zero(lambda: self._wait(link.sleep() for link in self._links.values()))
+        self._colocation.acquire()

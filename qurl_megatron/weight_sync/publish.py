@@ -31,7 +31,8 @@ way (`transport.py`).
 With transport `direct`, for servers on the learner's machines, nothing is sent: every rank writes
 into the parameters of the servers of its own machine (`direct.py`).
 
-With a `Colocation`, learner and servers share GPUs: outside of `serving` the servers sleep.
+The servers of a `ColocatedPublisher` (`colocation.py`) are on its GPUs: outside of `serving` they
+sleep.
 
 Example, on every learner rank:
 
@@ -41,8 +42,7 @@ Example, on every learner rank:
     publisher.close()
 """
 
-import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -51,25 +51,22 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from qurl_megatron.config.schema import PauseMode, QuantizationConfig, Releases
-from qurl_megatron.device import SharedError, from_rank_zero
+from qurl_megatron.device import from_rank_zero
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.process import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import (
-    Bucket,
     Manifest,
     announce,
     announce_delta,
     announce_in_place,
 )
-from qurl_megatron.weight_sync.colocation import Colocation
 from qurl_megatron.weight_sync.conversion import Conversion
-from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
-from qurl_megatron.weight_sync.in_place import ParametersDestination
 from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Destination, Update
+from qurl_megatron.weight_sync.senders import Senders
+from qurl_megatron.weight_sync.transport import Destination, Update
 
 T = TypeVar("T")
 
@@ -104,7 +101,6 @@ class Publisher:
         *,
         pause_mode: PauseMode = "retract",
         timeout_s: float = PEER_TIMEOUT_S,
-        colocation: Colocation | None = None,
         releases: Releases | None = None,
     ) -> None:
         """Store the settings; send nothing.
@@ -115,12 +111,9 @@ class Publisher:
                 started with.
             pause_mode: the run's `rollout.pause_mode`.
             timeout_s: time that a server has for each answer and each transfer.
-            colocation: of the learner with these servers; None: they have GPUs of their own.
-            releases: what these servers give back in the learner's turn.
+            releases: what these servers give back while a learner on their GPUs trains.
         """
         self.version = 0
-        self._colocation = colocation
-        self._is_serving = False
         self._settings = quantization
         self._fleet = fleet
         self._wait = fleet.controller.wait_for_all
@@ -135,8 +128,7 @@ class Publisher:
             keep=quantization.keep,
         )
         self._links: dict[Member, Link] = {}  # on global rank 0
-        self._channels: dict[str, Channel] = {}  # of a sender, by the destination's token
-        self._parameters = ServerParameters()
+        self._senders = Senders(self._converter)
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of the codes that the converter keeps, once a server was verified to hold it.
         self._base: int | None = None
@@ -168,34 +160,16 @@ class Publisher:
     def admit(self) -> None:
         """Send the current version to the servers that wait to join, and to no other.
 
-        If learner and servers take turns, the learner has one in between.
-
         Raises:
             PublishError: no server holds what was sent, or the learner's weights are not those of
                 the current version.
         """
-        if self._is_serving:
-            self._end_serving()
-            self._begin_serving()
-        else:
-            self._send_to(self._link(self._fleet.members("joining")))
+        self._send_to(self._link(self._fleet.members("joining")))
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Let the servers sample within this context, if learner and servers take turns.
-
-        Collective.
-        """
-        if self._colocation is None:
-            yield
-            return
-        self._begin_serving()
-        try:
-            yield
-        except SharedError:  # on every rank
-            self._end_serving()
-            raise
-        self._end_serving()
+        """Let the servers sample within this context. Collective."""
+        yield
 
     def while_serving(self, work: Callable[[], T]) -> T:
         """Return, on every rank, the result of rank 0's `work()`, which samples from the servers.
@@ -222,26 +196,7 @@ class Publisher:
         """Leave the servers, which keep the last version."""
         self._wait(link.close() for link in self._links.values())
         self._links.clear()
-        self._open_channels([])
-        self._parameters.keep({}, [])  # while their servers live
-
-    def _begin_serving(self) -> None:
-        """Give the servers their turn. Who lacks the current weights gets them before."""
-        links = self._link(self._fleet.members("serving", "joining"))
-        lacking = [link for link in links if not link.holds(self.version)]
-        if from_rank_zero(lambda: bool(lacking)):
-            self._send_to(lacking)
-        assert self._colocation is not None
-        self._colocation.release()
-        from_rank_zero(lambda: self._wait(link.wake() for link in links if not link.is_lost))
-        self._is_serving = True
-
-    def _end_serving(self) -> None:
-        """Have the servers sleep, and the learner come back."""
-        self._is_serving = False
-        from_rank_zero(lambda: self._wait(link.sleep() for link in self._links.values()))
-        assert self._colocation is not None
-        self._colocation.acquire()
+        self._senders.close()  # while the servers live
 
     @cached_property
     def _key_frame(self) -> Manifest:
@@ -277,10 +232,7 @@ class Publisher:
             return held, [each.token for link in links if (each := link.destination)]
 
         destinations, tokens = from_rank_zero(begin)
-        if in_place:
-            sent_bytes, conversion = 0, self._write(destinations, tokens)
-        else:
-            sent_bytes, conversion = self._send(update, destinations, tokens)
+        sent_bytes, conversion = self._senders.send(update, destinations, tokens)
 
         def commit() -> tuple[int, bool]:
             num_servers = self._commit(links, update, conversion)
@@ -315,48 +267,6 @@ class Publisher:
             return bool(links) and not remote
 
         return from_rank_zero(is_possible)
-
-    def _send(
-        self, update: Update, destinations: Sequence[Destination], tokens: Sequence[str]
-    ) -> tuple[int, Conversion]:
-        """Send the weights through channels; return the bytes sent, on rank 0, and the measures."""
-        to_senders = [each for each in destinations if isinstance(each, ChannelDestination)]
-        if dist.get_rank() in self._converter.senders:
-            self._open_channels(to_senders)
-        sizes: list[int] = []  # of what was sent for each bucket
-
-        def send(bucket: Bucket) -> Callable[[], None]:
-            sending = [self._channels[token].send(bucket, self.version) for token in tokens]
-            return lambda: sizes.append(max((future.result() for future in sending), default=0))
-
-        # Compressed deltas become much smaller if they are relative.
-        is_relative = any(destination.may_compress for destination in to_senders)
-        conversion = self._converter.convert(send, base=update.base, is_relative=is_relative)
-        own = {token: each.failure for token, each in self._channels.items() if each.failure}
-        sent_bytes = 0
-        for num_bytes, failed in to_rank_zero((sum(sizes), own), self._converter.senders):
-            sent_bytes += num_bytes
-            update.failed |= failed
-        return sent_bytes, conversion
-
-    def _open_channels(self, destinations: Sequence[ChannelDestination]) -> None:
-        """Have channels to these destinations and no other, as a sender."""
-        tokens = {destination.token for destination in destinations}
-        for token in self._channels.keys() - tokens:
-            self._channels.pop(token).close()
-        for destination in destinations:
-            if destination.token not in self._channels:
-                number = self._converter.senders.index(dist.get_rank())
-                self._channels[destination.token] = destination.open(number)
-
-    def _write(self, destinations: Sequence[Destination], paused: Sequence[str]) -> Conversion:
-        """Write the weights into the servers' parameters."""
-        held = [each for each in destinations if isinstance(each, ParametersDestination)]
-        here = socket.gethostname()
-        new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
-        self._parameters.attach(new)
-        self._parameters.keep({each.token: each.machine for each in held}, paused)
-        return self._converter.write(self._parameters)
 
     def _commit(self, links: list[Link], update: Update, conversion: Conversion) -> int:
         """Let each server serve that holds what was sent; return how many servers hold it."""

@@ -144,7 +144,7 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
         link for member, link in both.publisher._links.items() if member.server.pid == lost.pid
     )
     assert link.destination is not None
-    its_channel = both.publisher._channels[link.destination.token]
+    its_channel = both.publisher._senders.channels[link.destination.token]
     sent: list[Channel] = []
 
     def send(channel: Channel, bucket: Bucket, version: int) -> Future[int]:

@@ -1,0 +1,78 @@
+"""What this rank sends to the servers: buckets through channels, or codes into parameters."""
+
+import socket
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.conversion import Conversion
+from qurl_megatron.weight_sync.direct import ServerParameters
+from qurl_megatron.weight_sync.gather import to_rank_zero
+from qurl_megatron.weight_sync.in_place import ParametersDestination
+from qurl_megatron.weight_sync.reshard import Converter
+from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Destination, Update
+
+
+class Senders:
+    """This rank's ways to the servers. Collective over learner ranks."""
+
+    def __init__(self, converter: Converter) -> None:
+        """Send nothing yet."""
+        self._converter = converter
+        self.channels: dict[str, Channel] = {}  # of a sender, by the destination's token
+        self._parameters = ServerParameters()
+
+    def send(
+        self, update: Update, destinations: Sequence[Destination], tokens: Sequence[str]
+    ) -> tuple[int, Conversion]:
+        """Convert the weights and send them; return the bytes sent, on rank 0, and the measures.
+
+        Args:
+            destinations: of all servers that can be reached. Ways to others end.
+            tokens: of the destinations to which this update goes.
+        """
+        if update.in_place:
+            return 0, self._write(destinations, tokens)
+        to_channels = [each for each in destinations if isinstance(each, ChannelDestination)]
+        if dist.get_rank() in self._converter.senders:
+            self._open_channels(to_channels)
+        sizes: list[int] = []  # of what was sent for each bucket
+
+        def send(bucket: Bucket) -> Callable[[], None]:
+            sending = [self.channels[token].send(bucket, update.version) for token in tokens]
+            return lambda: sizes.append(max((future.result() for future in sending), default=0))
+
+        # Compressed deltas become much smaller if they are relative.
+        is_relative = any(destination.may_compress for destination in to_channels)
+        conversion = self._converter.convert(send, base=update.base, is_relative=is_relative)
+        own = {token: each.failure for token, each in self.channels.items() if each.failure}
+        sent_bytes = 0
+        for num_bytes, failed in to_rank_zero((sum(sizes), own), self._converter.senders):
+            sent_bytes += num_bytes
+            update.failed |= failed
+        return sent_bytes, conversion
+
+    def close(self) -> None:
+        """End all ways to servers, which keep running."""
+        self._open_channels([])
+        self._parameters.keep({}, [])
+
+    def _open_channels(self, destinations: Sequence[ChannelDestination]) -> None:
+        """Have channels to these destinations and no other, as a sender."""
+        tokens = {destination.token for destination in destinations}
+        for token in self.channels.keys() - tokens:
+            self.channels.pop(token).close()
+        for destination in destinations:
+            if destination.token not in self.channels:
+                number = self._converter.senders.index(dist.get_rank())
+                self.channels[destination.token] = destination.open(number)
+
+    def _write(self, destinations: Sequence[Destination], paused: Sequence[str]) -> Conversion:
+        """Write the weights into the servers' parameters."""
+        held = [each for each in destinations if isinstance(each, ParametersDestination)]
+        here = socket.gethostname()
+        new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
+        self._parameters.attach(new)
+        self._parameters.keep({each.token: each.machine for each in held}, paused)
+        return self._converter.write(self._parameters)
