@@ -1,12 +1,13 @@
 """Say what works on this GPU: `python -m benchmarks.gpu.smoke`.
 
-Each check is a process of its own. All but the first have a time limit, so that one that fails or
-hangs hides none. What says most stands first, so a machine that is taken away leaves most of it:
+Each check is a process of its own. All but `compile` have a time limit, so that one that fails or
+hangs hides none. What takes seconds stands first, so that most remains of a machine taken away:
 
-    compile    no limit: what a server and the quantizer compile once, and how long that takes
     quantize   the kernels' codes, scales and checksums are those of the CPU, in three formats
     products   the quantized layers' products are near those of float64
     rank       a started process joins a process group on its device and reduces a tensor
+    learner    log-probs, gradients and three optimizer steps are those of transformers and PyTorch
+    compile    no limit: what a server compiles until its first answers, and how long that takes
     server     a tiny INT8 server starts, gets weights over gloo, verifies them and samples
     direct     the same, written into the server's parameters
     delta      the same, of which only what changed is sent the second time
@@ -102,14 +103,12 @@ def run_check(words: list[str], limit_s: float | None) -> dict[str, Any]:
 
 
 def check_compile(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compile the quantizer's kernels, and what a server compiles until its first answers."""
-    start = time.perf_counter()
-    check_quantize(arguments)
-    quantizer_s = time.perf_counter() - start
+    """Compile what a server compiles until its first answers."""
     start = time.perf_counter()
     with tiny_server(start_timeout_s=24 * 3600.0) as (running, architecture):
+        start_s = time.perf_counter() - start
         sample(running, architecture)
-        return {"quantizer_s": quantizer_s, "server_s": time.perf_counter() - start}
+        return {"start_s": start_s, "with_answers_s": time.perf_counter() - start}
 
 
 def check_quantize(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -145,6 +144,18 @@ def check_rank(arguments: argparse.Namespace) -> dict[str, Any]:
     if float(ones.sum()) != 1024:
         raise AssertionError("all_reduce changed the values of a single rank")
     return {"backend": torch.distributed.get_backend(), "device": str(device.device())}
+
+
+def check_learner(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the tests of a learner of one rank."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["tests/test_learner.py", "-k", "TP1"]
+    output = subprocess.STDOUT
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=output, text=True)
+    lines = ran.stdout.splitlines()
+    if ran.returncode:
+        raise AssertionError("\n".join(line for line in lines if line.startswith(("E ", "FAILED"))))
+    return {"tests": next(line for line in reversed(lines) if " passed" in line)}
 
 
 def check_publishes(
@@ -263,10 +274,11 @@ def sample(running: Any, architecture: Any) -> None:
 
 
 CHECKS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], float | None]] = {
-    "compile": (check_compile, None),
     "quantize": (check_quantize, 60.0),
     "products": (check_products, 90.0),
     "rank": (check_rank, 60.0),
+    "learner": (check_learner, 300.0),
+    "compile": (check_compile, None),
     "server": (partial(check_publishes, QuantizationConfig("int8")), 300.0),
     "direct": (partial(check_publishes, QuantizationConfig("int8", transport="direct")), 300.0),
     "delta": (partial(check_publishes, QuantizationConfig("int8", publish="delta")), 300.0),
