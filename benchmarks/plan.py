@@ -177,6 +177,12 @@ def compare_published() -> None:
             time_s = step_time.decode_s(KNOWN_MODELS[name], weight_format, gpus, sequences, tokens)
             label = f"{name} in {weight_format}, {gpus} GPUs, {task}, {sequences} sequences"
             print_row(label, 1000 * time_s, latency_ms, "ms")
+    print("\n   One H100, SGLang 0.5.23 with Triton's attention: docs/findings/systems.md#h100")
+    model = KNOWN_MODELS["Qwen2.5-7B"]
+    time_s = step_time.decode_s(model, "int8", 1, 64, 64 * 576)
+    print_row("Qwen2.5-7B in int8, a token of 64 sequences of 576", 1000 * time_s, 5.29, "ms")
+    time_s = step_time.prefill_s(model, "int8", 1, 64 * 512)
+    print_row("Qwen2.5-7B in int8, prompts of 64 x 512 tokens", 1000 * time_s, 462.0, "ms")
     print("\n   8-bit over BF16 in throughput")
     print("   QuRL paper, Figure 8, INT8 on H100 (lengths not stated; 512 + 1024 tokens assumed)")
     ratio = throughput_ratio(KNOWN_MODELS["Qwen2.5-7B"], 1, 512, 1024, "int8")
