@@ -63,7 +63,6 @@ from benchmarks.deployment import (
     wait_until,
 )
 from benchmarks.process_memory import growth_of
-from benchmarks.runs import processes_with, write_tiny_model
 from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient
 from qurl_megatron.agents.pool import Agents
@@ -75,6 +74,7 @@ from qurl_megatron.config.schema import AgentConfig, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.process import trim_heap
+from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, ServerBusy
 from qurl_megatron.rollout.server import Server, ServerFailed
@@ -469,12 +469,20 @@ def make_prompt(number: int) -> Prompt:
 
 def orphans(mark: str, directory: Path) -> list[str]:
     """Return the processes and the files that are left of this command."""
-    return [*map(str, processes_with(MARK, mark)), *map(str, directory.iterdir())]
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            is_zombie = process.status() == psutil.STATUS_ZOMBIE
+            if process.environ().get(MARK) == mark and not is_zombie:
+                left.append(str(process))
+    return [*left, *map(str, directory.iterdir())]
 
 
 def build_model(directory: Path) -> Path:
     """Write a tiny model whose weights are large enough for it to prefer some tokens."""
-    write_tiny_model(directory)
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    quickstart.build_model(directory, seed=0, **sizes, **heads)
     file = directory / "model.safetensors"
     weights = load_file(file)
     larger = {name: weight * (1 if "norm" in name else 3) for name, weight in weights.items()}

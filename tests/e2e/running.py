@@ -19,6 +19,7 @@ from qurl_megatron.files import list_checkpoints
 from qurl_megatron.launch.status import logs_of, newest_attempt
 from qurl_megatron.launch.supervisor import LEARNER
 from qurl_megatron.learner.checkpoint import read_state
+from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.roster import read_roster
 
@@ -47,15 +48,17 @@ Start = Callable[..., "Command"]
 class Command:
     """A `qurl` command in its own directory, with every process that it has started.
 
-    Without a GPU it is a fork, else the installed program.
+    Without a GPU it is a fork, else the installed program in a session of its own.
     """
 
-    def __init__(self, directory: Path, *words: object) -> None:
+    def __init__(
+        self, directory: Path, *words: object, is_fork: bool = device.accelerator() == "cpu"
+    ) -> None:
         self.run_dir = directory / "runs" / "run"
         self.output = directory / "output"
         arguments = [str(word) for word in words]
         self.process: preload.Started | subprocess.Popen[bytes]
-        if device.accelerator() == "cpu":
+        if is_fork:
             program = preload.Program(
                 forked.__name__, [str(directory), *arguments], title="qurl", log_file=self.output
             )
@@ -63,7 +66,11 @@ class Command:
         else:
             with self.output.open("wb") as output:
                 self.process = subprocess.Popen(
-                    [QURL, *arguments], cwd=directory, stdout=output, stderr=subprocess.STDOUT
+                    [QURL, *arguments],
+                    cwd=directory,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
                 )
         self.started: set[psutil.Process] = set()
 
@@ -73,11 +80,19 @@ class Command:
 
     def wait_for(self, pattern: str) -> None:
         """Wait until the output matches; fail if the command ends first."""
-        deadline = time.monotonic() + TIMEOUT_S
-        while not re.search(pattern, self.text()):
-            assert self.poll() is None, f"ended before {pattern!r}:\n{self.text()}"
-            assert time.monotonic() < deadline, f"no {pattern!r} in time:\n{self.text()}"
-            time.sleep(0.1)
+        self.wait_until(lambda: re.search(pattern, self.text()) is not None, 0.1)
+
+    def wait_until(self, is_reached: Callable[[], bool], poll_s: float = 0.005) -> None:
+        """Wait until a phase is reached; fail if the command ends first."""
+        deadline, looked_at = time.monotonic() + TIMEOUT_S, 0.0
+        while not is_reached():
+            assert self.process.poll() is None, f"ended before the phase:\n{self.text()}"
+            assert time.monotonic() < deadline, f"the phase did not come:\n{self.text()}"
+            if time.monotonic() > looked_at + 0.5:  # to know every process, at a low cost
+                self.poll()
+                looked_at = time.monotonic()
+            time.sleep(poll_s)
+        self.poll()
 
     def poll(self) -> int | None:
         """Record the running processes; return the exit code, or None while the command runs."""
@@ -132,6 +147,12 @@ class Command:
 
 def metrics_of(run: Command) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def middle_s(step: dict[str, float], phase: str) -> float:
+    """Return the seconds from a step's end to the middle of a phase of the next, if it is alike."""
+    before = sum(step[f"time_{name}_s"] for name in PHASES[: PHASES.index(phase)])
+    return before + step[f"time_{phase}_s"] / 2
 
 
 def prompts_trained(run: Command) -> int:

@@ -84,7 +84,7 @@ def test_a_server_that_does_not_start_is_reported_with_its_log_and_no_traceback(
 def test_a_signal_while_it_samples_ends_it_with_one_line_and_no_process_is_left(
     start: Start, tmp_path: Path
 ) -> None:
-    """`benchmarks/signals.py` sends every signal in every phase."""
+    """`tests/signals.py` sends every signal in every phase."""
     model_dir = build_tiny_model(tmp_path / "model")
     problems = [{"question": f"What is {n} + 1?", "answer": "2"} for n in range(40)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n")

@@ -16,28 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.runs import middle_s
-from e2e.running import PER_STEP, QUICK, TIMEOUT_S, Command, Start, metrics_of, prompts_trained
+from e2e.running import PER_STEP, QUICK, Command, Start, metrics_of, middle_s, prompts_trained
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import PARTIAL, list_checkpoints
 
 STEPS = 16  # a phase may take a few of them, where the machine is busy
-POLL_S = 0.005
 WORDS = ["checkpoint.every_steps=1", "evaluation.problems=8"]
 WORDS += ["rollout.max_staleness=1", f"steps={STEPS}"]
-
-
-def wait_until(run: Command, is_reached: Callable[[], bool]) -> None:
-    """Wait until a phase is reached; fail if the command ends first."""
-    deadline, looked_at = time.monotonic() + TIMEOUT_S, 0.0
-    while not is_reached():
-        assert run.process.poll() is None, f"ended before the phase:\n{run.text()}"
-        assert time.monotonic() < deadline, f"the phase did not come:\n{run.text()}"
-        if time.monotonic() > looked_at + 0.5:  # to know every process, at a low cost
-            run.poll()
-            looked_at = time.monotonic()
-        time.sleep(POLL_S)
-    run.poll()
 
 
 def says(run: Command, text: str) -> Callable[[], bool]:
@@ -172,7 +157,7 @@ def test_a_run_that_is_killed_in_every_phase_leaves_no_process_and_completes(
         is_reached = kill.reached(run)
         if kill.phase == "preparing":
             time.sleep(0.3)  # it checks and prepares
-        wait_until(run, is_reached)
+        run.wait_until(is_reached)
         listening |= listened(run)
         if (
             kill.phase == "checkpoint being written"
