@@ -9,20 +9,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import psutil
-import torch
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.schema import (
-    Config,
-    EvaluationConfig,
-    LearnerConfig,
-    OptimizerConfig,
-    QuantizationConfig,
-    RolloutConfig,
-    ServerConfig,
-)
+from qurl_megatron.config.schema import Config, QuantizationConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import servers
 from qurl_megatron.launch.placement import place_servers, server_specs
 from qurl_megatron.launch.servers import Attempt
@@ -40,12 +31,20 @@ PEER_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
 PROMPT_LENGTH, RESPONSE_LENGTH = 8, 200
 PER_STEP, COMPLETIONS = 8, 2
-# A server holds more than twice what the tests ask of it, and refuses what is above that.
-RUNNING, QUEUED = 64, 64
 
 # torch keeps a record of each of the last collectives of a process, 2,000 unless this says
 # otherwise. They fill up in hundreds of publishes, and look like growth until then.
 FEW_RECORDS = {"TORCH_FR_BUFFER_SIZE": "20"}
+
+# A server holds more than twice what the tests ask of it, and refuses what is above that.
+WORDS = f"""name=run learner.dtype=float32 optimizer.learning_rate=3e-4 optimizer.warmup_steps=0
+    quantization.format=int8 rollout.servers=2
+    rollout.prompts_per_step={PER_STEP} rollout.completions_per_prompt={COMPLETIONS}
+    rollout.max_prompt_length={PROMPT_LENGTH} rollout.max_response_length={RESPONSE_LENGTH}
+    rollout.max_staleness=1 rollout.server.mem_fraction_static=0.3
+    rollout.server.max_running_requests=64 rollout.server.options.max_queued_requests=64
+    rollout.server.max_total_tokens=32768 evaluation.problems=0
+    rollout.server.environment.TORCH_FR_BUFFER_SIZE=20""".split()
 
 
 class Deployment:
@@ -53,30 +52,8 @@ class Deployment:
 
     def __init__(self, directory: Path, model: Path, stack: ExitStack) -> None:
         """Start everything and publish once; `stack` ends it."""
-        self.config = config = Config(
-            name="run",
-            output_dir=str(directory),
-            model=str(model),
-            learner=LearnerConfig(dtype="float32"),
-            optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=0),
-            quantization=QuantizationConfig(format="int8"),
-            rollout=RolloutConfig(
-                prompts_per_step=PER_STEP,
-                completions_per_prompt=COMPLETIONS,
-                max_prompt_length=PROMPT_LENGTH,
-                max_response_length=RESPONSE_LENGTH,
-                max_staleness=1,
-                servers=2,
-                server=ServerConfig(
-                    mem_fraction_static=0.3,
-                    max_running_requests=RUNNING,
-                    max_total_tokens=32768,
-                    environment=FEW_RECORDS,
-                    options={"max_queued_requests": QUEUED},
-                ),
-            ),
-            evaluation=EvaluationConfig(problems=0),
-        )
+        words = [*WORDS, f"output_dir={directory}", f"model={model}"]
+        self.config = config = with_overrides(Config(), words)
         config.run_dir.mkdir()
         # These servers are killed on purpose, many times an hour.
         stack.enter_context(patch.object(servers, "MAX_RESTARTS", 10**9))
@@ -115,32 +92,6 @@ class Deployment:
     def roster(self) -> dict[int, Server]:
         """The servers as their starter lists them."""
         return read_set(self._rosters, "rollout")
-
-    def serving(self) -> list[int]:
-        return [member.index for member in self.fleet.members("serving")]
-
-    def restart_lost(self) -> None:
-        """Have the lost servers started again, and wait until they ask for the weights."""
-
-        def is_whole() -> bool:
-            self.starter.check()
-            return len(self.fleet.members("serving", "joining")) == 2
-
-        wait_until(is_whole)
-
-    def sample(self, prompts: list[Prompt], length: int = 200) -> list[list[Completion]]:
-        """Sample two completions of each prompt."""
-        return self.client.generate(
-            prompts, completions_per_prompt=2, temperature=1.0, max_response_length=length
-        )
-
-    def change_weights(self) -> None:
-        with torch.no_grad():
-            for *_, shard in self.learner.shards():
-                shard.mul_(1.01)
-
-    def checksums(self, index: int) -> dict[str, int]:
-        return held_by(self.roster[index])
 
 
 def held_by(server: Server) -> dict[str, int]:

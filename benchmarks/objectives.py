@@ -20,8 +20,7 @@ truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aw
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
 skips the runs that have figures of the installed versions, and resumes the runs that were
-interrupted. Then it prints a table, and draws the INT4 arms of all settings beside BF16. `qurl
-report` overlays the runs themselves.
+interrupted. Then it prints a table. `qurl report` overlays the runs themselves.
 """
 
 import itertools
@@ -41,11 +40,8 @@ from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
-from matplotlib import pyplot
-
 from benchmarks import machine
 from benchmarks.runs import QURL, complete_run
-from benchmarks.study.figures import save
 from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.launch.recipe import load_recipe, run_function
@@ -54,7 +50,6 @@ from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 from qurl_megatron.recipes import quickstart
 
 RESULTS = Path(__file__).parent / "results" / "objectives.jsonl"
-PICTURE = Path(__file__).parents[1] / "docs" / "assets" / "objectives.svg"
 STEPS = 50
 PACKAGES = ("torch", "sglang", "megatron-core")
 
@@ -190,7 +185,6 @@ def main() -> None:
         list(pool.map(lambda seed: make_start(output_dir, setting, seed), seeds))
         list(pool.map(run_arm, missing))
     show(rows, arms, arguments.seeds)
-    draw(PICTURE)
 
 
 def read_rows(setting: str) -> dict[tuple[str, int], dict[str, Any]]:
@@ -318,36 +312,6 @@ def copy_accuracy(run_dir: Path) -> float:
         summary = json.loads((output / "summary.json").read_text())
     (averages,) = summary["results"].values()
     return float(averages["Avg@1"]["mean"])
-
-
-def draw(path: Path) -> None:
-    """Draw what each INT4 arm gains over BF16, in the settings that the installed versions ran.
-
-    A small dot is a seed, a large one their mean with its standard error.
-    """
-    gains: dict[str, list[float]] = {}
-    for setting_name, setting in SETTINGS.items():
-        rows = read_rows(setting_name)
-        baseline, *others = setting.arms
-        for name in others:
-            seeds = [seed for arm, seed in rows if arm == name and (baseline, seed) in rows]
-            if "int4" in name and len(seeds) > 1:
-                gains[f"{setting_name}, {name.split()[0]}"] = [
-                    100
-                    * (rows[name, s]["held_out_accuracy"] - rows[baseline, s]["held_out_accuracy"])
-                    for s in seeds
-                ]
-    figure, panel = pyplot.subplots(figsize=(8, 0.6 + 0.32 * len(gains)))
-    for height, values in enumerate(reversed(gains.values())):
-        panel.plot(values, [height] * len(values), "o", color="C0", markersize=3, alpha=0.5)
-        error = stdev(values) / sqrt(len(values))
-        panel.errorbar(fmean(values), height, xerr=error, fmt="o", color="C1", capsize=3)
-    panel.set_ylim(-0.6, len(gains) - 0.4)
-    panel.set_yticks(range(len(gains)), reversed(gains), fontsize=8)
-    panel.axvline(0, color="black", linewidth=0.6)
-    panel.set_xlabel("INT4 over BF16, points of held-out accuracy", fontsize=8)
-    panel.grid(alpha=0.3)
-    save(figure, path)
 
 
 def make_start(output_dir: Path, setting: Setting, seed: int) -> Path:

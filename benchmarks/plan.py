@@ -72,11 +72,7 @@ class PublishedStep:
         architecture, on_half = KNOWN_MODELS[self.model], 1 + self.staleness
         data = self.gpus // on_half // (tensor * context * pipeline)
         words = [
-            f"learner.tensor_parallel_size={tensor}",
-            f"learner.context_parallel_size={context}",
-            f"learner.expert_parallel_size={experts}",
-            f"learner.pipeline_parallel_size={pipeline}",
-            f"learner.data_parallel_size={data}",
+            *layout(architecture, tensor, context, experts, pipeline, data),
             f"learner.tokens_per_micro_batch={self.longest}",
             f"rollout.prompts_per_step={self.prompts}",
             "rollout.completions_per_prompt=32",
@@ -88,9 +84,6 @@ class PublishedStep:
             "objective.kl_coefficient=0.01",
             "quantization.format=bf16",
         ]
-        if architecture.num_layers % pipeline:
-            last = architecture.shorter_last_stage(pipeline)
-            words.append(f"learner.layers_in_last_pipeline_stage={last}")
         if self.model in ("Llama-3.1-8B", "Qwen3-235B-A22B"):  # as in the recipes
             words.append("learner.recompute=full")
         config = with_overrides(Config(), words)
@@ -139,6 +132,19 @@ def print_row(label: str, planned: float, measured: float, unit: str) -> None:
     print(f"   {label:58} {planned:9.2f} {measured:9.2f} {unit:5} {error:+7.1%}", flush=True)
 
 
+def layout(architecture: Architecture, *sizes: int) -> list[str]:
+    """Return the fields of a learner: tensor, context, expert, pipeline and data parallel sizes."""
+    names = ("tensor", "context", "expert", "pipeline", "data")
+    words = [
+        f"learner.{name}_parallel_size={size}" for name, size in zip(names, sizes, strict=True)
+    ]
+    pipeline = sizes[names.index("pipeline")]
+    if architecture.num_layers % pipeline:
+        last = architecture.shorter_last_stage(pipeline)
+        words.append(f"learner.layers_in_last_pipeline_stage={last}")
+    return words
+
+
 def pretraining_s(
     name: str, sequences: int, sizes: tuple[int, int, int, int], virtual: int
 ) -> float:
@@ -149,10 +155,7 @@ def pretraining_s(
     tensor, pipeline, data, experts = sizes
     architecture = KNOWN_MODELS[name]
     words = [
-        f"learner.tensor_parallel_size={tensor}",
-        f"learner.pipeline_parallel_size={pipeline}",
-        f"learner.data_parallel_size={data}",
-        f"learner.expert_parallel_size={experts}",
+        *layout(architecture, tensor, 1, experts, pipeline, data),
         f"learner.virtual_pipeline_parallel_size={virtual if pipeline > 1 else 1}",
         "learner.micro_batch_size=1",
         f"rollout.prompts_per_step={sequences}",
@@ -160,9 +163,6 @@ def pretraining_s(
         "rollout.max_response_length=4096",
         "optimizer.minibatches_per_step=1",
     ]
-    if architecture.num_layers % pipeline:
-        last = architecture.shorter_last_stage(pipeline)
-        words.append(f"learner.layers_in_last_pipeline_stage={last}")
     config = with_overrides(Config(), words)
     return step_time.learner_time(architecture, config, Workload(0, 4096)).update
 

@@ -144,8 +144,6 @@ def run_once(arm: Arm) -> None:
     outcome = run(arm, SEEDS, STEPS)
     line = {
         "arm": asdict(arm),
-        "seeds": SEEDS,
-        "steps": STEPS,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}",
         "torch": version("torch"),
         **asdict(outcome),

@@ -169,11 +169,7 @@ def start(length: int, seeds: int) -> Parameters:
 
     They were shown right steps until they score at least 30 %, each seed for itself.
     """
-    parameters = new_parameters(seeds, torch.Generator().manual_seed(0))
-    return warmed_up(parameters, Chain(length), 0.3)
-
-
-def warmed_up(parameters: Parameters, task: Chain, score: float) -> Parameters:
+    parameters, task = new_parameters(seeds, torch.Generator().manual_seed(0)), Chain(length)
     states = torch.arange(STATES)
     right = (states // SYMBOLS + states % SYMBOLS) % SYMBOLS
     learned = {name: parameter.clone() for name, parameter in parameters.items()}
@@ -183,7 +179,7 @@ def warmed_up(parameters: Parameters, task: Chain, score: float) -> Parameters:
     is_done = torch.zeros(len(learned["lm_head.weight"]), dtype=torch.bool)
     while not is_done.all():
         table = logprob_table(parameters)
-        reached = (task.score(table.detach()) >= score) & ~is_done
+        reached = (task.score(table.detach()) >= 0.3) & ~is_done
         for name, parameter in parameters.items():
             learned[name][reached] = parameter.detach()[reached]
         is_done |= reached

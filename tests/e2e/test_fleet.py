@@ -12,12 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+import torch
 
 from benchmarks.deployment import (
     HEALTH_TIMEOUT_S,
     PEER_TIMEOUT_S,
     PER_STEP,
     Deployment,
+    held_by,
     send_signal,
     tree,
     wait_until,
@@ -37,16 +39,46 @@ PROMPTS = [
 ]
 
 
+class Watched(Deployment):
+    """A deployment whose lost servers are started again when a test says so."""
+
+    def serving(self) -> list[int]:
+        return [member.index for member in self.fleet.members("serving")]
+
+    def restart_lost(self) -> None:
+        """Have the lost servers started again, and wait until they ask for the weights."""
+
+        def is_whole() -> bool:
+            self.starter.check()
+            return len(self.fleet.members("serving", "joining")) == 2
+
+        wait_until(is_whole)
+
+    def sample(self, prompts: list[Prompt], length: int = 200) -> list[list[Completion]]:
+        """Sample two completions of each prompt."""
+        return self.client.generate(
+            prompts, completions_per_prompt=2, temperature=1.0, max_response_length=length
+        )
+
+    def change_weights(self) -> None:
+        with torch.no_grad():
+            for *_, shard in self.learner.shards():
+                shard.mul_(1.01)
+
+    def checksums(self, index: int) -> dict[str, int]:
+        return held_by(self.roster[index])
+
+
 @pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with pytest.MonkeyPatch.context() as monkeypatch, ExitStack() as stack:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         directory = tmp_path_factory.mktemp("fleet")
-        yield Deployment(directory, build_tiny_model(directory / "model"), stack)
+        yield Watched(directory, build_tiny_model(directory / "model"), stack)
 
 
 @pytest.fixture
-def both(deployment: Deployment) -> Deployment:
+def both(deployment: Watched) -> Watched:
     """Return the deployment with both servers serving, started again where a test has ended one."""
     if deployment.serving() != [0, 1]:
         deployment.restart_lost()
@@ -63,11 +95,11 @@ def assert_all_answered(groups: list[list[Completion]], version: int) -> None:
         assert completion.token_versions[-1] == version
 
 
-def requests_at(deployment: Deployment) -> dict[int, int]:
+def requests_at(deployment: Watched) -> dict[int, int]:
     return {member.index: len(member.requests) for member in deployment.fleet.members("serving")}
 
 
-def test_one_publish_gives_both_servers_the_same_weights(both: Deployment) -> None:
+def test_one_publish_gives_both_servers_the_same_weights(both: Watched) -> None:
     both.change_weights()
     published = both.publisher.publish()
     assert published.num_servers == 2
@@ -75,7 +107,7 @@ def test_one_publish_gives_both_servers_the_same_weights(both: Deployment) -> No
 
 
 def test_publishes_between_faults_of_each_kind_lose_no_prompt_and_serve_no_wrong_weights(
-    both: Deployment,
+    both: Watched,
 ) -> None:
     # The last third of the publishes has no faults that end a server: then both are read back.
     publishes, quiet = 8, 1 / 3
@@ -86,7 +118,7 @@ def test_publishes_between_faults_of_each_kind_lose_no_prompt_and_serve_no_wrong
     assert seen.lost >= 3 and seen.refusals > 0 and seen.checksums_read >= 2 * quiet * publishes
 
 
-def test_a_server_killed_while_sampling_costs_no_answer(both: Deployment) -> None:
+def test_a_server_killed_while_sampling_costs_no_answer(both: Watched) -> None:
     both.said.clear()
     with ThreadPoolExecutor() as threads:
         sampling = threads.submit(both.sample, PROMPTS)
@@ -101,7 +133,7 @@ def test_a_server_killed_while_sampling_costs_no_answer(both: Deployment) -> Non
     assert both.fleet.members("serving")[0].outstanding == 0
 
 
-def test_a_server_that_hangs_while_sampling_costs_no_answer(both: Deployment) -> None:
+def test_a_server_that_hangs_while_sampling_costs_no_answer(both: Watched) -> None:
     hung = both.roster[0]
     with ThreadPoolExecutor() as threads:
         sampling = threads.submit(both.sample, PROMPTS)
@@ -115,7 +147,7 @@ def test_a_server_that_hangs_while_sampling_costs_no_answer(both: Deployment) ->
 
 
 def test_a_server_started_again_gets_the_present_version_and_takes_prompts(
-    both: Deployment,
+    both: Watched,
 ) -> None:
     published = both.publisher.publish()
     both.roster[1].stop()
@@ -136,7 +168,7 @@ def test_a_server_started_again_gets_the_present_version_and_takes_prompts(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
-    both: Deployment, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    both: Watched, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = both.roster[0]
     both.publisher.publish()  # there are channels to both
@@ -167,7 +199,7 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
     assert_all_answered(both.sample(PROMPTS, 4), published.version)
 
 
-def test_a_server_that_hangs_while_it_joins_holds_nobody_up_for_long(both: Deployment) -> None:
+def test_a_server_that_hangs_while_it_joins_holds_nobody_up_for_long(both: Watched) -> None:
     both.roster[1].stop()
     wait_until(lambda: both.serving() == [0])
     both.restart_lost()
@@ -180,7 +212,7 @@ def test_a_server_that_hangs_while_it_joins_holds_nobody_up_for_long(both: Deplo
 
 
 def test_a_server_with_other_weights_is_lost_and_if_all_have_them_it_is_an_error(
-    both: Deployment, monkeypatch: pytest.MonkeyPatch
+    both: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = [both.roster[0].pid]
     original = ServerControl.checksums
@@ -199,7 +231,7 @@ def test_a_server_with_other_weights_is_lost_and_if_all_have_them_it_is_an_error
         both.publisher.publish()
 
 
-def test_without_any_server_sampling_waits_for_one_and_begins_again(both: Deployment) -> None:
+def test_without_any_server_sampling_waits_for_one_and_begins_again(both: Watched) -> None:
     def sample_and_kill() -> list[list[Completion]]:
         if both.roster == before:
             with ThreadPoolExecutor() as threads:
@@ -220,7 +252,7 @@ def test_without_any_server_sampling_waits_for_one_and_begins_again(both: Deploy
     assert both.serving() == [0, 1]
 
 
-def test_sampling_ends_when_too_few_servers_are_left_for_too_long(both: Deployment) -> None:
+def test_sampling_ends_when_too_few_servers_are_left_for_too_long(both: Watched) -> None:
     for server in both.roster.values():
         server.stop()
     both.fleet._patience_s = 1.0

@@ -1,1 +1,0 @@
-"""A study of objectives and UAQ on small policies, many seeds at once."""
