@@ -43,8 +43,9 @@ WORDS = f"""name=run learner.dtype=float32 optimizer.learning_rate=3e-4 optimize
     rollout.max_prompt_length={PROMPT_LENGTH} rollout.max_response_length={RESPONSE_LENGTH}
     rollout.max_staleness=1 rollout.server.mem_fraction_static=0.3
     rollout.server.max_running_requests=64 rollout.server.options.max_queued_requests=64
-    rollout.server.max_total_tokens=32768 evaluation.problems=0
-    rollout.server.environment.TORCH_FR_BUFFER_SIZE=20""".split()
+    rollout.server.max_total_tokens=32768
+    evaluation.problems=0""".split()
+WORDS += [f"rollout.server.environment.{name}={value}" for name, value in FEW_RECORDS.items()]
 
 
 class Deployment:

@@ -167,8 +167,32 @@ def pretraining_s(
     return step_time.learner_time(architecture, config, Workload(0, 4096)).update
 
 
-def compare_published() -> None:
-    """Print planned times and ratios beside published ones that no constant was fitted to."""
+def throughput_ratio(
+    architecture: Architecture,
+    gpus: int,
+    prompt: int,
+    output: int,
+    weight_format: WeightFormat,
+    fraction: float = 0.85,
+) -> float:
+    """Return the throughput of a full server over that in BF16, with the time to read prompts."""
+
+    def tokens_per_s(weight_format: WeightFormat) -> float:
+        weights = sum(memory.server_weight_bytes(architecture, weight_format, gpus).values())
+        room = H100.memory_bytes * fraction - weights
+        fits = room / memory.kv_bytes_per_token(architecture, gpus) / (prompt + output / 2)
+        sequences = min(256.0, fits)
+        step_s = step_time.decode_s(
+            architecture, weight_format, gpus, sequences, sequences * (prompt + output / 2)
+        )
+        prompts_s = step_time.prefill_s(architecture, weight_format, gpus, sequences * prompt)
+        return sequences * output / (output * step_s + prompts_s)
+
+    return tokens_per_s(weight_format) / tokens_per_s("bf16")
+
+
+def main() -> None:
+    machine.parser(__doc__).parse_args()
     print("Planned, published, error\n")
     print("   Latency of a token, ML.ENERGY leaderboard (Feb 2026), H100")
     for name, weight_format, gpus, task, context, latencies in LATENCIES:
@@ -215,35 +239,6 @@ def compare_published() -> None:
              "rollout.servers=2"]  # fmt: skip
     config = with_overrides(study("", 64, "bf16"), words)
     print_row("TP8 x PP2", plan_publish(KNOWN_MODELS["Qwen2.5-32B"], config).time_s, 14.2, "s")
-
-
-def throughput_ratio(
-    architecture: Architecture,
-    gpus: int,
-    prompt: int,
-    output: int,
-    weight_format: WeightFormat,
-    fraction: float = 0.85,
-) -> float:
-    """Return the throughput of a full server over that in BF16, with the time to read prompts."""
-
-    def tokens_per_s(weight_format: WeightFormat) -> float:
-        weights = sum(memory.server_weight_bytes(architecture, weight_format, gpus).values())
-        room = H100.memory_bytes * fraction - weights
-        fits = room / memory.kv_bytes_per_token(architecture, gpus) / (prompt + output / 2)
-        sequences = min(256.0, fits)
-        step_s = step_time.decode_s(
-            architecture, weight_format, gpus, sequences, sequences * (prompt + output / 2)
-        )
-        prompts_s = step_time.prefill_s(architecture, weight_format, gpus, sequences * prompt)
-        return sequences * output / (output * step_s + prompts_s)
-
-    return tokens_per_s(weight_format) / tokens_per_s("bf16")
-
-
-def main() -> None:
-    machine.parser(__doc__).parse_args()
-    compare_published()
 
 
 if __name__ == "__main__":

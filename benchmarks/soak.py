@@ -271,11 +271,7 @@ class Soak:
         """Run all steps; return what was seen."""
         outcome, closed = self.outcome, threading.Event()
         with ThreadPoolExecutor(1) as starter:  # the servers that it starts die with its thread
-            with (
-                closing(self._faults),
-                self._faults.exchanging(),
-                counted_refusals(outcome),
-            ):
+            with closing(self._faults), self._faults.exchanging(), counted_refusals(outcome):
                 checking = starter.submit(self._keep_servers, closed)
                 try:
                     for step in range(1, self._publishes + 1):
