@@ -1,16 +1,13 @@
 """Compare "quantize, then gather" with "gather, then quantize": `python -m benchmarks.reshard`.
 
 The weights are one layer of Qwen2.5-32B at full width, on tensor-parallel ranks of this machine,
-over gloo (NCCL if there are GPUs). Five paths take turns in the same processes:
+over gloo (NCCL if there are GPUs). Four paths take turns in the same processes:
 
 - "quantize first" is the converter (`weight_sync/reshard.py`).
 - "delta" sends what changed since the pass before: two codes in ten thousand.
 - "direct" writes into the parameters of a server of one rank on this machine.
 - "gather first" is the baseline: it gathers a bucket's tensors in BF16 and quantizes them on rank
   0, as systems do that quantize where the weights arrive.
-- "export first" is the same with the algorithm of Megatron-Bridge's export
-  (`gather_from_tp_ranks` and `stream_weights_megatron_to_hf` of megatron-bridge 0.3.1): all ranks
-  gather every tensor. Bridge itself cannot be imported without Transformer Engine.
 
 All but "delta" give rank 0, or the server, the same tensors, byte for byte.
 
@@ -22,7 +19,6 @@ largest growth of a rank's resident set (on a GPU, of its allocator's peak) besi
 import argparse
 import dataclasses
 import functools
-import itertools
 import math
 import socket
 import time
@@ -51,7 +47,7 @@ from qurl_megatron.weight_sync.direct import ServerParameters, describe
 from qurl_megatron.weight_sync.reshard import Converter
 
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8")
-PATHS = ("quantize first", "delta", "direct", "export first", "gather first")
+PATHS = ("quantize first", "delta", "direct", "gather first")
 CHANGED = 2e-4  # of the weights, between two deltas
 QWEN_32B_LAYER = dataclasses.replace(
     KNOWN_MODELS["Qwen2.5-32B"],
@@ -98,20 +94,15 @@ def place_server(converter: Converter) -> tuple[list[Bucket], ServerParameters]:
     return held, parameters
 
 
-def gather_then_quantize(
-    learner: Learner,
-    weight_format: WeightFormat,
-    bucket_bytes: int,
-    gather: Callable[[TensorPart, int], Tensor | None],
-) -> None:
-    """Fill one bucket after another with tensors on rank 0, and drop it: the baselines."""
+def gather_then_quantize(learner: Learner, weight_format: WeightFormat, bucket_bytes: int) -> None:
+    """Fill one bucket after another with tensors on rank 0, and drop it: the baseline."""
     rank, size = dist.get_rank(), dist.get_world_size()
     bucket: dict[str, Tensor] = {}
     filled = 0
     for rule, number, shard in learner.shards():
         for part in weight_map.split(rule, shard, learner.architecture, number, rank, size):
-            full = gather(part, size)
-            if full is None or rank != 0:
+            full = gather_on_first(part, size)
+            if full is None:
                 continue
             tensors = {part.name: full}
             if rule.quantized:
@@ -139,16 +130,6 @@ def gather_on_first(part: TensorPart, size: int) -> Tensor | None:
     return torch.cat(received, dim=part.dim)
 
 
-def gather_everywhere(part: TensorPart, size: int) -> Tensor:
-    """Return the full tensor in BF16 on every rank, as Megatron-Bridge does."""
-    own = part.tensor.contiguous()
-    if part.dim is None or part.rank_slices is None:
-        return own
-    received = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(received, own)
-    return torch.cat(received, dim=part.dim)
-
-
 class SentBytes:
     """Counts the bytes that this rank passes to the collectives the paths use."""
 
@@ -156,18 +137,13 @@ class SentBytes:
         self.total = 0
         for name in ("gather", "all_reduce"):
             setattr(dist, name, self._counting(getattr(dist, name)))
-        point_to_point, to_all = dist.batch_isend_irecv, dist.all_gather
+        point_to_point = dist.batch_isend_irecv
 
         def counted(operations: list[dist.P2POp]) -> Any:
             self.total += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
             return point_to_point(operations)
 
-        def counted_to_all(received: list[Tensor], own: Tensor, **options: Any) -> Any:
-            self.total += own.nbytes * (len(received) - 1)
-            return to_all(received, own, **options)
-
         setattr(dist, "batch_isend_irecv", counted)  # noqa: B010
-        setattr(dist, "all_gather", counted_to_all)  # noqa: B010
 
     def _counting(self, collective: Callable[..., Any]) -> Callable[..., Any]:
         def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -198,11 +174,8 @@ def run_paths(arguments: argparse.Namespace) -> None:
             "quantize first": functools.partial(converter.convert, drop),
             "delta": functools.partial(changing.convert, drop, base=1),
             "direct": functools.partial(direct.write, parameters),
-            "export first": functools.partial(
-                gather_then_quantize, learner, weight_format, bucket_bytes, gather_everywhere
-            ),
             "gather first": functools.partial(
-                gather_then_quantize, learner, weight_format, bucket_bytes, gather_on_first
+                gather_then_quantize, learner, weight_format, bucket_bytes
             ),
         }
         changing.convert(drop)  # what the first delta is a change of
@@ -251,12 +224,12 @@ def report(weight_format: WeightFormat, rows: list[Measured]) -> None:
             f"{machine.spread(times, '.3f'):24} {cpu_s:6.3f}   {memory:8.0f}",
             flush=True,
         )
-    for path, baseline in itertools.product(PATHS[:-2], PATHS[-2:]):
-        pairs = zip(figures[path], figures[baseline], strict=True)
+    for path in PATHS[:-1]:
+        pairs = zip(figures[path], figures[PATHS[-1]], strict=True)
         ratios = [own / other if other else math.nan for own, other in pairs]
         print(
             f"    {path:16}  bytes {ratios[0]:.3f}, time {ratios[1]:.2f}, CPU {ratios[2]:.2f}, "
-            f"memory {ratios[3]:.2f} of {baseline}",
+            f"memory {ratios[3]:.2f} of {PATHS[-1]}",
             flush=True,
         )
     print(flush=True)

@@ -146,14 +146,13 @@ class Faults:
         self._outcome.faults[kind] += 1
         print(f"publish {step}: {kind}", flush=True)
         delay_s = self._random.uniform(0, LATEST_S)
-        server = self._random.choice(list(self._deployment.roster.values()))
-        if kind == "kill":
-            processes = tree(server)
-            if self._random.random() < 0.5:
+        servers = list(self._deployment.roster.values())
+        server = self._random.choice(servers)
+        if kind in ("kill", "kill all"):
+            killed = servers if kind == "kill all" else [server]
+            processes = [process for each in killed for process in tree(each)]
+            if kind == "kill" and self._random.random() < 0.5:
                 processes = [self._random.choice(processes)]
-            self._later(delay_s, lambda: send_signal(processes, signal.SIGKILL))
-        elif kind == "kill all":
-            processes = [p for each in self._deployment.roster.values() for p in tree(each)]
             self._later(delay_s, lambda: send_signal(processes, signal.SIGKILL))
         elif kind == "stop":
             self._later(delay_s, lambda: self._stop(tree(server)))
