@@ -1,11 +1,13 @@
-"""Unpack parts of the kit with all cores: `python3 unpack.py TARGET PART...`; needs no package.
+"""Unpack parts of the kit with all cores: `python -m benchmarks.gpu.unpack TARGET PART...`.
+
+Each part has a copy of this file, which needs no package: `python3 unpack.py TARGET PART...`.
 
 A blob that was unpacked is removed, so that the next call unpacks only what has come since.
 """
 
+import argparse
 import lzma
 import os
-import sys
 import tarfile
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -13,10 +15,15 @@ from pathlib import Path
 
 
 def main() -> None:
-    target, *parts = map(Path, sys.argv[1:])
-    blobs = [blob for part in parts for blob in sorted(part.glob("*.xz"))]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", type=Path)
+    parser.add_argument("parts", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    blobs = [blob for part in arguments.parts for blob in sorted(part.glob("*.xz"))]
     with ProcessPoolExecutor() as pool:
-        list(pool.map(partial(unpack, target), blobs))
+        list(pool.map(partial(unpack, arguments.target), blobs))
 
 
 def unpack(target: Path, blob: Path) -> None:
