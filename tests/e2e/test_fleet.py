@@ -235,8 +235,8 @@ def test_without_any_server_sampling_waits_for_one_and_begins_again(both: Watche
     def sample_and_kill() -> list[list[Completion]]:
         if both.roster == before:
             with ThreadPoolExecutor() as threads:
-                sampling = threads.submit(both.sample, PROMPTS)
-                wait_until(lambda: list(requests_at(both).values()) == [24, 24])
+                sampling = threads.submit(both.sample, 4 * PROMPTS)  # for seconds
+                wait_until(lambda: list(requests_at(both).values()) == [96, 96])
                 for server in before.values():
                     send_signal(tree(server), signal.SIGKILL)
                 wait_until(lambda: both.serving() == [])
