@@ -160,3 +160,10 @@ def test_the_kit_keeps_the_machine_code_of_one_gpu() -> None:
     # Nothing here is for this GPU, so what its driver can compile stays.
     assert [code * 8 in kept for code in (b"D", b"E")] == [False, True]
     assert kept.startswith(b"head") and b"between" in kept and kept.endswith(b"tail")
+
+
+def test_what_only_looks_like_a_container_of_code_stays() -> None:
+    whole = fat_binary((2, 80, b"A" * 8))
+    without_size = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 64) + bytes(64)
+    for data in (whole[:-1], whole[:10], without_size):
+        assert kit.trimmed(data, 90) == data

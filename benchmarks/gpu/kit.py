@@ -134,30 +134,45 @@ def write_blob(
 def trimmed(library: bytes, capability: int) -> bytes:
     """Return a library whose machine code for other compute capabilities is zero.
 
-    NVIDIA does not document containers of code. Their layout was read from torch 2.14 and NCCL
-    2.30, which computed on an H100 afterwards: a header of 16 bytes with the size of all that
-    follows; then entries, each with its kind, the sizes of its header and of its code, and the
-    capability. Where no machine code is for `capability`, PTX stays for the driver to compile.
+    In a container without machine code for `capability`, PTX stays, which the driver compiles.
     """
     data = bytearray(library)
     place = -1
     while (place := data.find(FAT_BINARY, place + 1)) >= 0:
-        version, header, size = struct.unpack_from("<HHQ", data, place + 4)
-        if (version, header) != (1, 16) or place + 16 + size > len(data):
-            continue
-        entries = []
-        entry, end = place + 16, place + 16 + size
-        while entry + 32 <= end:
-            kind, _, header, code = struct.unpack_from("<HHIQ", data, entry)
-            entries.append(
-                (kind, struct.unpack_from("<I", data, entry + 28)[0], entry + header, code)
-            )
-            entry += header + code
+        entries = entries_of(library, place)
         fits = any(kind == ELF and target == capability for kind, target, *_ in entries)
-        for kind, target, start, code in entries:
-            if (target != capability or kind != ELF) if fits else kind == ELF:
-                data[start : start + code] = bytes(code)
+        for kind, target, start, end in entries:
+            is_kept = (kind, target) == (ELF, capability) if fits else kind != ELF
+            if not is_kept:
+                data[start:end] = bytes(end - start)
     return bytes(data)
+
+
+def entries_of(library: bytes, place: int) -> list[tuple[int, int, int, int]]:
+    """Return the entries of the container at `place`: kind, capability, start and end of the code.
+
+    There are none if other data looks like the beginning of a container.
+
+    NVIDIA does not document the layout. It was read from torch 2.14 and NCCL 2.30, which computed
+    on an H100 afterwards: a header of 16 bytes with the size of all that follows; then entries,
+    each with its kind, the sizes of its header and of its code, and the capability.
+    """
+    start = place + 16
+    if start > len(library):
+        return []
+    version, header, size = struct.unpack_from("<HHQ", library, place + 4)
+    end = start + size
+    if (version, header) != (1, 16) or end > len(library):
+        return []
+    entries = []
+    while start + 32 <= end:
+        kind, _, header, code = struct.unpack_from("<HHIQ", library, start)
+        (capability,) = struct.unpack_from("<I", library, start + 28)
+        if header < 32 or start + header + code > end:
+            return []
+        entries.append((kind, capability, start + header, start + header + code))
+        start += header + code
+    return entries
 
 
 if __name__ == "__main__":

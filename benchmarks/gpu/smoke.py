@@ -150,8 +150,7 @@ def check_learner(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the tests of a learner of one rank."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["tests/test_learner.py", "-k", "TP1"]
-    output = subprocess.STDOUT
-    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=output, text=True)
+    ran = subprocess.run(command, capture_output=True, text=True)
     lines = ran.stdout.splitlines()
     if ran.returncode:
         raise AssertionError("\n".join(line for line in lines if line.startswith(("E ", "FAILED"))))

@@ -276,7 +276,8 @@ class ServerPlan:
             options["enable_weights_cpu_backup"] = self.releases == "cache"
             # Every batch is decoded from a graph, and no graph is captured for larger ones.
             options["cuda_graph_max_bs_decode"] = config.max_running_requests
-            # Capturing 58 takes 40 of a start's 100 s (7B, H100), and most of a rollout decodes.
+            # Capturing those of prefills took 40 of a start's 100 s (7B on an H100). A rollout
+            # mostly decodes.
             options["cuda_graph_backend_prefill"] = "disabled"
         if device.lacks_flash_attention():
             options["attention_backend"] = "triton"
