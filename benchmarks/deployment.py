@@ -29,7 +29,7 @@ from qurl_megatron.weight_sync.publish import Publisher
 BUCKET_BYTES = 64 * 1024  # a publish sends several
 PEER_TIMEOUT_S = 5.0
 HEALTH_TIMEOUT_S = 5.0
-PROMPT_LENGTH, RESPONSE_LENGTH = 8, 200
+PROMPT_LENGTH, COMPLETION_LENGTH = 8, 200
 PER_STEP, COMPLETIONS = 8, 2
 
 # torch keeps a record of each of the last collectives of a process, 2,000 unless this says
@@ -40,7 +40,7 @@ FEW_RECORDS = {"TORCH_FR_BUFFER_SIZE": "20"}
 WORDS = f"""name=run learner.dtype=float32 optimizer.learning_rate=3e-4 optimizer.warmup_steps=0
     quantization.format=int8 rollout.servers=2
     rollout.prompts_per_step={PER_STEP} rollout.completions_per_prompt={COMPLETIONS}
-    rollout.max_prompt_length={PROMPT_LENGTH} rollout.max_response_length={RESPONSE_LENGTH}
+    rollout.max_prompt_length={PROMPT_LENGTH} rollout.max_completion_length={COMPLETION_LENGTH}
     rollout.max_staleness=1 rollout.server.mem_fraction_static=0.3
     rollout.server.max_running_requests=64 rollout.server.options.max_queued_requests=64
     rollout.server.max_total_tokens=32768

@@ -268,7 +268,7 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
         "data_options={}",
         "reward=exact",
         "rollout.max_prompt_length=4",
-        f"rollout.max_response_length={setting.digits + 1}",
+        f"rollout.max_completion_length={setting.digits + 1}",
         "rollout.prompts_per_step=32",
         "evaluation.problems=256",
     ]
@@ -302,7 +302,7 @@ def copy_accuracy(run_dir: Path) -> float:
             f"format={config.quantization.format}",
             f"group_size={config.quantization.group_size}",
             f"max_prompt_length={config.rollout.max_prompt_length}",
-            f"max_response_length={config.rollout.max_response_length}",
+            f"max_completion_length={config.rollout.max_completion_length}",
             f"server.mem_fraction_static={config.evaluation.server.mem_fraction_static}",
             f"server.max_total_tokens={config.evaluation.server.max_total_tokens}",
         ]

@@ -45,7 +45,7 @@ LATENCIES: list[tuple[str, WeightFormat, int, str, int, dict[int, float]]] = [
 # Steps of GRPO by NeMo-RL on H100 in BF16, from the tables of its versions 0.4 to 0.6
 # (github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md) and the recipes beside them. On
 # policy, servers and learner take turns on all GPUs; one step off, each has half of them. Each
-# prompt has 32 responses, and there is a reference policy. Prompts of 150 tokens are assumed, and
+# prompt has 32 completions, and there is a reference policy. Prompts of 150 tokens are assumed, and
 # lengths as `lengths.Workload` has them.
 _PROMPT = 150
 
@@ -60,7 +60,7 @@ class PublishedStep:
     gpus: int
     server_gpus: int  # of one server
     sizes: tuple[int, int, int, int]  # the learner's tensor, context, expert and pipeline sizes
-    longest: int  # prompt plus response, in tokens
+    longest: int  # prompt plus completion, in tokens
     mean_length: int
     prompts: int
     minibatches: int
@@ -76,7 +76,7 @@ class PublishedStep:
             f"learner.tokens_per_micro_batch={self.longest}",
             f"rollout.prompts_per_step={self.prompts}",
             "rollout.completions_per_prompt=32",
-            f"rollout.max_response_length={self.longest - _PROMPT}",
+            f"rollout.max_completion_length={self.longest - _PROMPT}",
             f"rollout.servers={self.gpus // on_half // self.server_gpus}",
             f"rollout.server.tensor_parallel_size={self.server_gpus}",
             f"rollout.max_staleness={self.staleness}",
@@ -160,7 +160,7 @@ def pretraining_s(
         "learner.micro_batch_size=1",
         f"rollout.prompts_per_step={sequences}",
         "rollout.completions_per_prompt=1",
-        "rollout.max_response_length=4096",
+        "rollout.max_completion_length=4096",
         "optimizer.minibatches_per_step=1",
     ]
     config = with_overrides(Config(), words)
@@ -223,7 +223,7 @@ def main() -> None:
     print(
         "   Megatron-LM pull request 5728: 302 TFLOP/s, in the layout of Megatron-Bridge's summary"
     )
-    config = with_overrides(Config(), ["rollout.max_response_length=4096"])
+    config = with_overrides(Config(), ["rollout.max_completion_length=4096"])
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 8192, 1
     large = KNOWN_MODELS["Qwen3-235B-A22B"]
     flops = 3 * sum(step_time.pass_flops(large, config, Workload(0, 4096)))

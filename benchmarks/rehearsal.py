@@ -21,7 +21,7 @@ from qurl_megatron.rehearsal.rehearsal import Rehearsal, play
 PLAIN = """learner.layers_in_last_pipeline_stage=none learner.data_parallel_size=1
     learner.expert_parallel_size=1 learner.pipeline_parallel_size=1 learner.micro_batch_size=1
     learner.tokens_per_micro_batch=none learner.virtual_pipeline_parallel_size=1
-    rollout.max_prompt_length=1024 rollout.max_response_length=8192"""
+    rollout.max_prompt_length=1024 rollout.max_completion_length=8192"""
 
 # Model, layers, rank, and what the layout names.
 LAYOUTS = {
@@ -48,7 +48,7 @@ LAYOUTS = {
     "recompute": """Qwen3-32B 4 0 learner.tensor_parallel_size=8
         learner.pipeline_parallel_size=2 learner.recompute=full""",
     "long context": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8
-        learner.context_parallel_size=4 rollout.max_response_length=31744""",
+        learner.context_parallel_size=4 rollout.max_completion_length=31744""",
     "few experts a rank": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2
         learner.data_parallel_size=4 learner.expert_parallel_size=8""",
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2

@@ -51,11 +51,11 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import machine
 from benchmarks.deployment import (
+    COMPLETION_LENGTH,
     COMPLETIONS,
     FEW_RECORDS,
     PER_STEP,
     PROMPT_LENGTH,
-    RESPONSE_LENGTH,
     Deployment,
     held_by,
     send_signal,
@@ -214,7 +214,7 @@ class Faults:
                     prompts,
                     completions_per_prompt=4,
                     temperature=1.0,
-                    max_response_length=BURST_LENGTH,
+                    max_completion_length=BURST_LENGTH,
                 )
                 break
             except AdmissionNeeded:  # no server serves; the step's publish will change that
@@ -432,7 +432,7 @@ class Soak:
             client.sampling(
                 completions_per_prompt=rollout.completions_per_prompt,
                 temperature=rollout.temperature,
-                max_response_length=rollout.max_response_length,
+                max_completion_length=rollout.max_completion_length,
             ),
         )
 
@@ -507,7 +507,7 @@ def main() -> None:
             if arguments.agents:
                 config = AgentConfig(agent="benchmarks.soak_agent:play", agent_workers=2)
                 agents = stack.enter_context(
-                    Agents(config, PROMPT_LENGTH + RESPONSE_LENGTH, str(model))
+                    Agents(config, PROMPT_LENGTH + COMPLETION_LENGTH, str(model))
                 )
             outcome = Soak(
                 Deployment(directory, model, stack),

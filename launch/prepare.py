@@ -34,7 +34,7 @@ from qurl_megatron.model import hub
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.gpus import H100, Node
 from qurl_megatron.planning.host import check_host, check_workers
-from qurl_megatron.planning.turns import plan_turns, releases
+from qurl_megatron.planning.turns import plan_colocation, releases
 from qurl_megatron.rollout import toolkit
 
 
@@ -311,7 +311,7 @@ def _check(
         if config.evaluation.server.releases == "auto":
             config.evaluation.server.releases = "all"
         if node:
-            plan_turns(architecture, config, node)
+            plan_colocation(architecture, config, node)
     elif num_gpus:
         check_colocated_gpus(config, placed, memory_bytes)
     check_disk(config)

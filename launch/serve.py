@@ -63,7 +63,7 @@ class ServeConfig:
     """Input channels that share a scale in format int4: the run's `quantization.group_size`."""
 
     max_length: Count = 2048
-    """Maximum prompt plus response length, in tokens; at least the run's."""
+    """Maximum prompt plus completion length, in tokens; at least the run's."""
 
     host: Text = LOOPBACK
     """Address to listen on; 0.0.0.0 listens on all. Behind an SSH tunnel or a proxy for HTTPS on

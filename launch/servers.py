@@ -20,7 +20,7 @@ from pathlib import Path
 from qurl_megatron.config.schema import Config
 from qurl_megatron.launch.placement import ServerSpec
 from qurl_megatron.launch.status import logs_of, newest_attempt
-from qurl_megatron.process import TurnLock, make_key, tail
+from qurl_megatron.process import GpuLock, make_key, tail
 from qurl_megatron.rollout.control import RELEASED, ServerControl
 from qurl_megatron.rollout.preload import exit_code, how_it_ended
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
@@ -137,9 +137,9 @@ class Servers:
 
     def _may_start(self) -> bool:
         """Return whether a server may start: always, or if it is not the learner's turn."""
-        if self._takes_turns and not self._has_turn:
+        if self._is_colocated and not self._has_turn:
             self._has_turn = self._turn.try_to_take()
-        return self._has_turn or not self._takes_turns
+        return self._has_turn or not self._is_colocated
 
     @property
     def are_ready(self) -> bool:
@@ -168,7 +168,7 @@ class Servers:
             if slot.waits and not self._shares_gpu_with_a_start(slot) and self._may_start():
                 slot.server = self._start(slot.spec, slot.gpus)
                 slot.waits, slot.started_at = False, time.monotonic()
-                if not self._takes_turns:
+                if not self._is_colocated:
                     slot.listed = slot.server
         if before != [slot.listed for slot in self._slots]:
             self.save()
@@ -193,7 +193,7 @@ class Servers:
             log_file=attempt.server_log(spec, restarts),
             seed=attempt.server_seed(spec.index, restarts),
             keep=spec.keep,
-            releases=spec.server.releases if self._takes_turns else None,
+            releases=spec.server.releases if self._is_colocated else None,
             records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
             host=self.host,
             api_key=self.api_key,
@@ -213,7 +213,7 @@ class Servers:
             return f"died {starting}({how_it_ended(server.pid)})"
         timeout_s = slot.spec.server.start_timeout_s
         if not slot.is_ready and answers(server):
-            if self._takes_turns:
+            if self._is_colocated:
                 try:
                     control = ServerControl(server)
                     asyncio.run(control.sleep(RELEASED[slot.spec.server.releases]))
@@ -244,11 +244,11 @@ class Servers:
         print(f"qurl: server {slot.name} {failure}; {outcome}", flush=True)
 
     @cached_property
-    def _turn(self) -> TurnLock:
-        return TurnLock(self.roster.parent)
+    def _turn(self) -> GpuLock:
+        return GpuLock(self.roster.parent)
 
     @property
-    def _takes_turns(self) -> bool:
+    def _is_colocated(self) -> bool:
         return self.attempt.config.rollout.placement == "colocated"
 
     def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:

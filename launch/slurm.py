@@ -95,8 +95,8 @@ def _run(config: Config, max_restarts: int) -> int:
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, lambda number, _: stop_requests.append(number))
     with exit_on_bad_input():
-        takes_turns = config.rollout.placement == "colocated"
-        groups = node_groups(os.environ, config.learner.world_size, takes_turns=takes_turns)
+        is_colocated = config.rollout.placement == "colocated"
+        groups = node_groups(os.environ, config.learner.world_size, is_colocated=is_colocated)
         learner_group = groups[0]
         attempt = Attempt.create(config)
         rollout_nodes = [name for group in groups[1:] for name in group.nodes]
@@ -295,7 +295,7 @@ def nodes_of_job(job: str) -> list[str]:
 
 
 def node_groups(
-    environment: Mapping[str, str], world_size: int, *, takes_turns: bool = False
+    environment: Mapping[str, str], world_size: int, *, is_colocated: bool = False
 ) -> list[NodeGroup]:
     """Return the job's learner nodes and rollout nodes, or one group if both take turns.
 
@@ -308,7 +308,7 @@ def node_groups(
     if "SLURM_JOB_ID" not in environment:
         raise ConfigError("not in a Slurm job: submit it with sbatch, or use qurl train")
     if int(environment.get("SLURM_HET_SIZE", "1")) > 1:
-        if takes_turns:
+        if is_colocated:
             raise ConfigError(
                 "rollout.placement=colocated: a heterogeneous job has two groups of nodes, and "
                 "learner and servers share one; submit a job of equal nodes"
@@ -326,15 +326,15 @@ def node_groups(
     if not gpus:
         raise ConfigError("no GPUs in the allocation: ask for --gpus-per-node")
     num_learner = -(-world_size // gpus)
-    if num_learner + (not takes_turns) > len(nodes):
+    if num_learner + (not is_colocated) > len(nodes):
         more = ", and at least one more is needed for the rollout servers"
         raise ConfigError(
             f"--nodes={len(nodes)}: the learner's {world_size} ranks take {num_learner} nodes of "
-            f"{gpus} GPUs{'' if takes_turns else more}"
+            f"{gpus} GPUs{'' if is_colocated else more}"
         )
     cpus = min_cpus(environment["SLURM_JOB_CPUS_PER_NODE"])
     learner, rollout = nodes[:num_learner], nodes[num_learner:]
-    sides = [learner] if takes_turns else [learner, rollout]
+    sides = [learner] if is_colocated else [learner, rollout]
     return [NodeGroup(side, None, cpus) for side in sides]
 
 

@@ -344,7 +344,7 @@ def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-class TurnLock:
+class GpuLock:
     """A lock in a directory, of this machine's processes; see `weight_sync/colocation.py`.
 
     A fork does not have it, and the kernel releases that of a process that ends.

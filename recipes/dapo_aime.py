@@ -13,12 +13,12 @@ Requirements:
 
 Sources of the settings:
 
-- QuRL, Section 5.1: 512 prompts of 16 responses, 200 steps, learning rate 1e-6, clipping at 0.2 and
-  0.28, no KL penalty, Avg@1, and Avg@32 at temperature 1 and top_p 0.7.
+- QuRL, Section 5.1: 512 prompts of 16 completions, 200 steps, learning rate 1e-6, clipping at 0.2
+  and 0.28, no KL penalty, Avg@1, and Avg@32 at temperature 1 and top_p 0.7.
 - QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
 - DAPO: a reward of 1 or -1 by what follows "Answer:", the token mean, 16 minibatches per step, and
-  the penalty over the last fifth of a response. DAPO's dynamic sampling repeats until enough groups
-  have mixed rewards; here it tries 4 times.
+  the penalty over the last fifth of a completion. DAPO's dynamic sampling repeats until enough
+  groups have mixed rewards; here it tries 4 times.
 - verl's DAPO scripts, which the paper's framework has: dual clip at 10.
 """
 
@@ -53,7 +53,7 @@ def recipe() -> Config:
             prompts_per_step=512,
             completions_per_prompt=16,
             max_prompt_length=1024,
-            max_response_length=3072,  # Qwen2.5-7B-Math has 4096 positions
+            max_completion_length=3072,  # Qwen2.5-7B-Math has 4096 positions
             dynamic_sampling_tries=4,
             soft_overlong_tokens=614,
         ),

@@ -1,4 +1,4 @@
-"""GRPO on DeepScaleR with QuRL, in three stages of growing response length.
+"""GRPO on DeepScaleR with QuRL, in three stages of growing completion length.
 
     qurl train deepscaler_grpo model=DIR data=deepscaler.json \\
         evaluation.data.aime24=aime.json evaluation.data.math500=math.json [...]
@@ -16,7 +16,7 @@ Requirements:
 Sources of the settings:
 
 - The recipe `grpo`: all of the first stage.
-- QuRL, Section 5.1: 800 steps of 8 responses of up to 8k tokens, 400 steps of 16 of up to 16k and
+- QuRL, Section 5.1: 800 steps of 8 completions of up to 8k tokens, 400 steps of 16 of up to 16k and
   400 steps of 16 of up to 24k; Avg@32 at temperature 0.6.
 - DeepScaleR: a reward of 1 or 0 by the box after "</think>", and top_p 0.95 in evaluation.
 
@@ -34,8 +34,8 @@ def recipe() -> Config:
     config.steps = 1600
     config.learner = LearnerConfig(tensor_parallel_size=2, data_parallel_size=4, micro_batch_size=1)
     config.rollout.stages = {
-        801: StageConfig(max_response_length=16384, completions_per_prompt=16),
-        1201: StageConfig(max_response_length=24576, completions_per_prompt=16),
+        801: StageConfig(max_completion_length=16384, completions_per_prompt=16),
+        1201: StageConfig(max_completion_length=24576, completions_per_prompt=16),
     }
     config.evaluation = EvaluationConfig(
         held_out_fraction=0.0, k=32, temperature=0.6, top_p=0.95, every_steps=100

@@ -8,7 +8,7 @@ Requirements:
 
 Sources of the settings, which `deepscaler_grpo`, `scaling_32b` and `qwen3_moe` begin with:
 
-- QuRL, Section 5.1, DeepScaleR's first stage: 256 prompts of 8 responses of up to 8k tokens, 800
+- QuRL, Section 5.1, DeepScaleR's first stage: 256 prompts of 8 completions of up to 8k tokens, 800
   steps, learning rate 1e-6, temperature 0.6, KL coefficient 1e-3.
 - QuRL, Section 5.2: update-aware quantization (UAQ) with s = 1.5.
 - DeepScaleR: two minibatches per step.
@@ -42,7 +42,7 @@ def recipe() -> Config:
             completions_per_prompt=8,
             temperature=0.6,
             max_prompt_length=1024,
-            max_response_length=8192,
+            max_completion_length=8192,
         ),
         evaluation=EvaluationConfig(every_steps=50),
     )

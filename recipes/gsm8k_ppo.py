@@ -14,10 +14,10 @@ Requirements:
 Sources of the settings:
 
 - QuRL, Section 5.1: all 7.4k problems, 256 per step, 15 epochs of 29 steps, up to 512 tokens per
-  response, learning rate 1e-5, no update-aware quantization at this learning rate, greedy decoding
-  on the test set.
+  completion, learning rate 1e-5, no update-aware quantization at this learning rate, greedy
+  decoding on the test set.
 - Flash-RL: ratio cap C = 2.
-- verl's example of PPO on GSM8K: a reward of 1 or 0 by the strict rule, one response per problem,
+- verl's example of PPO on GSM8K: a reward of 1 or 0 by the strict rule, one completion per problem,
   four minibatches per step for policy and critic, critic learning rate 1e-5. verl's default: dual
   clip at 3.
 """
@@ -56,7 +56,7 @@ def recipe() -> Config:
             prompts_per_step=256,
             completions_per_prompt=1,
             max_prompt_length=512,
-            max_response_length=512,
+            max_completion_length=512,
         ),
         evaluation=EvaluationConfig(held_out_fraction=0.0, every_steps=29),
     )

@@ -12,7 +12,7 @@ Requirements:
 
 With Qwen2.5-32B, the recipe `scaling_32b` plays the same agent:
 
-    qurl launch scaling_32b model=DIR data=FILE rollout.max_response_length=4096 \\
+    qurl launch scaling_32b model=DIR data=FILE rollout.max_completion_length=4096 \\
         rollout.agent=qurl_megatron.recipes.math_tools:solve \\
         rollout.max_turns=8 rollout.max_episode_tokens=16384
 
@@ -50,7 +50,7 @@ def recipe() -> Config:
     rollout = config.rollout
     rollout.agent = f"{__name__}:solve"
     rollout.max_turns = 8
-    rollout.max_response_length = 4096
+    rollout.max_completion_length = 4096
     rollout.max_episode_tokens = 16384
     rollout.servers = 8
     return config

@@ -75,7 +75,7 @@ def recipe() -> Config:
             prompts_per_step=64,
             completions_per_prompt=8,
             max_prompt_length=6,
-            max_response_length=8,
+            max_completion_length=8,
             server=server,
         ),
         evaluation=EvaluationConfig(problems=512, held_out_fraction=0.1, server=server),

@@ -50,7 +50,7 @@ def recipe() -> Config:
             prompts_per_step=64,
             completions_per_prompt=8,
             max_prompt_length=6,
-            max_response_length=1,
+            max_completion_length=1,
             server=server,
             agent=f"{__name__}:guess",
             max_turns=TURNS,

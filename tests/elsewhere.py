@@ -19,7 +19,7 @@ def config_of(model_dir: Path, *words: str) -> Config:
 
 
 def description(model_dir: Path, **changes: Any) -> Description:
-    words = ["rollout.max_prompt_length=50", "rollout.max_response_length=50"]
+    words = ["rollout.max_prompt_length=50", "rollout.max_completion_length=50"]
     config = config_of(model_dir, *words, f"quantization.keep=[{KEPT}]")
     described = servers.description_of(Architecture.from_directory(model_dir), config)
     return dataclasses.replace(described, **changes)

@@ -69,7 +69,7 @@ fuzzed = settings(
     suppress_health_check=list(HealthCheck),
 )
 TRAIN = """grpo model=model data=problems.jsonl rollout.max_prompt_length=100
-    rollout.max_response_length=100 rollout.prompts_per_step=8 reward=exact""".split()
+    rollout.max_completion_length=100 rollout.prompts_per_step=8 reward=exact""".split()
 HOSTILE = """-1 0 1 1e300 -0.0 nan inf NaN 9999999999999999999999 1e-320 0x10 1_000 true null None
     [] {} [1] {a:b} [[[[ }{ &a *a !!python/object:os.system ../../etc/passwd / . .. ~ - -- --help
     $(touch\\x20x) `x` ;x |x a\\x00b a\\nb a\\rb \\x1b[31m \\u202e \\ud800 \\xe9 \\u4e2d

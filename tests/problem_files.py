@@ -51,6 +51,6 @@ def write_lines(path: Path, *lines: Any) -> str:
 
 
 def submit(scorer: Scorer, *texts: str, answer: str = "42") -> Future[list[Score]]:
-    """Have responses to the question "How many?" of level 3 scored."""
+    """Have completions to the question "How many?" of level 3 scored."""
     prompt = Prompt("0", "How many?", answer, [10], {"level": 3})
     return scorer.submit(prompt, [Completion([1], [0.0], text, False, [1]) for text in texts])

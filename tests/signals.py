@@ -48,8 +48,8 @@ WORDS = {
     COLOCATED: ["train", *RUN, "rollout.placement=colocated"],
     "launch": ["launch", *RUN],
     "eval": f"""eval model problems.jsonl reward=exact k=4 max_prompt_length=64
-        max_response_length=200 output=out server.max_running_requests=8 {SERVER}""".split(),
-    "mismatch": "mismatch model problems.jsonl --prompts 40 --max-response 400".split(),
+        max_completion_length=200 output=out server.max_running_requests=8 {SERVER}""".split(),
+    "mismatch": "mismatch model problems.jsonl --prompts 40 --max-completion 400".split(),
     "serve": f"serve model key_file=key max_length=512 {SERVER}".split(),
 }
 RUNS = ("train", COLOCATED, "launch")

@@ -20,7 +20,7 @@ BAD: dict[str, dict[str, Any]] = {
     "the learning rate is 0; raise": {"learning_rate": 0.0},
     "each publish changes 0.0010% of the quantized codes": {"code_flip_fraction": 1e-5},
     "entropy has collapsed to 0.05 nats, from 1": {"entropy": 0.05},
-    "25% of completions are cut off": {"response_truncated_fraction": 0.25},
+    "25% of completions are cut off": {"completion_truncated_fraction": 0.25},
     "has grown to 2.0e-03, from 1.0e-04 in the first steps, and 2.0% of tokens": {
         "kl_behaviour_proximal_k3": 2e-3
     },
@@ -83,7 +83,7 @@ def test_a_critic_learns_from_prompts_with_equal_rewards() -> None:
 
 
 def test_failures_are_counted_by_the_completions_of_their_stage() -> None:
-    stage = "rollout.stages.2={max_response_length: 9, completions_per_prompt: 2}"
+    stage = "rollout.stages.2={max_completion_length: 9, completions_per_prompt: 2}"
     failing = [{"verifier_failures": 2}] * WINDOW  # of 64 x 8, or of 64 x 2
     assert lines(failing)[-1] == []
     assert "1.6% of verifier calls" in lines(failing, with_overrides(Config(), [stage]))[-1][0]

@@ -18,7 +18,7 @@ from tiny import build_tiny_model
 
 QURL = str(Path(sys.executable).with_name("qurl"))
 UNSAFE = """a $(touch x)`touch x`;"'&|"""
-LENGTHS = ["max_prompt_length=99", "max_response_length=99"]
+LENGTHS = ["max_prompt_length=99", "max_completion_length=99"]
 Qurl = Callable[..., str]
 
 
@@ -56,7 +56,7 @@ def qurl(
         (["export", "step", "out"], None),
         (["eval", "model", "problems.jsonl", "k=4", *LENGTHS], "1"),
         (["eval", "model", "problems.jsonl", "server.tensor_parallel_size=2", *LENGTHS], "2"),
-        (["mismatch", "model", "problems.jsonl", "--prompts=8", "--max-response=9"], "1"),
+        (["mismatch", "model", "problems.jsonl", "--prompts=8", "--max-completion=9"], "1"),
         (["noise", "model", "problems.jsonl", "--prompts=8"], "1"),
     ],
     ids=["quantize", "export", "eval", "eval on two GPUs", "mismatch", "noise"],

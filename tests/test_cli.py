@@ -35,7 +35,7 @@ def grpo_words(directory: Path, problems: list[str]) -> list[str]:
         f"data={directory / 'problems.jsonl'}",
         f"output_dir={directory / 'runs'}",
         "rollout.max_prompt_length=100",
-        "rollout.max_response_length=100",
+        "rollout.max_completion_length=100",
     ]
 
 
@@ -93,7 +93,7 @@ def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(
 def test_deepscaler_stages_are_those_of_the_paper() -> None:
     config = importlib.import_module("qurl_megatron.recipes.deepscaler_grpo").recipe()
     stages = [(step, config.rollout.at(step)) for step in (1, 800, 801, 1200, 1201, config.steps)]
-    assert [(step, s.max_response_length, s.completions_per_prompt) for step, s in stages] == [
+    assert [(step, s.max_completion_length, s.completions_per_prompt) for step, s in stages] == [
         (1, 8192, 8),
         (800, 8192, 8),
         (801, 16384, 16),
@@ -157,7 +157,7 @@ def test_dry_run_prints_the_summary_and_starts_and_writes_nothing(tmp_path: Path
 
 
 def test_config_prints_yaml_that_loads_back_equal(tmp_path: Path) -> None:
-    words = ["steps=7", "rollout.stages.9={max_response_length: 12, completions_per_prompt: 4}"]
+    words = ["steps=7", "rollout.stages.9={max_completion_length: 12, completions_per_prompt: 4}"]
     ended = CliRunner().invoke(cli.app, ["config", "dapo_aime", *words])
     assert (ended.exit_code, ended.stderr) == (0, "")
     (tmp_path / "config.yaml").write_text(ended.stdout)

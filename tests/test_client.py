@@ -1,4 +1,4 @@
-"""A client asks any number of prompts at once, and takes no response that was cut short."""
+"""A client asks any number of prompts at once, and takes no completion that was cut short."""
 
 import json
 import resource
@@ -40,7 +40,7 @@ def client_of(url: str, directory: Path) -> RolloutClient:
 def ask_with_few_files(url: str, directory: Path, num_prompts: int) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, 256))
     client = client_of(url, directory)
-    return len(client.generate([PROMPT] * num_prompts, max_response_length=2, **ONE))
+    return len(client.generate([PROMPT] * num_prompts, max_completion_length=2, **ONE))
 
 
 @pytest.mark.usefixtures("client")
@@ -50,13 +50,13 @@ def test_more_prompts_than_a_process_may_have_open_files_are_answered(
     assert run_ranks(ask_with_few_files, 1, address.url, tmp_path, 400) == [400]
 
 
-def test_a_response_that_ends_before_its_limit_without_a_stop_token_is_refused(
+def test_a_completion_that_ends_before_its_limit_without_a_stop_token_is_refused(
     client: RolloutClient,
 ) -> None:
-    (whole,) = client.generate([PROMPT], max_response_length=2, **ONE)
+    (whole,) = client.generate([PROMPT], max_completion_length=2, **ONE)
     assert len(whole) == 1
-    with pytest.raises(RequestRefused, match="ended a response after 2 of 3 tokens: its KV"):
-        client.generate([PROMPT], max_response_length=3, **ONE)
+    with pytest.raises(RequestRefused, match="ended a completion after 2 of 3 tokens: its KV"):
+        client.generate([PROMPT], max_completion_length=3, **ONE)
 
 
 def test_a_process_gets_the_open_files_that_it_may_have() -> None:

@@ -43,14 +43,14 @@ from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning.gpus import H100, Node
-from qurl_megatron.planning.turns import plan_turns, releases
+from qurl_megatron.planning.turns import plan_colocation, releases
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
 from tiny import build_tiny_model
 
 STAGES = [
-    "rollout.stages.4={max_response_length: 12, completions_per_prompt: 4}",
-    "rollout.stages.7={max_response_length: 10, completions_per_prompt: 2}",
+    "rollout.stages.4={max_completion_length: 12, completions_per_prompt: 4}",
+    "rollout.stages.7={max_completion_length: 10, completions_per_prompt: 2}",
 ]
 
 
@@ -70,7 +70,7 @@ def runnable(model_dir: Path, *overrides: str) -> Config:
         f"model={model_dir}",
         "data=problems.jsonl",
         "rollout.max_prompt_length=8",
-        "rollout.max_response_length=8",
+        "rollout.max_completion_length=8",
     ]
     return with_overrides(Config(), [*words, *overrides])
 
@@ -96,10 +96,10 @@ def test_a_dict_is_replaced_as_a_whole_or_key_by_key() -> None:
 
 
 def test_later_stage_changes_length_and_group_size_only() -> None:
-    words = ["rollout.max_response_length=6", "rollout.completions_per_prompt=8"]
+    words = ["rollout.max_completion_length=6", "rollout.completions_per_prompt=8"]
     rollout = with_overrides(Config(), [*STAGES, *words, "rollout.temperature=0.6"]).rollout
     shapes = [
-        (rollout.at(step).max_response_length, rollout.at(step).completions_per_prompt)
+        (rollout.at(step).max_completion_length, rollout.at(step).completions_per_prompt)
         for step in (1, 3, 4, 6, 7, 100)
     ]
     assert shapes == [(6, 8), (6, 8), (12, 4), (12, 4), (10, 2), (10, 2)]
@@ -125,6 +125,10 @@ def test_a_file_of_an_older_version_loads_with_todays_fields(tmp_path: Path) -> 
     )
     config = load(path)
     assert (config.learner.recompute, config.rollout.servers) == ("full", 2)
+    stage = "{1: {max_response_length: 6, completions_per_prompt: 2}}"
+    path.write_text(f"rollout: {{max_response_length: 5, stages: {stage}}}\n")
+    assert load(path).rollout.max_completion_length == 5
+    assert load(path).rollout.stages[1].max_completion_length == 6
     path.write_text("learner: {recompute_activations: false}\n")
     assert load(path) == Config()
     path.write_text("rollout: {top_k: 16}\n")
@@ -328,7 +332,10 @@ def test_servers_come_after_the_learner_and_share_its_gpus_if_none_are_left() ->
     assert two == {"rollout": [[2, 3], [4, 5]], "evaluation": [[6]]}
 
 
-def test_the_old_name_of_a_placement_is_read_and_said() -> None:
+def test_old_names_are_read_and_said() -> None:
+    with pytest.warns(FutureWarning, match="is called rollout.max_completion_length now"):
+        config = with_overrides(Config(), ["rollout.max_response_length=5"])
+    assert config.rollout.max_completion_length == 5
     with pytest.warns(FutureWarning, match="placement=shared is called colocated now"):
         config = with_overrides(Config(), ["rollout.placement=shared"])
     assert config.rollout.placement == "colocated"
@@ -380,7 +387,7 @@ def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> No
         architecture = Architecture.from_directory(tmp_path)
         node = Node(H100, 8, host_gb * 10**9)
         config.rollout.server.releases = releases(architecture, config, node)
-        plan_turns(architecture, config, node)
+        plan_colocation(architecture, config, node)
         return config.rollout.server.releases
 
     eight = ["learner.tensor_parallel_size=8", "rollout.server.tensor_parallel_size=8"]
@@ -543,12 +550,12 @@ NUMBERS = [
 ]
 WITHIN_DICTS = {  # the word that gives a number in a dict
     "quantization.uaq.layer_scales": "quantization.uaq.layer_scales.0={}",
-    "rollout.stages": "rollout.stages.{}={{max_response_length: 9, completions_per_prompt: 9}}",
-    "rollout.stages.max_response_length": (
-        "rollout.stages.9={{max_response_length: {}, completions_per_prompt: 9}}"
+    "rollout.stages": "rollout.stages.{}={{max_completion_length: 9, completions_per_prompt: 9}}",
+    "rollout.stages.max_completion_length": (
+        "rollout.stages.9={{max_completion_length: {}, completions_per_prompt: 9}}"
     ),
     "rollout.stages.completions_per_prompt": (
-        "rollout.stages.9={{max_response_length: 9, completions_per_prompt: {}}}"
+        "rollout.stages.9={{max_completion_length: 9, completions_per_prompt: {}}}"
     ),
 }
 

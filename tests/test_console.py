@@ -20,8 +20,8 @@ from qurl_megatron.report.metrics import Evaluation, StepMetrics
 
 STEP: dict[str, Any] = GOOD | {
     "reward_mean": -0.125,
-    "response_length_mean": 3276.8,
-    "response_truncated_fraction": 1.0,
+    "completion_length_mean": 3276.8,
+    "completion_truncated_fraction": 1.0,
     "kl_behaviour_proximal_k3": 1.3e-4,
     "entropy": 0.5,
     "rollout_tokens_per_s": 12345.6,

@@ -75,7 +75,7 @@ def test_everything_has_a_section_or_an_entry(site: Path) -> None:
 
 def test_an_entry_says_what_a_field_accepts_and_its_default(site: Path) -> None:
     page = html.unescape((site / "configuration.html").read_text())
-    stage = "{max_response_length: int >= 1, completions_per_prompt: int >= 1 and <= 65536}"
+    stage = "{max_completion_length: int >= 1, completions_per_prompt: int >= 1 and <= 65536}"
     for path, kind, default in (
         ("steps", "int >= 1", "100"),
         ("evaluation.top_p", "float > 0 and <= 1", "1.0"),

@@ -147,7 +147,7 @@ def episode_of(*turns: TurnTokens, end: str = "answered", **fields: Any) -> Comp
 
 
 def test_the_penalty_for_length_is_that_of_the_longest_turn() -> None:
-    rollout = RolloutConfig(max_response_length=8, soft_overlong_tokens=4)
+    rollout = RolloutConfig(max_completion_length=8, soft_overlong_tokens=4)
     short = episode_of(*[TurnTokens(4, 5, 0)] * 5)  # 20 sampled tokens in all
     long = episode_of(TurnTokens(2, 5, 0), TurnTokens(7, 9, 0))
     group = RolloutGroup(PROMPT, [short, long], [1.0, 1.0])
@@ -166,9 +166,9 @@ def test_metrics_count_sampled_and_observed_tokens_turns_ends_and_failures() -> 
     scores = [Score(value, {}, "") for value in (1.0, 0.0)]
     group = RolloutGroup(PROMPT, completions, [1.0, 0.0], scores, failed=[failed])
     summary = _summarize([group], [group], pack([group], version=7))
-    assert summary["response_length_mean"] == summary["sampled_tokens"] / 2 == 5
+    assert summary["completion_length_mean"] == summary["sampled_tokens"] / 2 == 5
     assert summary["observed_length_mean"] == 1 and summary["turns_mean"] == 1.5
-    assert summary["branches_mean"] == 1 and summary["response_truncated_fraction"] == 0.5
+    assert summary["branches_mean"] == 1 and summary["completion_truncated_fraction"] == 0.5
     assert summary["episode_ends"] == {
         "answered": 1, "turns": 1, "tokens": 0, "deadline": 1, "error": 0,
     }  # fmt: skip

@@ -36,7 +36,7 @@ configs:
 ---
 """
 WORDS = [f"model={MODEL}", f"data={DATA}:main", "reward=gsm8k", "name=run"]
-SMALL = ["rollout.max_prompt_length=64", "rollout.max_response_length=64"]
+SMALL = ["rollout.max_prompt_length=64", "rollout.max_completion_length=64"]
 SMALL += ["rollout.soft_overlong_tokens=0", "rollout.prompts_per_step=8", "evaluation.problems=0"]
 
 

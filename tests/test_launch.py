@@ -168,15 +168,15 @@ def test_learner_and_servers_that_take_turns_have_one_group_of_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environment = job_environment(monkeypatch, "a,b", cpus="64(x2)", gpus="8")
-    (both,) = slurm.node_groups(environment, world_size=16, takes_turns=True)
+    (both,) = slurm.node_groups(environment, world_size=16, is_colocated=True)
     assert both.nodes == ["a", "b"]
     fewer = {**environment, "SLURM_GPUS_PER_NODE": "h100:4"}  # of the eight of an exclusive node
-    (both,) = slurm.node_groups(fewer, world_size=8, takes_turns=True)
+    (both,) = slurm.node_groups(fewer, world_size=8, is_colocated=True)
     assert both.nodes == ["a", "b"]
     with pytest.raises(ConfigError, match=r"--nodes=2: .* take 3 nodes of 8 GPUs$"):
-        slurm.node_groups(environment, world_size=24, takes_turns=True)
+        slurm.node_groups(environment, world_size=24, is_colocated=True)
     with pytest.raises(ConfigError, match="heterogeneous job has two groups"):
-        slurm.node_groups({**environment, "SLURM_HET_SIZE": "2"}, 16, takes_turns=True)
+        slurm.node_groups({**environment, "SLURM_HET_SIZE": "2"}, 16, is_colocated=True)
 
 
 def test_every_server_in_every_attempt_has_its_own_seed() -> None:

@@ -164,10 +164,10 @@ def test_buckets_replace_activations_and_an_offloaded_optimizer_makes_room_for_t
 
 
 def test_the_cheapest_recomputation_that_fits_is_chosen() -> None:
-    """Qwen2.5-32B on a learner of 4 x 5 GPUs, with longer and longer responses."""
+    """Qwen2.5-32B on a learner of 4 x 5 GPUs, with longer and longer completions."""
     chosen = []
     for length in (8192, 12288, 16384, 24576, 130048):
-        words = [f"rollout.max_response_length={length}", "learner.tensor_parallel_size=4"]
+        words = [f"rollout.max_completion_length={length}", "learner.tensor_parallel_size=4"]
         config = with_overrides(study("", 64, "int8"), words)
         learner = memory.with_cheapest_recomputation(QWEN2, config, H100.memory_bytes).learner
         chosen.append((learner.recompute, learner.recompute_layers, learner.offload_optimizer))

@@ -135,7 +135,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("mismatch")
     model = plant(directory / "model")
     data = write_questions(directory / "questions.jsonl", 24)
-    words = ["mismatch", str(model), str(data), "--prompts", "20", "--max-response", "12"]
+    words = ["mismatch", str(model), str(data), "--prompts", "20", "--max-completion", "12"]
     output = directory / "mismatch.json"
     result = CliRunner().invoke(app, [*words, "--budget", "0.2", "--output", str(output)])
     assert result.exit_code == 0, result.output
@@ -192,7 +192,7 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
 ) -> None:
     directory = build_tiny_model(tmp_path / "model", "qwen3_moe")
     data = write_questions(tmp_path / "questions.jsonl", 8)
-    words = ["mismatch", str(directory), str(data), "--prompts", "4", "--max-response", "4"]
+    words = ["mismatch", str(directory), str(data), "--prompts", "4", "--max-completion", "4"]
     result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "mismatch.json")])
     assert result.exit_code == 0, result.output
     assert "layers.1.mlp.experts" in result.stdout and "experts.0" not in result.stdout
@@ -211,7 +211,7 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
         (["nowhere", "DATA"], "nowhere"),
         (["MODEL", "nothing.jsonl"], "nothing.jsonl"),
         (["MODEL", "FEW"], "3 prompts; it takes at least 4"),
-        (["MODEL", "DATA", "--max-response", "512"], "--max-response 512: the model has 512"),
+        (["MODEL", "DATA", "--max-completion", "512"], "--max-completion 512: the model has 512"),
         (["MODEL", "DATA", "--format", "fp8-block"], "128"),
         (["MODEL", "DATA", "--output", "MODEL"], "exists; choose another file"),
         (["MODEL", "DATA", "--output", "MODEL/no/x.json"], "there is no directory "),

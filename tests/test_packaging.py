@@ -147,7 +147,7 @@ def test_the_installed_command_writes_a_job_script(site: Path, tmp_path: Path) -
     problems = [{"question": f"What is {n} + 2?", "answer": str(n + 2)} for n in range(40)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
     words = ["model=model", "data=problems.jsonl", "name=first"]
-    words += ["rollout.max_prompt_length=100", "rollout.max_response_length=100"]
+    words += ["rollout.max_prompt_length=100", "rollout.max_completion_length=100"]
     words += ["rollout.prompts_per_step=16"]
     script = qurl(
         site,

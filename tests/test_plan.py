@@ -237,8 +237,8 @@ def test_a_refusal_suggests_a_layout_that_fits() -> None:
     plan.plan(QWEN2, with_overrides(config, words), 64)
 
 
-def test_responses_of_32k_tokens_fit_on_24_gpus_and_not_on_16() -> None:
-    config = with_overrides(study("", 64, "int8"), ["rollout.max_response_length=31744"])
+def test_completions_of_32k_tokens_fit_on_24_gpus_and_not_on_16() -> None:
+    config = with_overrides(study("", 64, "int8"), ["rollout.max_completion_length=31744"])
     half = Workload.of(config)
     suggested = plan.suggest(QWEN2, config, 24, half)
     peak = total_bytes(suggested.learner_bytes)
@@ -277,7 +277,7 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
             "separate does not fit, ahead does not fit, colocated 4",
         ),
         (["Qwen2.5-32B", "--gpus", "16", "rollout.placement=separate"], 2, "no layout of 16 GPUs"),
-        (["MODEL", "--gpus", "4", "--mean-response", "100"], 0, "4 H100: learner."),
+        (["MODEL", "--gpus", "4", "--mean-completion", "100"], 0, "4 H100: learner."),
         (["MODEL/config.json", "--gpus", "4", "--gpu", "A100"], 0, "4 A100: learner."),
         (["scaling_32b", "model=Qwen2.5-32B"], 0, "learner, 40 GPUs"),
         (["scaling_32b"], 2, "model=: missing"),
@@ -440,9 +440,9 @@ def test_gradients_are_summed_and_applied_for_each_minibatch() -> None:
 
 def test_more_servers_shorten_decoding_alone_and_lengthen_the_publish() -> None:
     few, many = plan_of(64).parts_s, plan_of(88).parts_s  # 6 and 12 servers of four GPUs
-    assert few["longest response"] == many["longest response"]
+    assert few["longest completion"] == many["longest completion"]
     alone = 8192 * step_time.decode_s(QWEN2, "int8", 4, 1, 512 + 4096)
-    assert many["longest response"] == pytest.approx(alone)
+    assert many["longest completion"] == pytest.approx(alone)
     assert many["decoding"] < 0.6 * few["decoding"]
     fullest = max(sent.dense for sent in published_by_stage(QWEN2, plan_of().config))
     sent = 6 * fullest / H100.infiniband_bytes_per_s  # a copy to each server
@@ -455,7 +455,7 @@ def test_a_run_ahead_of_the_learner_has_the_parts_that_decide() -> None:
     assert set(plan_of(64, "rollout.max_staleness=8").parts_s) == learner
     few = ["rollout.max_staleness=1", "rollout.prompts_per_step=8"]
     ahead, in_turn = plan_of(512, *few).parts_s, plan_of(512, *few[1:]).parts_s
-    assert set(ahead) == {"longest response", *learner}
+    assert set(ahead) == {"longest completion", *learner}
     assert {name: ahead[name] for name in learner} == pytest.approx(
         {name: in_turn[name] / 2 for name in learner}
     )
@@ -468,13 +468,13 @@ def test_the_line_names_the_largest_part_and_what_shortens_it() -> None:
 
 def test_the_page_says_what_was_planned_what_it_costs_and_what_was_left_out() -> None:
     words = ["scaling_32b", "model=Qwen2.5-32B", "learner.fp8=blockwise", "steps=1000"]
-    page = CliRunner().invoke(app, ["plan", *words, "--mean-response", "3000"]).stdout
+    page = CliRunner().invoke(app, ["plan", *words, "--mean-completion", "3000"]).stdout
     config = with_overrides(study("Qwen2.5-32B", 64, "int8"), words[2:])
     planned = plan.plan(QWEN2, config, 64, Workload(512, 3000))
     hours = 1000 * planned.total_s / 3600
     for sentence in (
-        "A step has 256 prompts x 8 responses. Prompts have 512 tokens; lengths of responses are "
-        "lognormal (deviation 1), with a mean of 3,000 and at most 8,192 tokens.",
+        "A step has 256 prompts x 8 completions. Prompts have 512 tokens; lengths of completions "
+        "are lognormal (deviation 1), with a mean of 3,000 and at most 8,192 tokens.",
         f"1000 steps take {hours:,.1f} hours, {64 * hours:,.0f} GPU-hours, without evaluation and "
         f"checkpoints. A checkpoint takes {14 * PARAMETERS['Qwen2.5-32B'] / 1e9:.0f} GB.",
         "4 published steps (dense, long answers; NeMo-RL on H100) took 0.9 to 1.3 times",

@@ -395,7 +395,7 @@ def test_what_could_not_be_scored_is_sampled_again_and_ends_the_run_the_third_ti
         state = sampler.state()
     assert 6 <= len(batches) < STEPS
     assert said[:2] == [
-        f"warning: no response of step 1 could be scored, in try {number} of 3; no such host"
+        f"warning: no completion of step 1 could be scored, in try {number} of 3; no such host"
         for number in (1, 2)
     ]
     servers.is_down = False

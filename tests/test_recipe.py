@@ -133,7 +133,7 @@ def test_words_of_the_command_line_read_numbers_as_files_do(tmp_path: Path) -> N
 
 
 def test_a_stage_is_a_mapping_in_a_file() -> None:
-    stage = {"max_response_length": 12, "completions_per_prompt": 4}
+    stage = {"max_completion_length": 12, "completions_per_prompt": 4}
     for content in (f"rollout: {{stages: {{9: {stage}}}}}", f"rollout.stages.9: {stage}"):
         stages = load_recipe(written(content)).config.rollout.stages
         assert {step: dataclasses.asdict(each) for step, each in stages.items()} == {9: stage}
@@ -236,10 +236,10 @@ def test_the_files_of_the_documentation_are_recipes() -> None:
 
 
 def test_a_plan_and_a_rehearsal_take_a_file() -> None:
-    file = written("recipe: scaling_32b\nmodel: Qwen2.5-32B\nrollout.max_response_length: 4096\n")
+    file = written("recipe: scaling_32b\nmodel: Qwen2.5-32B\nrollout.max_completion_length: 4096\n")
     ended = CliRunner().invoke(cli.app, ["plan", file])
     assert ended.exit_code == 0, ended.stderr
-    words = ["plan", "scaling_32b", "model=Qwen2.5-32B", "rollout.max_response_length=4096"]
+    words = ["plan", "scaling_32b", "model=Qwen2.5-32B", "rollout.max_completion_length=4096"]
     assert ended.stdout == CliRunner().invoke(cli.app, words).stdout
 
 

@@ -32,7 +32,7 @@ from recipe_inputs import good_problems
 from tiny import build_tiny_model
 
 TRAIN = """train grpo model=model data=problems.jsonl rollout.max_prompt_length=100
-    rollout.max_response_length=100 rollout.prompts_per_step=8 name=new""".split()
+    rollout.max_completion_length=100 rollout.prompts_per_step=8 name=new""".split()
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def rows(table: str) -> list[tuple[str, str]]:
     return [(line.partition("  ")[0], line.partition("  ")[2].strip()) for line in lines]
 
 
-STAGE = "rollout.stages.9={max_response_length: 9, completions_per_prompt: 2}"
+STAGE = "rollout.stages.9={max_completion_length: 9, completions_per_prompt: 2}"
 FIELDS = rows(r"""
     steps=                                  valid integer
     steps=0                                 steps=0: input should be greater than or equal to 1
@@ -149,15 +149,15 @@ FIELDS = rows(r"""
     template_date=2026-13-01                template_date=2026-13-01: a day is YYYY-MM-DD
     chat_template_options.a=1               chat_template_options.a=1: the chat template of 'model'
     advantage_estimator=gae & rollout.dynamic_sampling_tries=2  from groups of equal rewards too
-    rollout.max_response_length=5000        with rollout.max_prompt_length=100 that is 5100 tokens
-    rollout.max_prompt_length=512           a response needs some of them; set it lower
-    rollout.soft_overlong_tokens=100        must be less than rollout.max_response_length=100
-    rollout.soft_overlong_tokens=9 & STAGE  less than rollout.stages.9.max_response_length=9
-    rollout.stages.9={max_response_length: 9999, completions_per_prompt: 2}  with rollout.max_prompt
-    rollout.stages.9={max_response_length: 9, completions_per_prompt: 1}  stages.9.completions_per
+    rollout.max_completion_length=5000        with rollout.max_prompt_length=100 that is 5100 tokens
+    rollout.max_prompt_length=512           a completion needs some of them; set it lower
+    rollout.soft_overlong_tokens=100        must be less than rollout.max_completion_length=100
+    rollout.soft_overlong_tokens=9 & STAGE  less than rollout.stages.9.max_completion_length=9
+    rollout.stages.9={max_completion_length: 9999, completions_per_prompt: 2}  with rollout.max
+    rollout.stages.9={max_completion_length: 9, completions_per_prompt: 1}  stages.9.completions_per
     STAGE & optimizer.minibatches_per_step=64  x rollout.stages.9.completions_per_prompt) do not
-    rollout.stages.9={max_response_length: 9}  completions_per_prompt
-    rollout.stages.9={max_response_length: 9, completions_per_prompt: 2, x: 1}  stages.9.x=1
+    rollout.stages.9={max_completion_length: 9}  completions_per_prompt
+    rollout.stages.9={max_completion_length: 9, completions_per_prompt: 2, x: 1}  stages.9.x=1
     quantization.keep=null                  quantization.keep=null: input should be a valid list
     rollout.stages.9={max_resp              not readable as YAML
     rollout.stages.9=[1]                    rollout.stages.9=[1]: input should be a dictionary
@@ -175,7 +175,7 @@ FIELDS = rows(r"""
     rollout.servers_at=[http://a:1,http://a:1]  rollout.servers_at: lists a server twice
     rollout.server.tensor_parallel_size=3   rollout.server: 4 attention heads are not divisible
     rollout.server.expert_parallel_size=2   expert_parallel_size=2 divides experts, and this model
-    rollout.server.max_total_tokens=1       one prompt and response of
+    rollout.server.max_total_tokens=1       one prompt and completion of
     checkpoint.every_minutes=5 & checkpoint.every_steps=0  every_steps=0 disables checkpoints
     evaluation.held_out_fraction=1e-9       leaves none to hold out
     evaluation.data.a/b=problems.jsonl      a name has letters, digits and _ - only
@@ -245,7 +245,7 @@ def unescaped(word: str) -> str:
 @pytest.mark.parametrize(("word", "message"), FIELDS, ids=[word for word, _ in FIELDS])
 def test_a_wrong_field_is_refused(refuse: Refuse, word: str, message: str) -> None:
     words = word.replace(
-        "STAGE", "rollout.stages.9={max_response_length: 9, completions_per_prompt: 2}"
+        "STAGE", "rollout.stages.9={max_completion_length: 9, completions_per_prompt: 2}"
     )
     assert message in refuse(*TRAIN, *(unescaped(each) for each in words.split(" & ")))
 
@@ -377,25 +377,25 @@ COMMANDS = rows("""
     eval model                                     Missing argument
     eval nowhere problems.jsonl                    model directory 'nowhere' does not exist
     eval model k=1                                 data: missing
-    eval model problems.jsonl agent=json:dumps max_prompt_length=9 max_response_length=9  not async
+    eval model problems.jsonl agent=json:dumps max_prompt_length=9 max_completion_length=9  async
     eval model problems.jsonl max_turns=3          max_turns=3: there is no agent; give agent, or
     eval model problems.jsonl agent=json:dumps max_episode_tokens=999  model has 512 positions
     agent json:dumps --model nowhere --data problems.jsonl  'nowhere' does not exist
     agent json:dumps --model model --data problems.jsonl --episodes 0  '--episodes'
-    eval model no_such.jsonl max_prompt_length=99 max_response_length=99  no_such.jsonl
+    eval model no_such.jsonl max_prompt_length=99 max_completion_length=99  no_such.jsonl
     eval model problems.jsonl k=-1                 k=-1
     eval model problems.jsonl format=int3          format=int3
     eval model problems.jsonl format=fp8-block     blocks of fp8-block are 128 wide
     eval model problems.jsonl group_size=32        group_size=32: format bf16 has no groups
     eval model problems.jsonl format=int4          groups of int4 are 128 wide
-    eval model problems.jsonl format=int8 keep=[no] max_prompt_length=99 max_response_length=9  no:
+    eval model problems.jsonl format=int8 keep=[no] max_prompt_length=9 max_completion_length=9  no:
     eval model problems.jsonl output=runs          output=runs: exists
     eval model problems.jsonl output=-x            must not begin with -
-    eval model problems.jsonl max_prompt_length=1 max_response_length=9  more than max_prompt_length
-    eval model problems.jsonl max_prompt_length=99 max_response_length=999  set it to 413 or less
+    eval model problems.jsonl max_prompt_length=1 max_completion_length=9  than max_prompt_length
+    eval model problems.jsonl max_prompt_length=99 max_completion_length=999  set it to 413 or less
     eval model problems.jsonl server.tensor_parallel_size=3  4 attention heads
     eval model problems.jsonl kk=1                 did you mean k
-    eval quantized problems.jsonl max_prompt_length=99 max_response_length=99  is quantized already
+    eval quantized problems.jsonl max_prompt_length=9 max_completion_length=9  is quantized already
     eval model problems.jsonl --executor ray       executors are local and slurm
     eval model problems.jsonl --account a          --account: only with --executor slurm
     eval nowhere problems.jsonl --executor slurm   model directory 'nowhere' does not exist
@@ -439,9 +439,9 @@ COMMANDS = rows("""
     plan Qwen2.5-32B --gpus 100000                 --gpus 100000: must be numbers from 2
     plan Qwen2.5-32B --mean-prompt -1              --mean-prompt -1.0: must be from 1 to
     plan Qwen2.5-32B --mean-prompt nan             --mean-prompt nan: must be from 1 to
-    plan Qwen2.5-32B --mean-response inf           --mean-response inf: must be from 1 to
-    plan Qwen2.5-32B --mean-response 1e9           rollout.max_response_length=
-    plan math_tools model=Qwen2.5-7B --mean-response 16000  15360, the room of an episode
+    plan Qwen2.5-32B --mean-completion inf           --mean-completion inf: must be from 1 to
+    plan Qwen2.5-32B --mean-completion 1e9           rollout.max_completion_length=
+    plan math_tools model=Qwen2.5-7B --mean-completion 16000  15360, the room of an episode
     plan Qwen2.5-32B steps=0                       steps=0
     plan quickstart model=nowhere                  model directory 'nowhere' does not exist
     plan problems.jsonl                            no such directory, model

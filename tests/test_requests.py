@@ -364,7 +364,7 @@ def test_a_prompt_is_asked_of_another_server_if_one_floods(tmp_path: Path) -> No
         client = RolloutClient(fleet, tokenizer, [])
         prompts = [Prompt(str(number), "", "", [1, 2]) for number in range(4)]
         groups = client.generate(
-            prompts, completions_per_prompt=1, temperature=1.0, max_response_length=2
+            prompts, completions_per_prompt=1, temperature=1.0, max_completion_length=2
         )
         assert [len(group) for group in groups] == [1] * 4
         assert [member.index for member in fleet.members("serving")] == [1]

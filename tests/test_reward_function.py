@@ -108,12 +108,12 @@ def test_a_function_returns_a_number_or_named_numbers(functions: Path) -> None:
     assert scores(config(functions, "number"), "ab")[0].accuracy == 2  # no part of that name
 
 
-def test_a_batch_function_gets_all_responses_to_a_problem(functions: Path) -> None:
+def test_a_batch_function_gets_all_completions_to_a_problem(functions: Path) -> None:
     assert [s.value for s in scores(config(functions, "batch"), "a", "c", "b")] == [0, 1, 0]
     assert [s.value for s in scores(config(functions, "batch_waits"), "a", "b")] == [0, 1]
 
 
-def test_responses_to_a_problem_wait_at_the_same_time(functions: Path) -> None:
+def test_completions_to_a_problem_wait_at_the_same_time(functions: Path) -> None:
     texts = [f"{n}" for n in range(20)]
     begin = time.monotonic()
     found = scores(config(functions, "waits"), *texts)
@@ -123,7 +123,9 @@ def test_responses_to_a_problem_wait_at_the_same_time(functions: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["moody", "moody_async"])
-def test_a_call_that_fails_costs_its_own_response_and_says_why(functions: Path, name: str) -> None:
+def test_a_call_that_fails_costs_its_own_completion_and_says_why(
+    functions: Path, name: str
+) -> None:
     texts = ["good", "raise", "exit", "text", "nan", "none", "dict", "hang", "good"]
     found = scores(config(functions, name, timeout_s=1), *texts)
     assert [score.value for score in found] == [1.5, -1, -1, -1, -1, -1, -1, -1, 1.5]
@@ -151,7 +153,7 @@ def test_a_batch_that_fails_costs_its_group(
     )
     hung = scores(config(functions, "hung_batch", timeout_s=0.5), "a", "b")
     assert hung == [Score(-1, {}, "timed out after 0.5 s")] * 2
-    assert capfd.readouterr().err == "called\n"  # and not once more for the second response
+    assert capfd.readouterr().err == "called\n"  # and not once more for the second completion
 
 
 def test_what_a_function_prints_goes_to_the_error_output(
@@ -317,16 +319,16 @@ def test_a_module_is_found_in_the_directory_where_the_run_starts(tmp_path: Path)
 
 
 class Judge(BaseHTTPRequestHandler):
-    """Answers as OpenAI's interface does: YES if the response it is shown has a 42."""
+    """Answers as OpenAI's interface does: YES if the completion it is shown has a 42."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         shown = body["messages"][0]["content"]
         assert self.path == "/v1/chat/completions"
         assert "Question: How many?\nRight answer: 42\n" in shown
-        verdict = "YES" if "Response: 42" in shown else "NO"
+        verdict = "YES" if "Completion: 42" in shown else "NO"
         answer = json.dumps({"choices": [{"message": {"content": verdict}}]}).encode()
-        self.send_response(500 if "Response: broken" in shown else 200)
+        self.send_response(500 if "Completion: broken" in shown else 200)
         self.send_header("Content-Length", f"{len(answer)}")
         self.end_headers()
         self.wfile.write(answer)

@@ -30,7 +30,7 @@ YES = Question("Yes or no?", "yes", {})
 
 
 @pytest.mark.parametrize(("right", "wrong"), [(1, 0), (1, -1), (0.7, 0.2)])
-def test_right_and_wrong_responses_get_the_rewards_of_the_run(right: float, wrong: float) -> None:
+def test_right_and_wrong_completions_get_the_rewards_of_the_run(right: float, wrong: float) -> None:
     scale = settings("exact", right, wrong)
     assert score(scale, "yes", YES) == Score(right, {"accuracy": 1}, "")
     assert score(scale, "no", YES) == Score(wrong, {"accuracy": 0}, "")
@@ -137,7 +137,7 @@ READ = "TimeoutError: read timed out"
 RETURNED: dict[Callable[..., Any], list[float | str]] = {  # for 42 and 7: a reward or a failure
     verl: [1.0, 0.0],
     verl_with_two: [1.0, 1.0],
-    trl: [1.0, "it returned None, which is no score of this response"],
+    trl: [1.0, "it returned None, which is no score of this completion"],
     trl_with_prompts: [8.0, 8.0],
     array: [1.0, 0.0],
     two_dimensions: ["TypeError: it returned [0.0]; expected a number"] * 2,
@@ -188,7 +188,7 @@ def test_texts_of_a_plain_question_are_no_messages() -> None:
     [
         "completion, answer",
         "problem, completion",
-        "response, ground_truth",
+        "completion, ground_truth",
         "solution_str, ground_truth, method",
         "*arguments, **named",
         "completion, *, problem",

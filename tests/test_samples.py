@@ -59,7 +59,7 @@ def group(name: str, rewards: list[float], truncated: tuple[int, ...] = ()) -> R
 
 
 def pick(groups: list[RolloutGroup], count: int = 4, **ratios: float) -> list[Sample]:
-    """Choose completions; `r3_1` is the ratio of row 3 at response token 1, 1 elsewhere."""
+    """Choose completions; `r3_1` is the ratio of row 3 at completion token 1, 1 elsewhere."""
     completions = [completion for group in groups for completion in group.completions]
     log_ratios = [torch.zeros(len(completion.token_ids)) for completion in completions]
     for name, ratio in ratios.items():
@@ -247,7 +247,7 @@ def keep_of_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
             rows = micro.rows
             if rows.proximal_logprobs is not None:
                 assert rows.behaviour_logprobs is not None
-                # The tokens of a response are 0, 1, 2, ...; response 2 of group b has the largest.
+                # The tokens of a completion are 0, 1, 2, ...; the second of b has the largest.
                 rows.proximal_logprobs = rows.behaviour_logprobs + rows.tokens / (100 - number)
                 rows.proximal_logprobs[~rows.loss_mask] = 9.0  # prompts do not count
     prompts = [group.prompt for group in groups]
@@ -272,7 +272,7 @@ def test_ratios_of_the_chosen_completions_come_from_the_ranks_that_have_them(
     assert [(sample.kind, sample.text) for sample in samples] == [
         ("highest reward", "a1"),
         ("lowest reward", "a0"),
-        ("largest ratio", "b2"),  # of the second minibatch, with the longest responses
+        ("largest ratio", "b2"),  # of the second minibatch, with the longest completions
         ("highest reward", "b0"),
     ]
     ratios = [[round(math.exp(token / 100), 3) for token in range(length)] for length in (3, 2)]

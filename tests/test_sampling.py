@@ -51,7 +51,7 @@ def score_exactly(prompt: Prompt, completions: Sequence[Completion]) -> Future[l
 def two_prompt_config() -> Config:
     config = Config(reward="exact")
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 2, 2
-    config.rollout.max_response_length = 4
+    config.rollout.max_completion_length = 4
     return config
 
 
@@ -148,7 +148,7 @@ def test_failed_verifiers_are_counted_and_one_is_described() -> None:
         batch, summary = sampler.sample(step=1, version=1)
     assert (summary["verifier_failures"], summary["verifier_timeouts"]) == (2, 1)
     assert summary["verifier_failure"] == (
-        f"timed out after 3 s of CPU time; question 'question', end of the response {too_slow!r}"
+        f"timed out after 3 s of CPU time; question 'question', end of the completion {too_slow!r}"
     )
     assert summary["reward_mean"] == (1 - 3) / 4
     assert summary["reward_parts"] == {"accuracy": 1 / 4}
@@ -192,7 +192,7 @@ def sample_stages(
 
 def test_stages_change_the_size_of_samples_and_not_the_order_of_prompts() -> None:
     settings, asked, state = sample_stages({3: StageConfig(8, 4), 4: StageConfig(16, 3)})
-    sizes = [(each["max_response_length"], each["completions_per_prompt"]) for each in settings]
+    sizes = [(each["max_completion_length"], each["completions_per_prompt"]) for each in settings]
     assert sizes[::2] == sizes[1::2] == [(4, 2), (4, 2), (8, 4), (16, 3), (16, 3)]
     _, asked_without, state_without = sample_stages({})
     assert (asked, state) == (asked_without, state_without)
@@ -219,25 +219,25 @@ def test_a_ragged_batch_has_the_sequences_of_padded_rows(
 ) -> None:
     """Packing, choosing and splitting sequences is what it is for rows [batch, time]."""
     groups = []
-    for prompt, response in sizes:
-        tokens = [random.randrange(2, 99) for _ in range(prompt + response)]
-        logprobs = [-random.random() for _ in range(response)]
-        completion = Completion(tokens[prompt:], logprobs, "", False, [3] * response)
+    for prompt, sampled in sizes:
+        tokens = [random.randrange(2, 99) for _ in range(prompt + sampled)]
+        logprobs = [-random.random() for _ in range(sampled)]
+        completion = Completion(tokens[prompt:], logprobs, "", False, [3] * sampled)
         groups.append(RolloutGroup(Prompt("", "", "", tokens[:prompt]), [completion], [1.0]))
     batch = pack(groups, [[float(number)] for number in range(len(groups))], version=5)
     rows: dict[str, list[list[Any]]] = {
         "tokens": [group.prompt.token_ids + group.completions[0].token_ids for group in groups],
-        "loss_mask": [[False] * prompt + [True] * response for prompt, response in sizes],
+        "loss_mask": [[False] * prompt + [True] * sampled for prompt, sampled in sizes],
         "behaviour_logprobs": [
             [0.0] * len(group.prompt.token_ids) + group.completions[0].behaviour_logprobs
             for group in groups
         ],
-        "rewards": [[0.0] * (prompt + response - 1) + [1.0] for prompt, response in sizes],
+        "rewards": [[0.0] * (prompt + sampled - 1) + [1.0] for prompt, sampled in sizes],
         "advantages": [
-            [0.0] * prompt + [float(number)] * response
-            for number, (prompt, response) in enumerate(sizes)
+            [0.0] * prompt + [float(number)] * sampled
+            for number, (prompt, sampled) in enumerate(sizes)
         ],
-        "token_staleness": [[0] * prompt + [2] * response for prompt, response in sizes],
+        "token_staleness": [[0] * prompt + [2] * sampled for prompt, sampled in sizes],
     }
 
     def check(part: TrainBatch, numbers: Sequence[int]) -> None:

@@ -45,7 +45,7 @@ def write_run(directory: Path, model: Path, *words: str) -> Config:
     for step, length in ((1, 900.0), (2, 100.0), (3, 300.0)):
         slow = 50.0 if step == 1 else 0.0
         times = {f"time_{phase}_s": slow + n for n, phase in enumerate(PHASES, 1)}
-        line = ZEROS | times | {"step": step, "response_length_mean": length}
+        line = ZEROS | times | {"step": step, "completion_length_mean": length}
         lines.append(json.dumps(line) + "\n")
     (directory / "metrics.jsonl").write_text("".join(lines))
     return config

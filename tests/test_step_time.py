@@ -14,7 +14,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import memory, step_time
 from qurl_megatron.planning.gpus import Gpu, Node
-from qurl_megatron.planning.lengths import ResponseLengths, Workload
+from qurl_megatron.planning.lengths import CompletionLengths, Workload
 from qurl_megatron.planning.plan import plan
 from qurl_megatron.planning.rollout_time import (
     ServerLoad,
@@ -37,7 +37,7 @@ HBM = 3.35e12  # H100 datasheet, as are 989 and 1979 TFLOP/s below
 
 
 def load_of(servers: int = 4, slots: int = 200, mean: float = 4096) -> ServerLoad:
-    """Return the share of 2048 responses to 256 prompts of 512 tokens, on servers of 4 GPUs."""
+    """Return the share of 2048 completions to 256 prompts of 512 tokens, on servers of 4 GPUs."""
     config = study("", 64, "int8")
     config.rollout.servers = servers
     return server_load(QWEN2, config, Workload(512, mean), slots, publish_s=0.0)
@@ -74,7 +74,7 @@ def test_token_latency_is_near_published_ones(
     assert 1000 * planned_s == pytest.approx(latency_ms, rel=tolerance)
 
 
-def test_more_servers_or_slots_shorten_a_rollout_and_longer_responses_lengthen_it() -> None:
+def test_more_servers_or_slots_shorten_a_rollout_and_longer_completions_lengthen_it() -> None:
     by_servers = [rollout_s(load_of(servers=servers)) for servers in range(1, 65)]
     assert by_servers == sorted(by_servers, reverse=True)
     by_slots = [rollout_s(load_of(slots=slots)) for slots in (16, 32, 64, 128, 256)]
@@ -83,7 +83,7 @@ def test_more_servers_or_slots_shorten_a_rollout_and_longer_responses_lengthen_i
     assert by_length == sorted(by_length)
 
 
-def test_no_rollout_is_shorter_than_its_longest_response() -> None:
+def test_no_rollout_is_shorter_than_its_longest_completion() -> None:
     """With one sequence per server, 8192 tokens follow one another."""
     alone = 8192 * step_time.decode_s(QWEN2, "int8", 4, 1, 512 + 4096)
     assert rollout_s(load_of(servers=2048, mean=8192)) == pytest.approx(alone, rel=0.01)
@@ -91,15 +91,15 @@ def test_no_rollout_is_shorter_than_its_longest_response() -> None:
 
 @pytest.mark.parametrize("slots", [100, 200, 512])
 def test_a_rollout_decodes_every_token_once_and_reads_its_context(slots: int) -> None:
-    """If decoding takes a second per sequence, 512 responses of 4096 tokens take 512 x 4096 s.
+    """If decoding takes a second per sequence, 512 completions of 4096 tokens take 512 x 4096 s.
 
-    A response of L tokens after 512 reads 512 L + L^2 / 2 tokens of KV cache.
+    A completion of L tokens after 512 reads 512 L + L^2 / 2 tokens of KV cache.
     """
     load = dataclasses.replace(load_of(slots=slots), prompts_s=0.0)
     decode = dataclasses.replace(load, token_s=lambda sequences, age: sequences)
     assert rollout_s(decode) == pytest.approx(512 * 4096, rel=1e-3)
     read = dataclasses.replace(load, token_s=lambda sequences, age: sequences * (512 + age))
-    square = ResponseLengths(4096, 8192, 1.0).mean_square
+    square = CompletionLengths(4096, 8192, 1.0).mean_square
     assert rollout_s(read) == pytest.approx(512 * (512 * 4096 + square / 2), rel=1e-3)
 
 
@@ -114,7 +114,7 @@ def test_waiting_sequences_prolong_a_rollout_by_their_turns_and_prompts_are_read
         assert rollout_s(load) == pytest.approx(prompts_s + 8192 + waited_s, rel=1e-9)
 
 
-def test_a_token_of_a_servers_load_reads_prompts_and_responses() -> None:
+def test_a_token_of_a_servers_load_reads_prompts_and_completions() -> None:
     planned_s = load_of().token_s(16, 1000)
     assert planned_s == step_time.decode_s(QWEN2, "int8", 4, 16, 16 * 1512)
 
@@ -314,7 +314,7 @@ def test_an_eight_bit_kv_cache_halves_what_a_token_reads() -> None:
 
 
 def test_attention_is_that_of_the_mean_square_of_lengths() -> None:
-    """Long responses cost more attention than short ones of the same mean save."""
+    """Long completions cost more attention than short ones of the same mean save."""
     config = learner_config(tensor_parallel_size=1, pipeline_parallel_size=1)
     config.objective.kl_coefficient = 0
     spread = Workload(100, 900)
@@ -325,14 +325,14 @@ def test_attention_is_that_of_the_mean_square_of_lengths() -> None:
     assert longer == pytest.approx(attention, rel=1e-4)
 
 
-# 100 responses a step, 500 tokens on average and 1000 at most, a token every 10 ms.
+# 100 completions a step, 500 tokens on average and 1000 at most, a token every 10 ms.
 LOAD = ServerLoad(
     token_s=lambda sequences, mean_age: 0.01,
     prompts_s=0.0,
     pause_s=lambda running: 0.0,
     sequences=100,
     slots=1000,
-    lengths=ResponseLengths(500, 1000, 0.5),
+    lengths=CompletionLengths(500, 1000, 0.5),
 )
 
 
@@ -344,12 +344,14 @@ def test_a_slow_learner_determines_the_step() -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 3])
-def test_the_longest_response_and_the_learner_share_the_steps_it_spans(max_staleness: int) -> None:
-    """The longest response takes 10 s and the learner 2 s, which decides in the end."""
+def test_the_longest_completion_and_the_learner_share_the_steps_it_spans(
+    max_staleness: int,
+) -> None:
+    """The longest completion takes 10 s and the learner 2 s, which decides in the end."""
     assert steady_state(LOAD, learner_s=2, max_staleness=5).limit == "learner"
     state = steady_state(LOAD, learner_s=2, max_staleness=max_staleness)
     assert state.step_s == pytest.approx(12 / (max_staleness + 1))
-    assert state.limit == "longest response"
+    assert state.limit == "longest completion"
 
 
 def test_what_an_agent_observes_is_read_once_and_not_decoded() -> None:
@@ -385,7 +387,7 @@ def test_a_pause_is_time_in_which_nothing_is_decoded() -> None:
 
 @pytest.mark.parametrize("log_deviation", [0.1, 0.5, 1.5])
 def test_lengths_have_their_mean_and_mean_age(log_deviation: float) -> None:
-    lengths = ResponseLengths(2000, 8000, log_deviation)
+    lengths = CompletionLengths(2000, 8000, log_deviation)
     generator = random.Random(0)
     drawn = [generator.lognormvariate(lengths._log_median, log_deviation) for _ in range(100_000)]
     sample = [min(length, 8000) for length in drawn]

@@ -61,7 +61,9 @@ def test_all_minibatches_but_the_first_are_scored_and_all_by_the_reference() -> 
     "error",
     [
         NonFinite("on learner rank 3 the loss holds NaN; resume from a checkpoint"),
-        NothingScored("no response of step 1 could be scored; KeyError: 'a'; mend that and resume"),
+        NothingScored(
+            "no completion of step 1 could be scored; KeyError: 'a'; mend that and resume"
+        ),
     ],
 )
 def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(

@@ -115,7 +115,7 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
                 "accuracy",
                 model=str(model),
                 problems=str(directory / "tested.jsonl"),
-                response_length=config.rollout.max_response_length,
+                completion_length=config.rollout.max_completion_length,
             )
             done = subprocess.run(score, env=environment(), check=True, capture_output=True)
             phases = phases_s(run / lines[name]) if name == "qurl" else {}
@@ -170,7 +170,7 @@ def settings(config: Config, run: Path, seed: int) -> dict[str, Any]:
         "minibatches": optimizer.minibatches_per_step,
         "prompts": rollout.prompts_per_step,
         "completions": rollout.completions_per_prompt,
-        "response_length": rollout.max_response_length,
+        "completion_length": rollout.max_completion_length,
         "learning_rate": optimizer.learning_rate,
         "warmup_steps": optimizer.warmup_steps,
         "beta2": optimizer.beta2,

@@ -160,8 +160,8 @@ class Policy:
         """Have the policy take a turn.
 
         Args:
-            max_tokens: most tokens of the turn; None: `rollout.max_response_length`, which is also
-                the limit of any number here.
+            max_tokens: most tokens of the turn; None: `rollout.max_completion_length`, which
+                is also the limit of any number here.
             stop: tokens that end the turn, besides those that end one anyway. A text must be that
                 of one token.
 

@@ -1,7 +1,7 @@
 """Advantages: how much better a completion (GRPO) or a token (PPO) was than expected.
 
 DAPO (Yu et al., 2025) is GRPO with a looser upper clip and a token mean, which are settings of the
-objective, a soft penalty for long responses, and a replacement of zero-variance groups.
+objective, a soft penalty for long completions, and a replacement of zero-variance groups.
 """
 
 import statistics
@@ -36,7 +36,7 @@ def is_zero_variance(rewards: list[float]) -> bool:
 
 
 def soft_overlong_penalty(length: int, max_length: int, soft_tokens: int) -> float:
-    """Return DAPO's penalty for a response of `length` tokens, between -1 and 0.
+    """Return DAPO's penalty for a completion of `length` tokens, between -1 and 0.
 
     It falls linearly from 0 to -1 over the last `soft_tokens` tokens before `max_length`. A
     `soft_tokens` of 0 disables it.

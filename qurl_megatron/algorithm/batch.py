@@ -62,10 +62,10 @@ class Completion:
     token_ids: list[int]  # with the end-of-sequence token if it was sampled; the last is sampled
     behaviour_logprobs: list[float]  # one per sampled token, from the engine that sampled it
     text: str  # an answer's tokens decoded without special tokens; of an episode, its last turn's
-    truncated: bool  # ended by a limit: max_response_length, or of an episode its turns or tokens
+    truncated: bool  # ended by a limit: max_completion_length, or of an episode its turns or tokens
     token_versions: list[int]  # one per sampled token, the weight version that sampled it
-    # [prompt and response tokens - 1, layers, experts per token] int16: the experts that the engine
-    # chose in the pass that read token t, and predicted token t + 1; None: not recorded
+    # [prompt and completion tokens - 1, layers, experts per token] int16: the experts that the
+    # engine chose in the pass that read token t, and predicted token t + 1; None: not recorded
     routed_experts: Tensor | None = None
     sampling_masks: SamplingMasks | None = None  # of the sampled tokens; None: not recorded
     cached_tokens: int = 0  # of the tokens before it, those whose keys and values the server had
@@ -151,7 +151,7 @@ class TrainBatch:
     """
 
     lengths: Tensor  # [sequences] int64, the tokens of each sequence
-    tokens: Tensor  # [tokens] int32: prompt and response of each sequence
+    tokens: Tensor  # [tokens] int32: prompt and completion of each sequence
     loss_mask: Tensor  # [tokens] bool, True on sampled tokens
     behaviour_logprobs: Tensor | None = None  # [tokens] float32, from the engine that sampled them
     # [tokens] float32: a completion's reward at its last token, 0 elsewhere

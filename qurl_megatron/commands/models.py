@@ -106,8 +106,8 @@ def mismatch(
     prompts: Annotated[
         int, typer.Option(min=4, max=100_000, help="Number of problems, each answered once.")
     ] = 64,
-    max_response: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Maximum response length, in tokens.")
+    max_completion: Annotated[
+        int, typer.Option(min=1, max=1_000_000, help="Maximum completion length, in tokens.")
     ] = 128,
     budget: Annotated[
         float,
@@ -140,7 +140,7 @@ def mismatch(
     )
 
     model = Path(_found(model))
-    options = MismatchOptions(model, data, chosen, prompts, max_response, budget, seed)
+    options = MismatchOptions(model, data, chosen, prompts, max_completion, budget, seed)
     read = read_prompts(options)
     yield 1
     with progress_bar(f"comparing {weight_format} with BF16", "passes") as progress:

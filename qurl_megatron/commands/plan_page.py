@@ -87,13 +87,13 @@ def _describe(plan: Plan) -> Iterator[str]:
     config, rollout, workload = plan.config, plan.config.rollout, plan.workload
     yield (
         f"A step has {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} "
-        f"responses. Prompts have {workload.mean_prompt:,.0f} tokens; lengths of responses are "
+        f"completions. Prompts have {workload.mean_prompt:,.0f} tokens; lengths of completions are "
         f"lognormal (deviation {workload.log_deviation:g}), with a mean of "
-        f"{workload.mean_response:,.0f} and at most {plan.load.lengths.maximum:,} tokens."
+        f"{workload.mean_completion:,.0f} and at most {plan.load.lengths.maximum:,} tokens."
     )
     if rollout.agent:
         yield (
-            f"A response is an episode of turns: {workload.observed:.0%} of its tokens are read "
+            f"A completion is an episode of turns: {workload.observed:.0%} of its tokens are read "
             "between them."
         )
     publish = "writes {} into the parameters of" if plan.publish.is_direct else "sends {} to"

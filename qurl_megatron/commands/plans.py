@@ -50,17 +50,17 @@ def plan(
         float | None,
         typer.Option(help="Mean prompt length, in tokens. Default: half of max_prompt_length."),
     ] = None,
-    mean_response: Annotated[
+    mean_completion: Annotated[
         float | None,
         typer.Option(
-            help="Mean response length, in tokens; of an agent, with what it observes. Default: a "
-            "quarter of max_response_length, or of the room of an episode."
+            help="Mean completion length, in tokens; of an agent, with what it observes. Default: "
+            "a quarter of max_completion_length, or of the room of an episode."
         ),
     ] = None,
     log_deviation: Annotated[
         float,
         typer.Option(
-            help="Standard deviation of log(response length): lengths are lognormal, and cut off "
+            help="Standard deviation of log(completion length): lengths are lognormal, and cut off "
             "at the maximum. Around 1 for reasoning."
         ),
     ] = 1.0,
@@ -121,7 +121,7 @@ def plan(
             "the two"
         )
     check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
-    workload = _workload(config, mean_prompt, mean_response, log_deviation)
+    workload = _workload(config, mean_prompt, mean_completion, log_deviation)
     rows, refusals = [], {}
     for number in numbers:
         try:
@@ -162,7 +162,7 @@ def _numbers(gpus: str) -> list[int]:
 def _workload(
     config: Config,
     mean_prompt: float | None,
-    mean_response: float | None,
+    mean_completion: float | None,
     log_deviation: float,
 ) -> Workload:
     """Return the lengths that are given, and for the others what a plan assumes.
@@ -171,21 +171,21 @@ def _workload(
         ConfigError: a length is above its maximum in `config`, or a number is none.
     """
     from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.planning.lengths import Workload, longest_response
+    from qurl_megatron.planning.lengths import Workload, longest_completion
 
     rollout = config.rollout
-    longest = {"prompt": rollout.max_prompt_length, "response": longest_response(config)}
-    for name, mean in {"prompt": mean_prompt, "response": mean_response}.items():
+    longest = {"prompt": rollout.max_prompt_length, "completion": longest_completion(config)}
+    for name, mean in {"prompt": mean_prompt, "completion": mean_completion}.items():
         if mean is not None and not 1 <= mean <= longest[name]:
             limit = f"rollout.max_{name}_length={longest[name]}"
-            if name == "response" and rollout.agent:
+            if name == "completion" and rollout.agent:
                 limit = f"{longest[name]}, the room of an episode behind its prompt"
             raise ConfigError(f"--mean-{name} {mean}: must be from 1 to {limit}")
     if not 0.01 <= log_deviation <= 10:
         raise ConfigError(
             f"--log-deviation {log_deviation}: must be from 0.01 to 10; around 1 for reasoning"
         )
-    given = {"mean_prompt": mean_prompt, "mean_response": mean_response}
+    given = {"mean_prompt": mean_prompt, "mean_completion": mean_completion}
     means = {name: mean for name, mean in given.items() if mean is not None}
     return dataclasses.replace(Workload.of(config), log_deviation=log_deviation, **means)
 

@@ -88,7 +88,7 @@ def planned_row(
 
 
 def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: Node) -> Row:
-    """Return the times of a run beside the plan of its own layout and mean response length.
+    """Return the times of a run beside the plan of its own layout and mean completion length.
 
     Times are medians over its steps but the first, in which servers and learner warm up.
 
@@ -103,11 +103,11 @@ def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: N
             f"{num_parameters(architecture):,} parameters, not {num_parameters(model):,}"
         )
     steps = run.steps[1:] or run.steps
-    sampled = fmean(step["response_length_mean"] for step in steps)
+    sampled = fmean(step["completion_length_mean"] for step in steps)
     observed = fmean(step.get("observed_length_mean") or 0.0 for step in steps)
-    response = sampled + observed
+    completion = sampled + observed
     lengths = dataclasses.replace(
-        workload, mean_response=response, observed=observed / response if response else 0.0
+        workload, mean_completion=completion, observed=observed / completion if completion else 0.0
     )
     measured_s = {phase: median(step[f"time_{phase}_s"] for step in steps) for phase in PHASES}
     try:
@@ -245,8 +245,8 @@ def _draw(rows: list[Row], file: Path) -> None:
     config = plans[0].config
     figure.suptitle(
         f"{Path(config.model).name} in {config.quantization.format}: "
-        f"{config.rollout.prompts_per_step} x {config.rollout.completions_per_prompt} responses of "
-        f"{plans[0].workload.mean_response:,.0f} tokens",
+        f"{config.rollout.prompts_per_step} x {config.rollout.completions_per_prompt} completions "
+        f"of {plans[0].workload.mean_completion:,.0f} tokens",
         fontsize=11,
     )
     # Makes the file reproducible, with text and not outlines: a tenth of the size.

@@ -234,7 +234,7 @@ class ObjectiveConfig:
     its product over a sequence. Only tis, acr and sequence_tis use it."""
 
     aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
-    """The average of token losses. sequence_mean: over each response, then over responses.
+    """The average of token losses. sequence_mean: over each completion, then over completions.
     token_mean: over all tokens of the minibatch."""
 
     kl_coefficient: NonNegative = 0.0
@@ -414,11 +414,11 @@ class ServerConfig:
 class StageConfig:
     """A later stage of training: the values that replace those of `RolloutConfig`."""
 
-    max_response_length: Count
-    """Maximum response length, in tokens."""
+    max_completion_length: Count
+    """Maximum completion length, in tokens."""
 
     completions_per_prompt: Sequences
-    """Number of responses to each prompt."""
+    """Number of completions to each prompt."""
 
 
 @dataclasses.dataclass
@@ -434,7 +434,7 @@ class AgentConfig:
 
     max_episode_tokens: CountOrZero = 0
     """Maximum length of a sequence in tokens: its prompt, and what the policy samples and
-    reads. 0: `max_prompt_length` plus `max_response_length`."""
+    reads. 0: `max_prompt_length` plus `max_completion_length`."""
 
     agent_workers: CountOrZero = 0
     """Number of processes that play episodes. 0: a quarter of the cores, from 1 to 16."""
@@ -457,7 +457,7 @@ class RolloutConfig(AgentConfig):
     """Number of prompts in one rollout step."""
 
     completions_per_prompt: Sequences = 8
-    """Number of responses to each prompt: GRPO's group size."""
+    """Number of completions to each prompt: GRPO's group size."""
 
     temperature: Temperature = 1.0
     """Sampling temperature in training."""
@@ -475,8 +475,8 @@ class RolloutConfig(AgentConfig):
     max_prompt_length: Count = 1024
     """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""
 
-    max_response_length: Count = 1024
-    """Maximum response length, in tokens. Longer responses are truncated. With an `agent`, the
+    max_completion_length: Count = 1024
+    """Maximum completion length, in tokens. Longer completions are truncated. With an `agent`, the
     maximum length of a turn."""
 
     dynamic_sampling_tries: CountOrZero = 0
@@ -484,7 +484,7 @@ class RolloutConfig(AgentConfig):
     by new prompts. 0 disables."""
 
     soft_overlong_tokens: CountOrZero = 0
-    """Number of tokens before `max_response_length` over which the reward falls linearly by 1
+    """Number of tokens before `max_completion_length` over which the reward falls linearly by 1
     (DAPO's soft overlong punishment). An `agent`'s longest turn counts. 0 disables."""
 
     stages: dict[Annotated[int, Ge(2), Le(MOST)], StageConfig] = dataclasses.field(
@@ -545,15 +545,15 @@ class RolloutConfig(AgentConfig):
     completions can then be read and changed on the way."""
 
     @property
-    def longest_response(self) -> int:
-        """Maximum response length over all stages, in tokens."""
-        later = [stage.max_response_length for stage in self.stages.values()]
-        return max([self.max_response_length, *later])
+    def longest_completion(self) -> int:
+        """Maximum completion length over all stages, in tokens."""
+        later = [stage.max_completion_length for stage in self.stages.values()]
+        return max([self.max_completion_length, *later])
 
     @property
     def max_length(self) -> int:
         """Maximum length of a sequence over all stages, in tokens."""
-        return self.max_episode_tokens or self.max_prompt_length + self.longest_response
+        return self.max_episode_tokens or self.max_prompt_length + self.longest_completion
 
     def at(self, step: int) -> RolloutConfig:
         """Return the configuration of the stage that `step` is in, without later stages."""
@@ -654,10 +654,10 @@ class Config:
     """Options of the reasoning-gym task, by name."""
 
     reward: RewardName = "math"
-    """Verifier that rewards a response. math: math-verify. gsm8k: verl's, by the number after ####.
-    gsm8k_flexible: verl's, by the last number. dapo: DAPO's, by what follows "Answer:". deepscaler:
-    DeepScaleR's, by the box after </think>. reasoning_gym: the task's own scorer. exact: the
-    response is the answer. FILE.py:NAME or MODULE:NAME: a function of your own."""
+    """Verifier that rewards a completion. math: math-verify. gsm8k: verl's, by the number after
+    ####. gsm8k_flexible: verl's, by the last number. dapo: DAPO's, by what follows "Answer:".
+    deepscaler: DeepScaleR's, by the box after </think>. reasoning_gym: the task's own scorer.
+    exact: the completion is the answer. FILE.py:NAME or MODULE:NAME: a function of your own."""
 
     name: RunName = ""
     """Name of the run and of its directory. Empty: made of recipe and time."""
@@ -709,14 +709,14 @@ class Config:
     """Checkpoints to resume from."""
 
     reward_right: Signed = 1.0
-    """Reward of a right response, with a built-in verifier."""
+    """Reward of a right completion, with a built-in verifier."""
 
     reward_wrong: Signed = 0.0
-    """Reward of a wrong response, with a built-in verifier; -1 in DAPO. Also that of a response
+    """Reward of a wrong completion, with a built-in verifier; -1 in DAPO. Also that of a completion
     whose verifier fails."""
 
     reward_partial: bool = False
-    """Reward a response that is partly right by its share between `reward_wrong` and
+    """Reward a completion that is partly right by its share between `reward_wrong` and
     `reward_right`. Only reasoning_gym's scorers give such credit; otherwise it counts as wrong."""
 
     reward_timeout_s: Seconds = 60.0
@@ -724,7 +724,7 @@ class Config:
     have 3 seconds of CPU time."""
 
     scoring_workers: CountOrZero = 0
-    """Number of processes that score responses. A reward that waits for a service needs more of
+    """Number of processes that score completions. A reward that waits for a service needs more of
     them, unless it is `async`. 0: a quarter of the cores, from 1 to 16."""
 
     samples_per_step: CountOrZero = 4

@@ -84,7 +84,7 @@ ALLOWED: Mapping[str, type[OptionValue] | tuple[str, ...]] = {
 _INSTEAD = {
     "tp_size": "set the server's tensor_parallel_size",
     "ep_size": "set the server's expert_parallel_size",
-    "context_length": "set max_prompt_length and max_response_length",
+    "context_length": "set max_prompt_length and max_completion_length",
     "random_seed": "set seed",
     "model_path": "set model",
     "quantization": "set quantization.format",

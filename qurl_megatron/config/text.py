@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -73,6 +74,10 @@ def with_overrides(config: T, overrides: list[str]) -> T:
     leaves = leaf_values(config)
     for override in overrides:
         path, equals, value = override.partition("=")
+        if (renamed := _renamed(path)) != path:
+            reason = f"{path} is called {renamed} now; version 0.3 will not know the old name"
+            warnings.warn(reason, FutureWarning, stacklevel=2)
+            path = renamed
         if not equals or not path:
             raise ConfigError(f"{override}: not of the form field=value")
         section, _, leaf = path.rpartition(".")
@@ -84,7 +89,7 @@ def with_overrides(config: T, overrides: list[str]) -> T:
             node = node[name]
         if is_key or isinstance(leaves[path], dict):
             try:
-                node[leaf] = yaml_text.parse(value)
+                node[leaf] = _renamed(yaml_text.parse(value))
             except ConfigError as error:
                 raise ConfigError(f"{override}: {error}") from None
             if not is_key and not isinstance(node[leaf], dict):
@@ -173,6 +178,7 @@ def _in_todays_fields(tree: Any) -> Any:
     Raises:
         ConfigError: a field that is gone has another value than the only one it could have.
     """
+    tree = _renamed(tree)
     sections = tree if isinstance(tree, dict) else {}
     learner, rollout = (sections.get(name) for name in ("learner", "rollout"))
     if isinstance(learner, dict) and learner.pop("recompute_activations", False):
@@ -180,6 +186,16 @@ def _in_todays_fields(tree: Any) -> Any:
     if isinstance(rollout, dict) and (top_k := rollout.get("top_k", -1)) != -1:
         raise ConfigError(f"rollout.top_k={top_k}: not supported; set rollout.top_p instead")
     return tree
+
+
+def _renamed(given: Any) -> Any:
+    """Return a field's path, or a tree of fields, with the names of this version."""
+    if isinstance(given, dict):
+        values = {name: _renamed(x) if isinstance(x, dict) else x for name, x in given.items()}
+        return {_renamed(name): value for name, value in values.items()}
+    if isinstance(given, str):
+        return re.sub(r"(^|\.)max_response_length$", r"\1max_completion_length", given)
+    return given
 
 
 def commented_yaml(config: Config) -> str:

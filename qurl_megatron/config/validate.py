@@ -225,7 +225,7 @@ def validate_server(
 
     Args:
         name: the server's section in error messages, such as `rollout.server`.
-        max_length: largest prompt plus response length, in tokens.
+        max_length: largest prompt plus completion length, in tokens.
 
     Raises:
         ConfigError: it cannot.
@@ -240,19 +240,19 @@ def validate_server(
     needed = max_length + CONTEXT_RESERVE
     if server.max_total_tokens is not None and server.max_total_tokens < needed:
         raise ConfigError(
-            f"{name}.max_total_tokens={server.max_total_tokens}: one prompt and response of "
-            f"{max_length} tokens need {needed}; give at least those, or shorter responses"
+            f"{name}.max_total_tokens={server.max_total_tokens}: one prompt and completion of "
+            f"{max_length} tokens need {needed}; give at least those, or shorter completions"
         )
 
 
 def validate_lengths(
     architecture: Architecture,
     max_prompt_length: int,
-    max_response_length: int,
+    max_completion_length: int,
     prompt_section: str = "",
-    response_section: str = "",
+    completion_section: str = "",
 ) -> None:
-    """Check that the model has positions for the longest prompt and the longest response to it.
+    """Check that the model has positions for the longest prompt and the longest completion to it.
 
     The sections are those of the two fields in error messages, such as `rollout.`.
 
@@ -263,14 +263,14 @@ def validate_lengths(
     prompt = f"{prompt_section}max_prompt_length={max_prompt_length}"
     if max_prompt_length >= positions:
         raise ConfigError(
-            f"{prompt}: the model has {positions} positions, and a response needs some of them; "
+            f"{prompt}: the model has {positions} positions, and a completion needs some of them; "
             "set it lower"
         )
-    if max_prompt_length + max_response_length > positions:
+    if max_prompt_length + max_completion_length > positions:
         raise ConfigError(
-            f"{response_section}max_response_length={max_response_length}: with {prompt} that is "
-            f"{max_prompt_length + max_response_length} tokens, and the model has {positions} "
-            f"positions; set it to {positions - max_prompt_length} or less"
+            f"{completion_section}max_completion_length={max_completion_length}: with {prompt} "
+            f"that is {max_prompt_length + max_completion_length} tokens, and the model has "
+            f"{positions} positions; set it to {positions - max_prompt_length} or less"
         )
 
 
@@ -421,10 +421,10 @@ def _validate_stage(config: Config, first_step: int) -> int:
     """Check a stage by its first step; return its number of completions per rollout step."""
     rollout, learner, optimizer = config.rollout.at(first_step), config.learner, config.optimizer
     field = f"rollout.stages.{first_step}" if first_step > 1 else "rollout"
-    if rollout.soft_overlong_tokens >= rollout.max_response_length:
+    if rollout.soft_overlong_tokens >= rollout.max_completion_length:
         raise ConfigError(
             f"rollout.soft_overlong_tokens={rollout.soft_overlong_tokens}: must be less than "
-            f"{field}.max_response_length={rollout.max_response_length}"
+            f"{field}.max_completion_length={rollout.max_completion_length}"
         )
     if config.advantage_estimator == "grpo" and rollout.completions_per_prompt == 1:
         raise ConfigError(
@@ -465,12 +465,12 @@ def _validate_model(config: Config) -> Architecture:
         ("evaluation.server", config.evaluation.server, "bf16"),
     ):
         validate_server(name, server, architecture, weight_format, rollout.max_length)
-    responses = {"rollout.": rollout.max_response_length}
+    completions = {"rollout.": rollout.max_completion_length}
     for first, stage in rollout.stages.items():
-        responses[f"rollout.stages.{first}."] = stage.max_response_length
+        completions[f"rollout.stages.{first}."] = stage.max_completion_length
     validate_agent(rollout, architecture, rollout.max_prompt_length, "rollout.")
     validate_stop_tokens(rollout.stop_token_ids, architecture, "rollout.")
-    for section, length in responses.items():
+    for section, length in completions.items():
         validate_lengths(architecture, rollout.max_prompt_length, length, "rollout.", section)
     for layer in config.quantization.uaq.layer_scales:
         if not 0 <= layer < architecture.num_layers:

@@ -198,14 +198,14 @@ def read_problems(
 
 
 def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str = "") -> None:
-    """Look for problems to which no response could be right, and tell their sources.
+    """Look for problems to which no completion could be right, and tell their sources.
 
-    They are left out of the source that `drops` names. In others they stay, and only a response
+    They are left out of the source that `drops` names. In others they stay, and only a completion
     with the very text of the answer is right. All sources are looked at together, because the
     processes that do it take seconds to start.
 
     Raises:
-        DataError: no response could be right to any problem of a source, or to one of
+        DataError: no completion could be right to any problem of a source, or to one of
             reasoning_gym, whose entry then lacks what its scorer needs.
     """
     every = [problem for source in sources.values() for problem in source.problems]

@@ -162,7 +162,7 @@ class RewardFunction:
 
     def _score_in_group(self, reward: Any) -> Score:
         if reward is None and self._style == "trl":
-            return failed(self._config, "it returned None, which is no score of this response")
+            return failed(self._config, "it returned None, which is no score of this completion")
         return score_of(reward)
 
 

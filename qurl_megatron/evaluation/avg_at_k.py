@@ -112,8 +112,8 @@ class EvalConfig(AgentConfig):
     """Input channels that share a scale in format int4: a run's `quantization.group_size`."""
     max_prompt_length: Count = 1024
     """Maximum prompt length in tokens; a longer prompt is refused."""
-    max_response_length: Count = 1024
-    """Maximum response length in tokens."""
+    max_completion_length: Count = 1024
+    """Maximum completion length in tokens."""
     output: Directory = "eval"
     """Directory of the results; it must not exist."""
     seed: Seed = 0
@@ -148,7 +148,7 @@ class EvalConfig(AgentConfig):
     @property
     def max_length(self) -> int:
         """Maximum length of a sequence, in tokens."""
-        return self.max_episode_tokens or self.max_prompt_length + self.max_response_length
+        return self.max_episode_tokens or self.max_prompt_length + self.max_completion_length
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def measure(
     client: RolloutClient,
     score: StartScoring,
     prompts: list[Prompt],
-    max_response_length: int,
+    max_completion_length: int,
     *,
     k: int = 0,
     temperature: float = 1.0,
@@ -212,7 +212,7 @@ def measure(
         groups = client.generate(
             prompts,
             completions_per_prompt=count,
-            max_response_length=max_response_length,
+            max_completion_length=max_completion_length,
             answered=answered,
             **sampling,
         )
@@ -283,7 +283,7 @@ def check(config: EvalConfig) -> None:
     validate_server("server", config.server, architecture, config.weight_format, config.max_length)
     validate_agent(config, architecture, config.max_prompt_length)
     validate_stop_tokens(config.stop_token_ids, architecture)
-    validate_lengths(architecture, config.max_prompt_length, config.max_response_length)
+    validate_lengths(architecture, config.max_prompt_length, config.max_completion_length)
 
 
 def run(config: EvalConfig) -> None:
@@ -347,7 +347,7 @@ def run(config: EvalConfig) -> None:
                         client,
                         score,
                         problems,
-                        config.max_response_length,
+                        config.max_completion_length,
                         k=config.k,
                         temperature=config.temperature,
                         top_p=config.top_p,

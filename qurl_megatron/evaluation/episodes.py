@@ -64,7 +64,7 @@ def run(config: EvalConfig, count: int) -> None:
             completions_per_prompt=1,
             temperature=config.temperature,
             top_p=config.top_p,
-            max_response_length=config.max_response_length,
+            max_completion_length=config.max_completion_length,
         )
     for number, (prompt, (completion,)) in enumerate(zip(prompts, groups, strict=True)):
         for line in describe(number, prompt, completion, tokenizer):

@@ -1,7 +1,7 @@
 """Find which tokens, layers and activations make a quantized model differ: `qurl mismatch`.
 
 The difference is KL(quantized || exact) of the next token, in nats, over tokens that the quantized
-model sampled, one response to each prompt, as a rollout server does. Its mean is what
+model sampled, one completion to each prompt, as a rollout server does. Its mean is what
 `mismatch.json` of a run estimates. It is split three ways:
 
     tokens        by entropy, position and rank of the sampled token: `split`
@@ -53,11 +53,11 @@ EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
 
 
 class TokenMismatch(NamedTuple):
-    """What is measured of each token, in tensors `[responses, length]`, or `[tokens]` of all."""
+    """What is measured of each token, in tensors `[completions, length]`, or `[tokens]` of all."""
 
     kl: Tensor  # KL(quantized || exact) where the token was sampled: float32, nats
     entropy: Tensor  # of the exact distribution there: float32, nats
-    position: Tensor  # in the response: int64, 0 for its first token
+    position: Tensor  # in the completion: int64, 0 for its first token
     rank: Tensor  # of the sampled token in the exact distribution: int64, 1 for the likeliest
 
 
@@ -65,8 +65,8 @@ def compare(quantized_logits: Tensor, exact_logits: Tensor, sampled: Tensor) -> 
     """Compare two models where tokens were sampled.
 
     Args:
-        quantized_logits, exact_logits: [responses, length, vocabulary] float32.
-        sampled: [responses, length] int64.
+        quantized_logits, exact_logits: [completions, length, vocabulary] float32.
+        sampled: [completions, length] int64.
     """
     exact = exact_logits.log_softmax(-1)
     chosen = exact.gather(2, sampled[:, :, None])
@@ -159,7 +159,7 @@ class MismatchOptions:
     data: str
     weight_format: WeightFormat
     prompts: int  # completions are one for each
-    max_response_length: int  # in tokens
+    max_completion_length: int  # in tokens
     budget: float  # largest growth of a server's weights, as a fraction
     seed: int
 
@@ -175,11 +175,11 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
     check_model(options.model)
     architecture = Architecture.from_directory(options.model)
     architecture.check_blocks(options.weight_format)
-    longest_prompt = architecture.max_position_embeddings - options.max_response_length
+    longest_prompt = architecture.max_position_embeddings - options.max_completion_length
     if longest_prompt < 1:
         raise ConfigError(
-            f"--max-response {options.max_response_length}: the model has "
-            f"{architecture.max_position_embeddings} positions, for prompt and response"
+            f"--max-completion {options.max_completion_length}: the model has "
+            f"{architecture.max_position_embeddings} positions, for prompt and completion"
         )
     tokenizer = load_tokenizer(options.model)
     prompts = tokenize(
@@ -211,7 +211,7 @@ def measure(
     sampled: list[Sampled] = []
     for start in range(0, len(prompts), BATCH):
         chunk = prompts[start : start + BATCH]
-        sampled += model.sample(chunk, options.max_response_length, options.seed + start)
+        sampled += model.sample(chunk, options.max_completion_length, options.seed + start)
     batches = _batches(sampled)
     total = (len(model.groups) + 4) * len(batches)  # passes; quantized and BF16, twice
     done = itertools.count(1)
@@ -224,7 +224,7 @@ def measure(
         torch.cat([part.flatten().cpu() for part in parts]) for parts in zip(*by_batch, strict=True)
     )
     measured = TokenMismatch(*joined)
-    tokens = torch.tensor([len(response) for _, response in sampled])
+    tokens = torch.tensor([len(completion) for _, completion in sampled])
     first, second = slice(0, None, 2), slice(1, None, 2)
     layers = [
         KeptLayers(
@@ -270,8 +270,8 @@ def measure(
 def _batches(sampled: Sequence[Sampled]) -> list[list[int]]:
     """Return the numbers of sequences to compute together: those of equal lengths."""
     by_lengths: dict[tuple[int, int], list[int]] = {}
-    for number, (prompt, response) in enumerate(sampled):
-        by_lengths.setdefault((len(prompt), len(response)), []).append(number)
+    for number, (prompt, completion) in enumerate(sampled):
+        by_lengths.setdefault((len(prompt), len(completion)), []).append(number)
     batches = []
     for _, numbers in sorted(by_lengths.items()):
         batches += [numbers[start : start + BATCH] for start in range(0, len(numbers), BATCH)]
@@ -290,7 +290,7 @@ def _compare(
     `report` is called after each forward pass.
 
     Returns:
-        What is measured of each batch's tokens for a group of no layers, [responses, length], and
+        What is measured of each batch's tokens for a group of no layers, [completions, length], and
         the KL summed over each completion: [groups, completions].
     """
     kl = torch.zeros(len(groups), len(sampled), dtype=torch.float64)
@@ -302,8 +302,10 @@ def _compare(
         for row, kept in enumerate(groups):
             quantized = model.logits(sequences, kept, measures=not kept)
             if not kept:
-                responses = torch.tensor([response for _, response in sequences]).to(exact.device)
-                tokens.append(compare(quantized, exact, responses))
+                completions = torch.tensor([completion for _, completion in sequences]).to(
+                    exact.device
+                )
+                tokens.append(compare(quantized, exact, completions))
             kl[row, numbers] = divergence(quantized, exact).double().sum(1).cpu()
             report()
     return tokens, kl
@@ -320,7 +322,7 @@ def print_mismatch(result: dict[str, Any]) -> None:
     )
     titles = {
         "entropy": "tokens by entropy in nats, from",
-        "position": "tokens by position in the response, from",
+        "position": "tokens by position in the completion, from",
         "rank": "tokens by rank of the sampled token, from",
     }
     for name, title in titles.items():

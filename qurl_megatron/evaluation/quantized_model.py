@@ -24,7 +24,7 @@ from qurl_megatron.quantization import quantize
 from qurl_megatron.sglang_plugin import formats, linear
 
 Sampled = tuple[list[int], list[int]]
-"""Token ids of a prompt and of a response to it."""
+"""Token ids of a prompt and of a completion to it."""
 
 
 class SwitchedLinear(torch.nn.Module):
@@ -189,7 +189,7 @@ class QuantizedModel:
 
     @torch.inference_mode()
     def sample(self, prompts: Sequence[Prompt], length: int, seed: int) -> list[Sampled]:
-        """Sample one response to each prompt, of at most `length` tokens, at temperature 1."""
+        """Sample one completion to each prompt, of at most `length` tokens, at temperature 1."""
         self._switch(kept=(), measures=False)
         torch.manual_seed(seed)
         longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -210,13 +210,13 @@ class QuantizedModel:
     def logits(
         self, sequences: Sequence[Sampled], kept: Sequence[str] = (), *, measures: bool = False
     ) -> Tensor:
-        """Return the logits of the responses' tokens: [sequences, response, vocabulary] float32.
+        """Return the logits of completions' tokens: [sequences, completion, vocabulary] float32.
 
-        All prompts have one length, and so have all responses. The layers of the names `kept` are
+        All prompts have one length, and so have all completions. The layers of the names `kept` are
         computed in BF16. If it `measures`, each of `meters` measures the input of its group.
         """
         self._switch(kept, measures)
-        tokens = torch.tensor([prompt + response for prompt, response in sequences])
+        tokens = torch.tensor([prompt + completion for prompt, completion in sequences])
         positions = len(sequences[0][1]) + 1
         out = self._model(tokens.to(device()), logits_to_keep=positions, use_cache=False)
         return out.logits[:, :-1].float()

@@ -97,7 +97,7 @@ class Run:
         End this context if too few servers are left to go on.
 
         Raises:
-            NothingScored: responses cannot be scored.
+            NothingScored: completions cannot be scored.
         """
         try:
             yield
@@ -250,9 +250,9 @@ def _fleet(
         number = f"{next(num_up)} of {len(servers)}"
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
-    takes_turns = config.rollout.placement == "colocated"
+    is_colocated = config.rollout.placement == "colocated"
     # Those that take turns are listed once they are up, and sleep.
-    own = [server for server in servers.values() if not (server.is_remote or takes_turns)]
+    own = [server for server in servers.values() if not (server.is_remote or is_colocated)]
     wait_ready(own, start_timeout_s, ready=say_ready)
     for server in revive(server for server in servers.values() if server.is_remote):
         say_ready(server)  # the fleet asks the others again
@@ -261,7 +261,7 @@ def _fleet(
         servers,
         min_servers=config.rollout.min_servers if name == "rollout" else 1,
         patience_s=start_timeout_s,
-        takes_turns=takes_turns,
+        is_colocated=is_colocated,
         controller=controller,
         say=log.say,
     )

@@ -34,7 +34,7 @@ from qurl_megatron.weight_sync.publish import Published, Publisher
 class Evaluator:
     """Measures the learner's policy on a set of BF16 servers. Collective over all learner ranks.
 
-    The response limit is always that of the longest stage, so a run's evaluations are comparable.
+    The completion limit is always that of the longest stage, so a run's evaluations are comparable.
     Only global rank 0 uses the client, the scores and the prompts.
     """
 
@@ -73,8 +73,8 @@ class Evaluator:
 
     @property
     def _answer(self) -> Callable[..., list[ProblemResult]]:
-        limit = self.config.rollout.longest_response
-        return partial(measure, self.client, self.score, max_response_length=limit)
+        limit = self.config.rollout.longest_completion
+        return partial(measure, self.client, self.score, max_completion_length=limit)
 
 
 @dataclass(frozen=True)

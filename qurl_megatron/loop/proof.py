@@ -147,7 +147,7 @@ class Proof:
         return {
             "completions_per_prompt": 1,
             "temperature": rollout.temperature,
-            "max_response_length": rollout.max_response_length,
+            "max_completion_length": rollout.max_completion_length,
             "top_p": rollout.top_p,
             "records_masks": rollout.top_p < 1,
         }
@@ -159,7 +159,7 @@ class Proof:
         ends = ", ".join(f"{number} {text!r}" for number, text in client.ends())
         self._log.say(
             f"warning: all {len(answers)} answers before the first step were cut off after "
-            f"{self._config.rollout.max_response_length} tokens. These tokens end an answer: "
+            f"{self._config.rollout.max_completion_length} tokens. These tokens end an answer: "
             f"{ends}. Should the model end with another, set rollout.stop_token_ids; else raise "
-            "rollout.max_response_length"
+            "rollout.max_completion_length"
         )

@@ -40,7 +40,7 @@ from qurl_megatron.weight_sync.publish import Publisher
 
 DIGITS = 3  # of a ratio in a sample, after the point
 TURN_NAMES = ("1", "2", "3", "4+")
-TRIES = 3  # to get a step's responses scored
+TRIES = 3  # to get a step's completions scored
 
 Row = tuple[int, int]
 """Number of a prompt among a step's groups, and number of one of its completions."""
@@ -80,7 +80,7 @@ class Sampler:
             settings = client.sampling(
                 completions_per_prompt=rollout.completions_per_prompt,
                 temperature=rollout.temperature,
-                max_response_length=rollout.max_response_length,
+                max_completion_length=rollout.max_completion_length,
                 top_p=rollout.top_p,
                 records_masks=rollout.top_p < 1,
             )
@@ -122,7 +122,7 @@ class Sampler:
             of `sampled_tokens`.
 
         Raises:
-            NothingScored: none of the responses could be scored, in `TRIES` tries.
+            NothingScored: none of the completions could be scored, in `TRIES` tries.
         """
         self._batch = TrainBatch.empty()
         sampling = self._sample(step, version)
@@ -176,7 +176,7 @@ class Sampler:
             why = _why_unscored(chosen)
             if not why:
                 break
-            failure = f"no response of step {step} could be scored, in try {attempt} of {TRIES}"
+            failure = f"no completion of step {step} could be scored, in try {attempt} of {TRIES}"
             if attempt == TRIES:
                 raise NothingScored(f"{failure}; {why}; mend that and resume")
             self._say(f"warning: {failure}; {why}")
@@ -200,7 +200,7 @@ def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGrou
     penalized = [
         reward
         + soft_overlong_penalty(
-            completion.longest_turn, rollout.max_response_length, rollout.soft_overlong_tokens
+            completion.longest_turn, rollout.max_completion_length, rollout.soft_overlong_tokens
         )
         for reward, completion in zip(group.rewards, group.completions, strict=True)
     ]
@@ -219,15 +219,15 @@ def _summarize(
     scores = [score for group in sampled for score in group.scores]
     failures = [
         f"{score.failure}; question {group.prompt.question[:80]!r}, "
-        f"end of the response {completion.text[-80:]!r}"
+        f"end of the completion {completion.text[-80:]!r}"
         for group in sampled
         for completion, score in zip(group.completions, group.scores, strict=True)
         if score.failure
     ]
     return {
         "reward_mean": fmean(values),
-        "response_length_mean": fmean(lengths),
-        "response_truncated_fraction": fmean(each.truncated for each in completions),
+        "completion_length_mean": fmean(lengths),
+        "completion_truncated_fraction": fmean(each.truncated for each in completions),
         "reward_parts": mean_parts(scores),
         "reward_counts": count_rewards(values),
         "verifier_failures": len(failures),
@@ -282,7 +282,7 @@ def failures_of(failed: Iterable[Completion]) -> list[str]:
 
 
 def _why_unscored(groups: list[RolloutGroup]) -> str:
-    """Return why a response has no score, if none has one; else an empty text."""
+    """Return why a completion has no score, if none has one; else an empty text."""
     failures = [score.failure for group in groups for score in group.scores]
     if "" in failures:
         return ""
@@ -301,9 +301,9 @@ def make_samples(
     for prompt, group in enumerate(groups):
         for index, completion in enumerate(group.completions):
             of_sequences = [next(logprobs) for _ in completion.sequences()]
-            of_response = of_sequences[-1][-len(completion.token_ids) :]
+            of_completion = of_sequences[-1][-len(completion.token_ids) :]
             behaviour = torch.tensor(completion.behaviour_logprobs)
-            log_ratios[prompt, index] = of_response[torch.tensor(completion.sampled)] - behaviour
+            log_ratios[prompt, index] = of_completion[torch.tensor(completion.sampled)] - behaviour
     samples = []
     half = SHOWN_TOKENS // 2  # of a longer completion, its two ends are shown
     for (prompt, index), kind in _choose(groups, log_ratios, count).items():

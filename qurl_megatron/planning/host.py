@@ -39,12 +39,12 @@ class ServerSet:
     server: ServerConfig
     architecture: Architecture
     weight_format: WeightFormat
-    max_length: int  # prompt plus response, in tokens
+    max_length: int  # prompt plus completion, in tokens
     keep: Sequence[str] = ()  # as in `quantization.keep`
     number: int = 1
     section: str = "server"  # in messages
     number_field: str = "model"
-    length_field: str = "max_response_length"
+    length_field: str = "max_completion_length"
 
     @property
     def token_bytes(self) -> int:
@@ -115,7 +115,7 @@ def settle_run(config: Config, servers: Mapping[str, int], ranks: int) -> None:
     """
     architecture = Architecture.from_directory(config.model)
     weights, max_length = config.quantization, config.rollout.max_length
-    length_field = "rollout.max_response_length"
+    length_field = "rollout.max_completion_length"
     sets = {
         "rollout": ServerSet(
             config.rollout.server,

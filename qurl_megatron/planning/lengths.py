@@ -1,8 +1,8 @@
-"""How long prompts and responses are, which a configuration has only the maxima of.
+"""How long prompts and completions are, which a configuration has only the maxima of.
 
-Responses are lognormal and cut off at their maximum, as a server cuts them. Prompts all have their
-mean length. An agent's episode is a response too: what its turns sample and what it reads between
-them, of which all episodes read the same part.
+Completions are lognormal and cut off at their maximum, as a server cuts them. Prompts all have
+their mean length. An agent's episode is a completion too: what its turns sample and what it reads
+between them, of which all episodes read the same part.
 """
 
 import math
@@ -16,15 +16,15 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True)
-class ResponseLengths:
-    """Response lengths in tokens, with a given mean, of which the longest reach `maximum`."""
+class CompletionLengths:
+    """Completion lengths in tokens, with a given mean, of which the longest reach `maximum`."""
 
     mean: float
     maximum: float
     log_deviation: float  # standard deviation of log(length), before it is cut off
 
     def fraction_longer(self, length: float) -> float:
-        """Return the fraction of responses longer than `length`, which is below the maximum."""
+        """Return the fraction of completions longer than `length`, which is below the maximum."""
         if self.mean >= self.maximum or length <= 0:
             return 1.0
         return 1 - _NORMAL.cdf((math.log(length) - self._log_median) / self.log_deviation)
@@ -36,7 +36,7 @@ class ResponseLengths:
 
     @property
     def mean_age(self) -> float:
-        """Mean number of tokens that a running response has: E[length^2] / (2 E[length])."""
+        """Mean number of tokens that a running completion has: E[length^2] / (2 E[length])."""
         return self.mean_square / (2 * min(self.mean, self.maximum))
 
     @cached_property
@@ -59,41 +59,43 @@ class ResponseLengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """Mean lengths in tokens, and how much responses differ in length."""
+    """Mean lengths in tokens, and how much completions differ in length."""
 
     mean_prompt: float
-    mean_response: float
+    mean_completion: float
     log_deviation: float = 1.0  # around 1 for reasoning
-    observed: float = 0.0  # share of the response that an agent's policy reads
+    observed: float = 0.0  # share of the completion that an agent's policy reads
 
     @classmethod
     def of(cls, config: Config) -> "Workload":
-        """Return what a plan assumes: half of the longest prompt, a quarter of the response.
+        """Return what a plan assumes: half of the longest prompt, a quarter of the completion.
 
-        Half of an agent's response is read.
+        Half of an agent's completion is read.
         """
         rollout = config.rollout
         observed = 0.5 if rollout.agent else 0.0
-        return cls(rollout.max_prompt_length / 2, longest_response(config) / 4, observed=observed)
+        return cls(rollout.max_prompt_length / 2, longest_completion(config) / 4, observed=observed)
 
     @property
     def mean_length(self) -> float:
-        """Mean of prompt plus response."""
-        return self.mean_prompt + self.mean_response
+        """Mean of prompt plus completion."""
+        return self.mean_prompt + self.mean_completion
 
-    def responses(self, config: Config) -> ResponseLengths:
-        """Return the lengths of responses that `config` cuts off."""
-        return ResponseLengths(self.mean_response, longest_response(config), self.log_deviation)
+    def completions(self, config: Config) -> CompletionLengths:
+        """Return the lengths of completions that `config` cuts off."""
+        return CompletionLengths(
+            self.mean_completion, longest_completion(config), self.log_deviation
+        )
 
     def mean_square_length(self, config: Config) -> float:
-        """Return the mean square of prompt plus response."""
+        """Return the mean square of prompt plus completion."""
         prompt = self.mean_prompt
-        return prompt**2 + 2 * prompt * self.mean_response + self.responses(config).mean_square
+        return prompt**2 + 2 * prompt * self.mean_completion + self.completions(config).mean_square
 
 
-def longest_response(config: Config) -> int:
+def longest_completion(config: Config) -> int:
     """Return the most tokens after a prompt; an agent's turns and what it reads together."""
     rollout = config.rollout
     if rollout.max_episode_tokens:
         return rollout.max_episode_tokens - rollout.max_prompt_length
-    return rollout.max_response_length
+    return rollout.max_completion_length

@@ -341,7 +341,7 @@ def element_bytes(learner: LearnerConfig) -> int:
 def num_micro_batches(config: Config, mean_length: float) -> int:
     """Return the micro batches of one minibatch on one data-parallel rank.
 
-    `mean_length` is that of prompt plus response, in tokens.
+    `mean_length` is that of prompt plus completion, in tokens.
     """
     learner, rollout = config.learner, config.rollout
     rows = rollout.prompts_per_step * rollout.completions_per_prompt

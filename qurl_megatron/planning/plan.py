@@ -3,8 +3,8 @@
 `memory` estimates bytes; `step_time` and `rollout_time` estimate seconds. Runs with a critic are
 refused. A plan divides the time of its step into parts, and names the part that limits it:
 
-    decoding            of all servers, beyond the longest response; divided by the servers
-    longest response    decoded alone, by a server that does nothing else; no GPU shortens it
+    decoding            of all servers, beyond the longest completion; divided by the servers
+    longest completion    decoded alone, by a server that does nothing else; no GPU shortens it
     passes              forward and backward passes, with the communication of tensor and context
                         parallelism; divided by the learner's GPUs
     pipeline bubble     time in which pipeline stages wait for each other
@@ -14,7 +14,7 @@ refused. A plan divides the time of its step into parts, and names the part that
                         back
 
 A synchronous step is the sum of them all. With `rollout.max_staleness` it has those that decide:
-the learner's four, or decoding, or the longest response and the learner's four that follow it.
+the learner's four, or decoding, or the longest completion and the learner's four that follow it.
 """
 
 import dataclasses
@@ -63,13 +63,13 @@ from qurl_megatron.planning.turns import (
     DoesNotFit,
     Turns,
     num_sets,
-    plan_turns,
+    plan_colocation,
     releases,
 )
 
 REMEDIES = {
     "decoding": "more GPUs for servers shorten it",
-    "longest response": "more GPUs do not shorten it, a larger rollout.max_staleness hides it",
+    "longest completion": "more GPUs do not shorten it, a larger rollout.max_staleness hides it",
     "passes": "more GPUs for the learner shorten them",
     "pipeline bubble": "fewer or virtual pipeline stages and more prompts_per_step shorten it",
     "gradients": "fewer minibatches_per_step or a larger tensor_parallel_size shorten it",
@@ -119,15 +119,15 @@ class Plan:
         if state is None:
             decoding_s = step_s["rollout"] - longest_s
             turns = {"turns": self.turns.copies_s} if self.turns else {}
-            return {"decoding": decoding_s, "longest response": longest_s, **learner, **turns}
+            return {"decoding": decoding_s, "longest completion": longest_s, **learner, **turns}
         if state.limit == "servers":
             return {"decoding": state.step_s}
         if state.limit == "learner":
             return learner
-        # The longest response, and then the learner, are spread over all these steps.
+        # The longest completion, and then the learner, are spread over all these steps.
         batches = config.rollout.max_staleness + 1
         learner = {name: time_s / batches for name, time_s in learner.items()}
-        return {"longest response": state.step_s - sum(learner.values()), **learner}
+        return {"longest completion": state.step_s - sum(learner.values()), **learner}
 
 
 def largest_part(parts: dict[str, float]) -> str:
@@ -215,7 +215,7 @@ def _planned(
         server = dataclasses.replace(config.rollout.server, releases=released)
         rollout = dataclasses.replace(config.rollout, server=server)
         config = dataclasses.replace(config, rollout=rollout)
-        turns = plan_turns(architecture, config, node)
+        turns = plan_colocation(architecture, config, node)
         copies = {"turns": turns.copies_s}
     rollout = config.rollout
     learner_bytes = _fullest_stage(architecture, config, node)
@@ -510,10 +510,10 @@ def suggest(
         return plan(architecture, config, gpus, workload, node)
     closest = min(refusals, key=lambda refusal: getattr(refusal, "needed_part", math.inf))
     fields = " ".join(f"{field}={attrgetter(field)(config)}" for field in sorted(given))
-    advice = "; use more GPUs or shorter responses" if isinstance(closest, DoesNotFit) else ""
+    advice = "; use more GPUs or shorter completions" if isinstance(closest, DoesNotFit) else ""
     raise ConfigError(
-        f"no layout of {gpus} GPUs {f'with {fields} ' if fields else ''}fits prompts and responses "
-        f"of {config.rollout.max_length} tokens; the closest: {closest}{advice}"
+        f"no layout of {gpus} GPUs {f'with {fields} ' if fields else ''}fits prompts and "
+        f"completions of {config.rollout.max_length} tokens; the closest: {closest}{advice}"
     )
 
 

@@ -2,8 +2,8 @@
 
 In turn (`rollout_s`), a server decodes `slots` sequences at a time. While sequences wait, the batch
 is full and its sequences have their mean age. Then the last batch shrinks until its longest
-response ends, which is integrated numerically. More servers have fewer sequences each, but no
-rollout is shorter than its longest response.
+completion ends, which is integrated numerically. More servers have fewer sequences each, but no
+rollout is shorter than its longest completion.
 
 At the same time (`steady_state`, with `max_staleness` > 0), the prompts of a batch are issued
 `max_staleness` publishes before the learner trains on them, so up to `max_staleness` + 1 batches
@@ -12,9 +12,9 @@ are in flight. In the steady state a step takes the longest of:
     learner    proximal + update + publish: the learner never waits for the servers
     servers    the time in which a server, with as many sequences running as fit, reads the prompts
                and decodes the tokens of its share of a batch; plus the pause of a publish
-    longest response
-               (response + learner) / (`max_staleness` + 1), where `response` is the time of one
-               response of maximum length: a batch is complete when its longest response is
+    longest completion
+               (completion + learner) / (`max_staleness` + 1), where `completion` is the time of one
+               completion of maximum length: a batch is complete when its longest completion is
 
 The number of running sequences follows from Little's law: a step adds `sequences` of them, and each
 runs for its own length. A publish pauses the servers; with `pause_mode=retract` they then read the
@@ -33,7 +33,7 @@ from typing import Literal
 from qurl_megatron.config.schema import Config
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import DGX_H100, Node
-from qurl_megatron.planning.lengths import ResponseLengths, Workload
+from qurl_megatron.planning.lengths import CompletionLengths, Workload
 from qurl_megatron.planning.memory import kv_value_bytes
 from qurl_megatron.planning.step_time import decode_s, prefill_s
 
@@ -48,9 +48,9 @@ class ServerLoad:
     token_s: Callable[[float, float], float]  # seconds per token, by sequences and their mean age
     prompts_s: float  # seconds to read the prompts, and what agents observe
     pause_s: Callable[[float], float]  # seconds of a publish, by the number of running sequences
-    sequences: float  # responses per step
+    sequences: float  # completions per step
     slots: int  # sequences decoded at once
-    lengths: ResponseLengths
+    lengths: CompletionLengths
 
 
 def server_load(
@@ -67,7 +67,7 @@ def server_load(
     """
     rollout = config.rollout
     size, weight_format = rollout.server.tensor_parallel_size, config.quantization.weight_format
-    lengths, value_bytes = workload.responses(config), kv_value_bytes(rollout.server)
+    lengths, value_bytes = workload.completions(config), kv_value_bytes(rollout.server)
     sequences_per_step = rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers
 
     def token_s(sequences: float, mean_age: float) -> float:
@@ -82,7 +82,7 @@ def server_load(
         return publish_s + prefill_s(architecture, weight_format, size, context, node)
 
     read = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
-    read += sequences_per_step * workload.observed * workload.mean_response
+    read += sequences_per_step * workload.observed * workload.mean_completion
     return ServerLoad(
         token_s=token_s,
         prompts_s=prefill_s(architecture, weight_format, size, read, node),
@@ -94,7 +94,7 @@ def server_load(
 
 
 def rollout_s(load: ServerLoad) -> float:
-    """Return the seconds in which a server that does nothing else samples all its responses."""
+    """Return the seconds in which a server that does nothing else samples all its completions."""
     longest, batch = load.lengths.maximum, min(load.sequences, load.slots)
     time_s = load.prompts_s
     if load.sequences > load.slots:
@@ -112,7 +112,7 @@ class SteadyState:
     """The steady state of servers that sample while the learner trains."""
 
     step_s: float
-    limit: Literal["learner", "servers", "longest response"]  # what determines its time
+    limit: Literal["learner", "servers", "longest completion"]  # what determines its time
     running: float  # mean number of sequences that a server decodes at once
 
 
@@ -131,7 +131,7 @@ def steady_state(load: ServerLoad, learner_s: float, max_staleness: int) -> Stea
         spread_s = (_longest_s(load, step_s, running) + learner_s) / batches
         step_s = max(shortest_s, (step_s + spread_s) / 2)
     if step_s > shortest_s:
-        return SteadyState(step_s, "longest response", running)
+        return SteadyState(step_s, "longest completion", running)
     return SteadyState(step_s, "learner" if learner_s >= servers_s else "servers", running)
 
 
@@ -142,10 +142,10 @@ def _decode_s(load: ServerLoad, running: float) -> float:
 
 
 def _longest_s(load: ServerLoad, step_s: float, running: float) -> float:
-    """Return the seconds of a response of maximum length, with its pauses."""
+    """Return the seconds of a completion of maximum length, with its pauses."""
     decoding = (step_s - load.prompts_s - load.pause_s(running)) / step_s
-    response_s = load.lengths.maximum * load.token_s(running, load.lengths.mean_age)
-    return response_s / decoding
+    completion_s = load.lengths.maximum * load.token_s(running, load.lengths.mean_age)
+    return completion_s / decoding
 
 
 def _running(load: ServerLoad, step_s: float, most: float) -> float:

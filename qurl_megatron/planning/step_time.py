@@ -10,7 +10,7 @@
                weight format.
     forward    `_forward_s`: two operations per weight and token and those of causal attention, at
                the peak x `LEARNER_MFU`, those of experts x `EXPERT_RATE`; the output layer for
-               tokens of responses. Two all-reduces a layer (with sequence parallelism, a
+               tokens of completions. Two all-reduces a layer (with sequence parallelism, a
                reduce-scatter and an all-gather each), and with context parallelism the keys and
                values of all ranks, not overlapped. Tokens go to their experts and back, sorted by
                expert on both ways. The slowest stage counts, and the pipeline bubble multiplies it.
@@ -168,7 +168,7 @@ def pass_flops(
     """Return the FLOPs of one forward pass over a step.
 
     They are those of the layers without experts, of the experts, and of the output layer, which
-    only responses pass through.
+    only completions pass through.
     """
     rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt
@@ -178,7 +178,7 @@ def pass_flops(
     if architecture.num_experts:
         weights = 3 * architecture.hidden_size * architecture.active_intermediate_size
         experts = 2 * sequences * length * architecture.num_layers * weights
-    output = 2 * num_output_weights(architecture) * sequences * workload.mean_response
+    output = 2 * num_output_weights(architecture) * sequences * workload.mean_completion
     return layers - experts, experts, output
 
 

@@ -121,7 +121,7 @@ def releases(architecture: Architecture, config: Config, node: Node | None) -> R
     return "all" if node and most > node.gpu.memory_bytes else "cache"
 
 
-def plan_turns(architecture: Architecture, config: Config, node: Node) -> Turns:
+def plan_colocation(architecture: Architecture, config: Config, node: Node) -> Turns:
     """Return what a GPU and its node hold in each turn.
 
     Raises:

@@ -33,7 +33,7 @@ LINE_EVERY = 10  # steps
 LINE_EVERY_S = 60.0
 HEADER_EVERY = 25  # lines of steps between two headers
 LEGEND = """\
-s: seconds of a step   len: mean response length in tokens   cut: share cut off
+s: seconds of a step   len: mean completion length in tokens   cut: share cut off
 KL: of behaviour and proximal, k3, in nats   entropy: in nats
 tok/s: sampled   GiB: memory of learner rank 0   left: time to the last step"""
 WINDOW = 5  # steps
@@ -129,7 +129,8 @@ class RunConsole:
         self._lines += 1
         self.say(
             f"{step:{width}} {_number(seconds)} {metrics.reward_mean:6.3f} "
-            f"{_number(metrics.response_length_mean)} {metrics.response_truncated_fraction:4.0%} "
+            f"{_number(metrics.completion_length_mean)} "
+            f"{metrics.completion_truncated_fraction:4.0%} "
             f"{metrics.kl_behaviour_proximal_k3:7.1e} {metrics.entropy:7.3f} "
             f"{_number(metrics.rollout_tokens_per_s)} {metrics.memory_bytes / 2**30:4.1f} "
             f"{duration(left_s)}"
@@ -172,7 +173,7 @@ def rules(
         return
     is_quantized = config.quantization.format != "bf16"
     kl, flips = now[KL], now["code_flip_fraction"]
-    cut_off = now["response_truncated_fraction"]
+    cut_off = now["completion_truncated_fraction"]
     rewards = [reward for reward, _ in now.get("reward_counts") or []]
     remedy = (
         "choose problems of medium difficulty, raise rollout.completions_per_prompt, or set "
@@ -210,7 +211,7 @@ def rules(
         yield (
             "cut-off completions",
             f"{cut_off:.0%} of completions are cut off, so the reward "
-            "favours short answers; raise rollout.max_response_length (rule: more than 20%)",
+            "favours short answers; raise rollout.max_completion_length (rule: more than 20%)",
         )
     rollout = config.rollout.at(step["step"])
     failed = now["verifier_failures"] / (rollout.prompts_per_step * rollout.completions_per_prompt)

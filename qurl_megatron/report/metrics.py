@@ -88,7 +88,7 @@ class Evaluation:
 class StepMetrics:
     """One line of metrics.jsonl.
 
-    "Trained tokens" are the response tokens of the step's batch. "Sampled" tokens and completions
+    "Trained tokens" are the completion tokens of the step's batch. "Sampled" tokens and completions
     also include those of groups that dynamic sampling replaced.
     """
 
@@ -100,13 +100,13 @@ class StepMetrics:
 
     reward_mean: float
     """Mean reward over sampled completions, on the scale of `reward_wrong` to `reward_right`,
-    without the penalty for overlong responses."""
+    without the penalty for overlong completions."""
 
-    response_length_mean: float
+    completion_length_mean: float
     """Mean length of sampled completions, in tokens; of an agent's episodes, in sampled tokens."""
 
-    response_truncated_fraction: float
-    """Fraction of sampled completions that were cut off at `rollout.max_response_length`; of an
+    completion_truncated_fraction: float
+    """Fraction of sampled completions that were cut off at `rollout.max_completion_length`; of an
     agent's episodes, those that `rollout.max_turns` or `rollout.max_episode_tokens` ended."""
 
     verifier_failures: int
@@ -264,8 +264,8 @@ class StepMetrics:
     """Number of `verifier_failures` that took too long."""
 
     verifier_failure: str = ""
-    """One of the `verifier_failures`: its reason, its question and the end of the response. Empty:
-    there is none."""
+    """One of the `verifier_failures`: its reason, its question and the end of the completion.
+    Empty: there is none."""
 
     held_out_accuracy: float | None = None
     """`Evaluation.held_out_accuracy` after this step. None: not evaluated at this step, or no
@@ -286,8 +286,8 @@ class StepMetrics:
 
     reward_counts: list[tuple[FiniteFloat, PositiveInt]] = dataclasses.field(default_factory=list)
     """Distribution of the rewards of sampled completions, without the penalty for overlong
-    responses: pairs of a reward and the number of completions with it, from the lowest reward. More
-    than 20 different rewards are rounded to 20 evenly spaced ones."""
+    completions: pairs of a reward and the number of completions with it, from the lowest reward.
+    More than 20 different rewards are rounded to 20 evenly spaced ones."""
 
     memory_bytes: int = 0
     """Memory of learner rank 0, in bytes: on a GPU the most that its allocator has reserved since
@@ -299,7 +299,7 @@ class StepMetrics:
 
     routing_changed_fraction: float | None = None
     """Mixture of experts: fraction of tokens and layers for which the learner would choose other
-    experts than the engine did, before any update of the step, over prompts and responses. null
+    experts than the engine did, before any update of the step, over prompts and completions. null
     without `rollout.routing`."""
 
     turns_mean: float | None = None
@@ -368,7 +368,7 @@ class Sample:
     """The completion, at most `SHOWN_CHARACTERS` of it."""
 
     reward: float
-    """Reward it was trained with, after the penalty for overlong responses."""
+    """Reward it was trained with, after the penalty for overlong completions."""
 
     parts: dict[str, float]
     """Named parts of the reward, from a verifier that gives them."""
@@ -377,7 +377,7 @@ class Sample:
     """Number of tokens; of an agent's episode, those after the prompt of its last sequence."""
 
     truncated: bool
-    """Whether it was cut off at `rollout.max_response_length`; of an agent's episode, whether
+    """Whether it was cut off at `rollout.max_completion_length`; of an agent's episode, whether
     `rollout.max_turns` or `rollout.max_episode_tokens` ended it."""
 
     weight_versions: list[int]

@@ -319,10 +319,10 @@ _CURVES: dict[str, tuple[str, ...]] = {  # title -> label of the y axis, metrics
     ),
     "Quantized codes changed by each publish": ("fraction of codes", "code_flip_fraction"),
     "Entropy": ("nats", "entropy"),
-    "Mean response length": ("tokens", "response_length_mean"),
+    "Mean completion length": ("tokens", "completion_length_mean"),
     "Cut-off completions, equal rewards": (
         "fraction",
-        "response_truncated_fraction",
+        "completion_truncated_fraction",
         "equal_reward_fraction",
     ),
     "Verifier failures": ("completions per step", "verifier_failures"),

@@ -137,7 +137,7 @@ class RolloutClient:
         *,
         completions_per_prompt: int,
         temperature: float,
-        max_response_length: int,
+        max_completion_length: int,
         top_p: float = 1.0,
         records_masks: bool = False,
     ) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class RolloutClient:
 
         Args:
             temperature: sampling temperature; 0 decodes greedily.
-            max_response_length: maximum number of sampled tokens.
+            max_completion_length: maximum number of sampled tokens.
             records_masks: have completions with `sampling_masks`, and log-probs over these. A token
                 is then drawn from `LARGEST_MASK` tokens at the most, the likeliest.
         """
@@ -154,7 +154,7 @@ class RolloutClient:
             "temperature": temperature,
             "top_p": top_p,
             "top_k": LARGEST_MASK if records_masks else -1,
-            "max_new_tokens": max_response_length,
+            "max_new_tokens": max_completion_length,
             "stop_token_ids": self.stop_token_ids,
         }
 
@@ -199,9 +199,9 @@ class RolloutClient:
             ended, length = answer.meta_info.finish_reason.type, len(answer.output_ids)
             if ended == "length" and length < sampling["max_new_tokens"]:
                 raise RequestRefused(
-                    f"a server ended a response after {length} of {sampling['max_new_tokens']} "
+                    f"a server ended a completion after {length} of {sampling['max_new_tokens']} "
                     "tokens: its KV cache holds no more; give it more memory, or lower "
-                    "max_response_length"
+                    "max_completion_length"
                 )
         return [self._completion(answer, len(token_ids)) for answer in answers], asked[-1]
 

@@ -47,7 +47,7 @@ TRANSITIONS: Mapping[State, Mapping[State, str]] = {
 }
 
 # A server that owes answers has given none for so long, although it answers /health. The longest
-# responses of the largest models take less.
+# completions of the largest models take less.
 STALLED_S = 7200.0
 SILENT_S = 2.0  # a server with prompts that has not answered any for this long is asked for /health
 # A server that is restarted without need costs more than one that is waited for: SGLang answers
@@ -104,7 +104,7 @@ class Fleet:
         min_servers: int = 1,
         patience_s: float = 0.0,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
-        takes_turns: bool = False,
+        is_colocated: bool = False,
         controller: Controller | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
@@ -116,7 +116,7 @@ class Fleet:
             patience_s: how long there may be fewer, without counting servers that wait for weights.
             health_timeout_s: time that a silent server has to answer /health. On a GPU it has
                 more until its first answer.
-            takes_turns: the servers sleep while the learner has the GPUs that they share. Who is
+            is_colocated: the servers sleep while the learner has the GPUs that they share. Who is
                 new sleeps, and gets the weights in the learner's next turn.
             controller: in whose loop the servers are asked; None: one of its own, which goes on as
                 long as the process.
@@ -127,7 +127,7 @@ class Fleet:
         self._min_servers = min_servers
         self._patience_s = patience_s
         self._health_timeout_s = health_timeout_s
-        self._takes_turns = takes_turns
+        self._is_colocated = is_colocated
         self._say = say
         self._watching: Future[None] = Future()
         self._last_loss = "none was started"
@@ -160,7 +160,7 @@ class Fleet:
 
     def has_joining(self) -> bool:
         """Return whether sampling stops to give a waiting server the current weights."""
-        return self.needs_admission() if self._takes_turns else bool(self.members("joining"))
+        return self.needs_admission() if self._is_colocated else bool(self.members("joining"))
 
     def needs_admission(self) -> bool:
         """Return whether nothing can be sampled before a joining server gets the weights."""
@@ -320,7 +320,7 @@ class Fleet:
                 continue
             if known:
                 self.lose(known, "it was started again")
-            state: State = "joining" if self._takes_turns else "starting"
+            state: State = "joining" if self._is_colocated else "starting"
             self._members[index] = Member(index, server, state)
             self._note_size()
 

@@ -144,7 +144,7 @@ class ServerPlan:
     model_dir: Path  # Hugging Face directory with configuration and tokenizer
     config: ServerConfig
     weight_format: WeightFormat
-    context_length: int  # maximum prompt plus response length, in tokens
+    context_length: int  # maximum prompt plus completion length, in tokens
     log_file: Path
     seed: int
     keep: Sequence[str] = ()  # the layers that stay in BF16, as in `quantization.keep`

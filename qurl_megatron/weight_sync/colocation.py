@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from qurl_megatron import device
 from qurl_megatron.device import SharedError, from_rank_zero
-from qurl_megatron.process import TurnLock
+from qurl_megatron.process import GpuLock
 from qurl_megatron.weight_sync.publish import Publisher
 
 
@@ -36,7 +36,7 @@ class Colocation:
     def __init__(self, directory: Path) -> None:
         """Take the node's lock in `directory`, the servers' log directory."""
         self._residents: list[Resident] = []
-        self._lock = TurnLock(directory) if device.local_rank() == 0 else None
+        self._lock = GpuLock(directory) if device.local_rank() == 0 else None
         self._take()
 
     def hold(self, residents: Sequence[Resident]) -> None:

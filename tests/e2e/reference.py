@@ -39,11 +39,13 @@ class Reference:
         self._expert_groups = expert_parallel_size
         self.routed_experts: list[Tensor] = []  # by layer, of the last call: [time, top_k] int64
 
-    def logprobs(self, prompt: list[int], response: list[int], temperature: float = 1.0) -> Tensor:
-        """Return the natural log-probs of the response's tokens: float32 `[response]`."""
-        logits = self.logits(torch.tensor(prompt + response))[len(prompt) - 1 : -1]
+    def logprobs(
+        self, prompt: list[int], completion: list[int], temperature: float = 1.0
+    ) -> Tensor:
+        """Return the natural log-probs of the completion's tokens: float32 `[completion]`."""
+        logits = self.logits(torch.tensor(prompt + completion))[len(prompt) - 1 : -1]
         scaled = (logits / temperature).log_softmax(-1)
-        return scaled.gather(1, torch.tensor(response)[:, None])[:, 0]
+        return scaled.gather(1, torch.tensor(completion)[:, None])[:, 0]
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of tokens `[time]`: float32 `[time, vocabulary]`."""

@@ -39,7 +39,7 @@ SMALL = [
 # A quickstart with few problems, and a verifier that its processes need not import.
 QUICK = ["quickstart", *SMALL, "data_options.size=1000", "reward=exact"]
 # Many of these answers run while weights are published: a few at a time, or long ones.
-LONG_ANSWERS = ["rollout.max_response_length=64", "rollout.server.max_running_requests=8"]
+LONG_ANSWERS = ["rollout.max_completion_length=64", "rollout.server.max_running_requests=8"]
 TIMEOUT_S = 480.0
 Start = Callable[..., "Command"]
 """Type of the fixture `start`: starts `qurl` with the given arguments."""

@@ -107,7 +107,7 @@ class Deployment:
 
     def generate(self, prompts: list[Prompt], temperature: float = 1.0) -> list[list[Completion]]:
         return self.client.generate(
-            prompts, completions_per_prompt=2, temperature=temperature, max_response_length=24
+            prompts, completions_per_prompt=2, temperature=temperature, max_completion_length=24
         )
 
     def ask(self, token_ids: list[int], **sampling: Any) -> tuple[list[int], list[float], int]:

@@ -39,7 +39,7 @@ from tiny import EOS_TOKEN_ID, build_tiny_model
 torch.set_num_threads(1)
 CONTEXT_LENGTH = 3072
 EPISODES = 48
-SETTINGS: Any = {"completions_per_prompt": 1, "temperature": 1.0, "max_response_length": 24}
+SETTINGS: Any = {"completions_per_prompt": 1, "temperature": 1.0, "max_completion_length": 24}
 
 
 class Recording(AgentClient):

@@ -24,7 +24,7 @@ def test_tokens_are_at_most_as_old_as_allowed_and_their_logprobs_as_good_as_fres
         # The groups of all three steps that are asked for at first begin before the first publish,
         # and long answers run through publishes.
         "rollout.server.max_running_requests=96",
-        "rollout.max_response_length=128",
+        "rollout.max_completion_length=128",
         "rollout.top_p=0.9",
         "quantization.format=fp8",
         "learner.recompute=full",

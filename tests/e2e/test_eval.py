@@ -44,7 +44,7 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model_scored_by_a
             file.write(json.dumps({"question": question, "answer": answer}) + "\n")
     (tmp_path / "mine.py").write_text(REWARD)
     words = ["reward=mine.py:reward", "format=int8", "k=4", f"output={tmp_path / 'eval'}"]
-    words += ["max_prompt_length=32", f"max_response_length={LENGTH}", "top_p=0.9"]
+    words += ["max_prompt_length=32", f"max_completion_length={LENGTH}", "top_p=0.9"]
     words += ["server.max_total_tokens=4096", "server.mem_fraction_static=0.3"]
     run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
     assert run.exit_code() == 0, run.text()
@@ -72,7 +72,7 @@ def test_a_server_that_does_not_start_is_reported_with_its_log_and_no_traceback(
     problem = {"question": "What is 1 + 1?", "answer": "2"}
     (tmp_path / "problems.jsonl").write_text(json.dumps(problem) + "\n")
     words = ["server.start_timeout_s=1", f"output={tmp_path / 'eval'}", "max_prompt_length=32"]
-    words += [f"max_response_length={LENGTH}"]
+    words += [f"max_completion_length={LENGTH}"]
     run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
     assert run.exit_code() == 1
     assert run.survivors() == []
@@ -89,7 +89,7 @@ def test_a_signal_while_it_samples_ends_it_with_one_line_and_no_process_is_left(
     problems = [{"question": f"What is {n} + 1?", "answer": "2"} for n in range(40)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n")
     words = ["reward=exact", "k=64", f"output={tmp_path / 'eval'}", "max_prompt_length=32"]
-    words += ["max_response_length=400", "server.max_running_requests=8"]
+    words += ["max_completion_length=400", "server.max_running_requests=8"]
     words += ["server.max_total_tokens=20000", "server.mem_fraction_static=0.3"]
     run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
     run.wait_for("the server is up after")

@@ -57,7 +57,7 @@ class Watched(Deployment):
     def sample(self, prompts: list[Prompt], length: int = 200) -> list[list[Completion]]:
         """Sample two completions of each prompt."""
         return self.client.generate(
-            prompts, completions_per_prompt=2, temperature=1.0, max_response_length=length
+            prompts, completions_per_prompt=2, temperature=1.0, max_completion_length=length
         )
 
     def change_weights(self) -> None:

@@ -79,7 +79,7 @@ evaluation:
   data.words: {directory / "words.parquet"}
   k: 2
 quantization.publish: delta
-rollout.stages.2: {{max_response_length: 10, completions_per_prompt: 6}}
+rollout.stages.2: {{max_completion_length: 10, completions_per_prompt: 6}}
 """
     )
     in_file = ("name=", "steps=", "model_builder=", "evaluation.")
@@ -135,7 +135,7 @@ def test_the_metrics_are_in_the_range_of_int8_rollouts(finished: Finished) -> No
 def test_a_stage_changes_the_number_of_completions(finished: Finished) -> None:
     for step, completions in zip(finished.steps, (8 * 4, 8 * 6), strict=True):
         sampled_tokens = step["rollout_tokens_per_s"] * step["time_rollout_s"]
-        assert round(sampled_tokens / step["response_length_mean"], 6) == completions
+        assert round(sampled_tokens / step["completion_length_mean"], 6) == completions
 
 
 def test_the_policy_is_evaluated_before_the_first_and_after_the_last_step(
@@ -238,7 +238,7 @@ def test_qurl_eval_of_the_checkpoint_gives_the_answers_of_the_run(
     files = [tmp_path / "words.jsonl", tmp_path / "first.jsonl"]
     for file, words in zip(files, (finished.words, finished.words[:4]), strict=True):
         file.write_text("".join(json.dumps(word) + "\n" for word in words))
-    settings = ["reward=reasoning_gym", "max_prompt_length=6", "max_response_length=10"]
+    settings = ["reward=reasoning_gym", "max_prompt_length=6", "max_completion_length=10"]
     settings += ["server.mem_fraction_static=0.3", "server.max_total_tokens=4096"]
     settings += [f"output={tmp_path / 'eval'}"]
     run = start("eval", checkpoint, *files, *settings)

@@ -68,7 +68,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 
 def sampled(deployment: Deployment) -> list[tuple[list[int], list[int], Tensor]]:
-    """Return prompts, responses and the server's log-probs, two responses per prompt."""
+    """Return prompts, completions and the server's log-probs, two completions per prompt."""
     return [
         (prompt.token_ids, completion.token_ids, torch.tensor(completion.behaviour_logprobs))
         for prompt, group in zip(PROMPTS, deployment.generate(PROMPTS), strict=True)
@@ -83,8 +83,8 @@ def mean_difference(
     return (
         torch.cat(
             [
-                (logprobs - reference.logprobs(prompt, response, temperature)).abs()
-                for prompt, response, logprobs in rows
+                (logprobs - reference.logprobs(prompt, completion, temperature)).abs()
+                for prompt, completion, logprobs in rows
             ]
         )
         .mean()
@@ -185,8 +185,8 @@ def test_logprobs_use_the_temperature_and_the_full_vocabulary_for_any_top_p(
     sampling = {"temperature": 0.7, "top_p": 0.6, "max_new_tokens": 24, "ignore_eos": True}
     rows = []
     for prompt in PROMPTS:
-        response, logprobs, _ = deployment.ask(prompt.token_ids, **sampling)
-        rows.append((prompt.token_ids, response, torch.tensor(logprobs)))
+        completion, logprobs, _ = deployment.ask(prompt.token_ids, **sampling)
+        rows.append((prompt.token_ids, completion, torch.tensor(logprobs)))
     # Log-probs renormalized over the nucleus would be larger by up to -log(0.6) = 0.5.
     right = mean_difference(rows, reference, temperature=0.7)
     assert right < mean_difference(rows, reference, temperature=1.0) / (NEARER / 2)
@@ -200,7 +200,7 @@ def test_completions_carry_the_tokens_that_each_was_drawn_from(deployment: Deplo
         PROMPTS,
         completions_per_prompt=2,
         temperature=0.7,
-        max_response_length=24,
+        max_completion_length=24,
         top_p=top_p,
         records_masks=True,
     )

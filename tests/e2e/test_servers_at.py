@@ -95,7 +95,7 @@ def test_another_key_format_or_length_is_refused_on_one_line(elsewhere: Elsewher
     for config, key, message in (
         (elsewhere.config(), "another-key-of-it", "was started with another key"),
         (other_format, KEY, "takes weights as qurl_int8; .* needs qurl_fp8"),
-        (longer, KEY, "serves at most .* tokens of prompt plus response; the run needs 50"),
+        (longer, KEY, "serves at most .* tokens of prompt plus completion; the run needs 50"),
     ):
         with pytest.raises(
             ConfigError, match=f"server at {elsewhere.link.url} {message}"

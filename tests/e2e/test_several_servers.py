@@ -132,7 +132,7 @@ def test_both_servers_compute_with_kept_layers_in_bf16_and_codes_elsewhere(
     mixed = quantized(deployment.model, "int8", kept=KEPT)
     assert published.conversion.checksums == {name: checksum(t) for name, t in mixed.items()}
     groups = deployment.client.generate(
-        PROMPTS, completions_per_prompt=1, temperature=1.0, max_response_length=16
+        PROMPTS, completions_per_prompt=1, temperature=1.0, max_completion_length=16
     )
     completions = [completion for group in groups for completion in group]
     behaviour = torch.cat([torch.tensor(c.behaviour_logprobs) for c in completions])
@@ -217,7 +217,7 @@ def test_every_group_is_answered_and_both_servers_take_part(deployment: Deployme
     deployment.publisher.publish()
     before = [sequences_of(server) for server in deployment.servers]
     groups = deployment.client.generate(
-        PROMPTS, completions_per_prompt=2, temperature=1.0, max_response_length=8
+        PROMPTS, completions_per_prompt=2, temperature=1.0, max_completion_length=8
     )
     assert len(groups) == len(PROMPTS) and {len(group) for group in groups} == {2}
     versions = {v for group in groups for completion in group for v in completion.token_versions}

@@ -14,7 +14,7 @@ import torch
 
 from e2e.running import PER_STEP, QUICK, Command, Start, metrics_of, prompts_trained
 from e2e.serving import Deployment, held_checksums, joined, launched
-from qurl_megatron.process import TurnLock
+from qurl_megatron.process import GpuLock
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.control import RELEASED
 from qurl_megatron.rollout.server import Server
@@ -109,7 +109,7 @@ def test_a_request_that_waits_through_a_sleep_is_answered(deployment: Deployment
 
 def await_learners_turn(run: Command) -> None:
     """Return at the beginning of a turn of the learner, in which all servers sleep."""
-    lock = TurnLock(run.run_dir / "logs")
+    lock = GpuLock(run.run_dir / "logs")
     was_servers = False
     while not was_servers or is_free(lock):
         was_servers |= is_free(lock)
@@ -117,7 +117,7 @@ def await_learners_turn(run: Command) -> None:
         time.sleep(0.02)
 
 
-def is_free(lock: TurnLock) -> bool:
+def is_free(lock: GpuLock) -> bool:
     taken = lock.try_to_take()
     lock.release()
     return taken

@@ -32,7 +32,7 @@ data: train.jsonl
 reward: gsm8k
 steps: 2
 learner: {dtype: float32, tensor_parallel_size: 2}
-rollout: {prompts_per_step: 8, completions_per_prompt: 4, max_response_length: 8}
+rollout: {prompts_per_step: 8, completions_per_prompt: 4, max_completion_length: 8}
 evaluation: {problems: 0}
 """
 
@@ -90,12 +90,12 @@ def test_a_reward_function_is_trained_on(stopped: Command) -> None:
         failures = step["verifier_failures"]
         assert step["verifier_timeouts"] == 0
         assert ("ValueError: it begins with e" in step["verifier_failure"]) == (failures > 0)
-        # Failed responses have no parts; the others have 0.5 below their accuracy.
-        num_responses = PER_STEP * COMPLETIONS
-        scored = num_responses - failures
+        # Failed completions have no parts; the others have 0.5 below their accuracy.
+        num_completions = PER_STEP * COMPLETIONS
+        scored = num_completions - failures
         right = step["reward_parts"]["accuracy"] * scored
         total = right - 0.5 * scored - 2 * failures
-        assert abs(step["reward_mean"] * num_responses - total) < 1e-6
+        assert abs(step["reward_mean"] * num_completions - total) < 1e-6
 
 
 def test_servers_that_report_other_log_probs_end_a_run_before_it_trains(stopped: Command) -> None:
@@ -138,7 +138,7 @@ def test_grpo_trains_experts_with_a_large_vocabulary_on_a_file_and_says_nothing_
 ) -> None:
     """The servers verify every expert's tensors at each publish, or the run would end.
 
-    Prompt and response may be as long as the model's positions.
+    Prompt and completion may be as long as the model's positions.
     """
     sizes = {"vocab_size": 150_000, "max_position_embeddings": 1032, "num_hidden_layers": 1}
     model = build_tiny_model(tmp_path / "model", "qwen3_moe", **sizes)

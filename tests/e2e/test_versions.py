@@ -36,7 +36,7 @@ from tiny import EOS_TOKEN_ID, build_tiny_model
 torch.set_num_threads(1)
 
 CONTEXT_LENGTH = 256
-RESPONSE_LENGTH = 160
+COMPLETION_LENGTH = 160
 # Completions of each prompt, by request. Those of `retract` do not fit in the cache at once, so
 # SGLang also retracts requests by itself: 96 completions need 7,400 tokens at a time, although many
 # end early. Those of `in_place` fit, 32 of at most 176 tokens: a request that SGLang retracts
@@ -84,7 +84,7 @@ class Deployment:
             PROMPTS,
             completions_per_prompt=completions_per_prompt,
             temperature=1.0,
-            max_response_length=length,
+            max_completion_length=length,
         )
 
     def difference(self, prompt: Prompt, completion: Completion, mode: PauseMode) -> float:
@@ -177,7 +177,8 @@ def sampled(deployment: Deployment, pause_mode: PauseMode) -> Sampled:
     with closing(publisher), ThreadPoolExecutor() as threads:
         deployment.publish(publisher)
         running: list[Future[list[list[Completion]]]] = [
-            threads.submit(deployment.generate, n, RESPONSE_LENGTH) for n in COMPLETIONS[pause_mode]
+            threads.submit(deployment.generate, n, COMPLETION_LENGTH)
+            for n in COMPLETIONS[pause_mode]
         ]
         for _ in range(PUBLISHES):
             wait_for_tokens(deployment.server)
@@ -218,7 +219,7 @@ def test_every_token_has_one_version_and_versions_never_fall(sampled: Sampled) -
     for completion in completions:
         assert len(completion.token_versions) == len(completion.token_ids)
         assert completion.token_versions == sorted(completion.token_versions)
-        assert len(completion.token_ids) == RESPONSE_LENGTH or not completion.truncated
+        assert len(completion.token_ids) == COMPLETION_LENGTH or not completion.truncated
     spans = [len(set(completion.token_versions)) for completion in completions]
     print(f"completions by their number of versions: {Counter(spans)}")
     assert sum(span > 1 for span in spans) >= len(completions) / 4

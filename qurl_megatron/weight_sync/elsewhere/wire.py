@@ -56,7 +56,7 @@ class Description:
 
     version: str  # of qurl-megatron
     method: str | None  # SGLang's name of the weight format, as in `quantize.ENGINE_METHODS`
-    context_length: int  # maximum prompt plus response length, in tokens
+    context_length: int  # maximum prompt plus completion length, in tokens
     model: dict[str, Any]  # the fields of its `Architecture`
     kept: list[str]  # layers in BF16, as `keep.kept_layers` returns them
     records_routing: bool  # answers with the experts that were chosen
@@ -93,7 +93,7 @@ class Description:
             )
         if self.context_length < needed.context_length:
             raise ConfigError(
-                f"{server} serves at most {self.context_length} tokens of prompt plus response; "
+                f"{server} serves at most {self.context_length} tokens of prompt plus completion; "
                 f"the run needs {needed.context_length}; start it with "
                 f"max_length={needed.context_length}"
             )
