@@ -125,10 +125,10 @@ def test_a_file_of_an_older_version_loads_with_todays_fields(tmp_path: Path) -> 
     )
     config = load(path)
     assert (config.learner.recompute, config.rollout.servers) == ("full", 2)
-    stage = "{1: {max_response_length: 6, completions_per_prompt: 2}}"
+    stage = "{2: {max_response_length: 6, completions_per_prompt: 2}}"
     path.write_text(f"rollout: {{max_response_length: 5, stages: {stage}}}\n")
     assert load(path).rollout.max_completion_length == 5
-    assert load(path).rollout.stages[1].max_completion_length == 6
+    assert load(path).rollout.stages[2].max_completion_length == 6
     path.write_text("learner: {recompute_activations: false}\n")
     assert load(path) == Config()
     path.write_text("rollout: {top_k: 16}\n")
