@@ -67,8 +67,9 @@ def prepare_new(
         )
     _find(config, Config())
     uaq_is_given = any(word.startswith("quantization.uaq.") for word in words)
-    if config.quantization.format == "bf16" and not uaq_is_given:
-        config.quantization.uaq = UaqConfig()  # there is no quantization to scale for
+    has_none = config.quantization.format == "bf16" or config.adapters.rank > 0
+    if has_none and not uaq_is_given:
+        config.quantization.uaq = UaqConfig()  # no update is quantized that it could scale
     elif not uaq_is_given and config.quantization.uaq != UaqConfig() and _has_experts(config.model):
         config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
     with tempfile.TemporaryDirectory() as scratch:

@@ -54,16 +54,8 @@ def kept_layers(
     if not keep:  # a plan asks thousands of times
         return []
     groups = fused_layers(architecture)
-    kept: set[str] = set()
     names = [name for group in groups for name in group]
-    for pattern in keep:
-        matches = {name for name in names if fnmatchcase(f".{name}.", f"*.{pattern}.*")}
-        if not matches:
-            raise ConfigError(
-                f"{field}={pattern}: matches no quantized layer (embeddings, norms and "
-                f"lm_head are BF16 anyway); names are such as {groups[0][0]} or *.down_proj"
-            )
-        kept |= matches
+    kept = _matching(keep, names, f"{field}=", "embeddings, norms and lm_head are BF16 anyway")
     for group in groups:
         missing = [name for name in group if name not in kept]
         if missing and len(missing) < len(group):
@@ -72,6 +64,36 @@ def kept_layers(
                 f"{_listed(missing)}; a server holds them as one layer, so keep all or none"
             )
     return [name for name in names if name in kept]
+
+
+def adapted_layers(targets: Sequence[str], architecture: Architecture) -> set[str]:
+    """Return the names of the linear layers that have adapters, by `adapters.targets`.
+
+    Raises:
+        ConfigError: a pattern matches no linear layer.
+    """
+    names = [
+        name
+        for group in fused_layers(architecture)
+        for name in group
+        if not weight_map.find_hugging_face(f"{name}.weight")[0].of_experts
+    ]
+    why = "embeddings, norms, lm_head and experts have no adapters"
+    return _matching(targets, names, "adapters.targets=", why) if targets else set(names)
+
+
+def _matching(patterns: Sequence[str], names: Sequence[str], field: str, why: str) -> set[str]:
+    """Return the names of linear layers that match; each pattern must match one."""
+    matching: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name in names if fnmatchcase(f".{name}.", f"*.{pattern}.*")}
+        if not matches:
+            raise ConfigError(
+                f"{field}{pattern}: matches no quantized layer ({why}); names are such as "
+                f"{names[0]} or *.down_proj"
+            )
+        matching |= matches
+    return matching
 
 
 def module_of(name: str) -> str:

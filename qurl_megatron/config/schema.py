@@ -365,6 +365,25 @@ class QuantizationConfig:
 
 
 @dataclasses.dataclass
+class AdaptersConfig:
+    """Low-rank adapters (LoRA) over a base that is quantized once, which are all that is trained.
+
+    Learner and servers hold the same codes, in `quantization.format`, and only adapters are
+    published. So no quantization masks an update.
+    """
+
+    rank: CountOrZero = 0
+    """Rank of the adapters. 0: none, the whole model is trained."""
+
+    alpha: Positive = 32.0
+    """Adapters are multiplied by alpha / rank."""
+
+    targets: list[Text] = dataclasses.field(default_factory=list)
+    """Linear layers with adapters, by name or pattern as in `quantization.keep`: [q_proj, v_proj].
+    Empty: all. Experts have none."""
+
+
+@dataclasses.dataclass
 class ServerConfig:
     """One SGLang server."""
 
@@ -693,6 +712,9 @@ class Config:
 
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     """PPO's critic."""
+
+    adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
+    """Adapters that are trained in place of the whole model."""
 
     quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
     """The rollout's weights."""

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.keep import adapted_layers, kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
     AgentConfig,
@@ -42,6 +42,7 @@ _SETS_DATA_ORDER = "its position in the data depends on it"
 _FIXED = {
     "model": _SAVED_IN_WEIGHTS,
     "learner.dtype": _SAVED_IN_WEIGHTS,
+    "adapters": _SAVED_IN_WEIGHTS,
     "advantage_estimator": "its checkpoints were made with or without a critic",
     "critic.model": _SAVED_IN_WEIGHTS,
     "quantization.uaq": _SAVED_IN_WEIGHTS,
@@ -327,8 +328,12 @@ def validate_resume(saved: Config, config: Config) -> None:
         ConfigError: a changed field that its checkpoints or its position in the data depend on.
     """
     before, after = leaf_values(saved), leaf_values(config)
+    fixed = dict(_FIXED)
+    if saved.adapters.rank:
+        base = "its adapters were trained over a base in this format"
+        fixed |= {"quantization.format": base, "quantization.group_size": base}
     for field, value in after.items():
-        reason = next((why for prefix, why in _FIXED.items() if field.startswith(prefix)), None)
+        reason = next((why for prefix, why in fixed.items() if field.startswith(prefix)), None)
         if reason and before[field] != value:
             own = "none" if before[field] in (None, "", [], {}) else before[field]
             raise ConfigError(f"{field}={value}: the run has {own}, and {reason}; start a new run")
@@ -358,6 +363,49 @@ def validate_colocated(config: Config) -> None:
         )
 
 
+def validate_adapters(config: Config) -> None:
+    """Check what a learner of adapters cannot do.
+
+    Raises:
+        ConfigError: the run asks for it.
+    """
+    rank, quantization = f"adapters.rank={config.adapters.rank}", config.quantization
+    if quantization.format in ("bf16", "fp8-block"):
+        raise ConfigError(
+            f"quantization.format={quantization.format}: the base under adapters ({rank}) is "
+            "quantized, with scales per channel or group; choose int8, int4, fp8 or fp8-tensor"
+        )
+    if quantization.uaq != UaqConfig():
+        raise ConfigError(
+            f"quantization.uaq: {rank} trains no quantized weight, so there is no update to make "
+            "visible; set quantization.uaq.scale=1 and leave the others out"
+        )
+    if quantization.keep:
+        raise ConfigError(
+            f"quantization.keep: all linear layers of the base are quantized with {rank}; leave it "
+            "empty"
+        )
+    if quantization.publish != "full":
+        raise ConfigError(
+            f"quantization.publish={quantization.publish}: {rank} sends nothing but adapters to "
+            "servers that hold the base; leave it at full"
+        )
+    if config.learner.fp8:
+        raise ConfigError(
+            f"learner.fp8={config.learner.fp8}: the base is quantized already with {rank}; leave "
+            "it out"
+        )
+    if config.advantage_estimator == "gae":
+        raise ConfigError(
+            f"advantage_estimator=gae: PPO's critic is a whole model, which {rank} has no room "
+            "for; choose grpo"
+        )
+    if config.rollout.servers_at:
+        raise ConfigError(
+            f"rollout.servers_at: servers elsewhere hold no adapters ({rank}); use rollout.servers"
+        )
+
+
 def _validate_fields(config: Config) -> None:
     """Check the fields that must fit each other whatever the model is."""
     rollout, quantization = config.rollout, config.quantization
@@ -380,6 +428,8 @@ def _validate_fields(config: Config) -> None:
         )
     if rollout.placement == "colocated":
         validate_colocated(config)
+    if config.adapters.rank:
+        validate_adapters(config)
     if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "
@@ -480,6 +530,7 @@ def _validate_model(config: Config) -> Architecture:
             )
     check_scales(config.quantization.uaq, architecture)
     kept_layers(config.quantization.keep, architecture)
+    adapted_layers(config.adapters.targets, architecture)
     check_routing(config, architecture)
     return architecture
 

@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.config.validate import check_context_parallel, check_fp8
 from qurl_megatron.device import accelerator, device
+from qurl_megatron.learner.adapters import freeze
 from qurl_megatron.learner.cpu_runtime import import_layer_specs
 from qurl_megatron.learner.packing import zigzag
 from qurl_megatron.model.architecture import Architecture
@@ -285,6 +286,10 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
             layer.submodules.sharded_state_dict_keys_map = {
                 name: names[name] for name in names if name.startswith("input_layernorm")
             }
+    if getattr(config, "adapters", None):
+        freeze(layer)
+        # Transformer Engine's are part of the linear layers that were there before.
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.recompute_granularity == "selective" and not config.num_moe_experts:
         layer.module = SelectiveLayer
     return TransformerBlockSubmodules(
@@ -318,10 +323,15 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
         "use_cpu_initialization": accelerator() == "cpu",
         "bias_activation_fusion": accelerator() == "cuda",
         "apply_rope_fusion": has_transformer_engine(),
-        "moe_grouped_gemm": has_transformer_engine(),
+        "moe_grouped_gemm": _has_grouped_experts(architecture),
         "batch_p2p_comm": accelerator() == "cuda",
         "batch_p2p_sync": False,  # old versions of torch needed the whole GPU to wait
     }
+
+
+def _has_grouped_experts(architecture: Architecture) -> bool:
+    """Return whether one operation computes all experts; a frozen base has a layer for each."""
+    return has_transformer_engine() and not architecture.adapter_rank
 
 
 def _recompute_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:
@@ -343,7 +353,7 @@ def _recompute_fields(learner: LearnerConfig, architecture: Architecture) -> dic
             "recompute_num_layers": learner.recompute_layers or architecture.num_layers,
         }
     if learner.recompute == "selective":
-        of_experts = architecture.num_experts and has_transformer_engine()
+        of_experts = architecture.num_experts and _has_grouped_experts(architecture)
         modules = ["layernorm", "moe_act"] if of_experts else ["layernorm"]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +33,7 @@ from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import add_up
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.config.validate import check_layout
+from qurl_megatron.learner.adapters import Adapters, FrozenBase, frozen_layers, initial_a
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.host_memory import HostMemory
 from qurl_megatron.learner.model import (
@@ -49,6 +50,8 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.model.weight_map import Rule
+from qurl_megatron.quantization import quantize
+from qurl_megatron.quantization.checksum import as_integers
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """A loss: (current_logprobs, entropy, rows, loss_weights, sum_over_sequences) -> (loss, stats).
@@ -95,6 +98,7 @@ class Learner:
         transform: Transform | None = None,
         model: type[PolicyModel] = PolicyModel,
         replays_routing: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         """Build the model and load the Hugging Face directory `model_dir` into it.
 
@@ -104,6 +108,7 @@ class Learner:
             transform: maps the float32 master weights at load.
             model: the class of the model.
             replays_routing: choose the experts that a batch has recorded, as its engine did.
+            adapters: train only these; `model_dir` is quantized, and stays as it is.
 
         Raises:
             ArchitectureError: the model or the layout does not fit; one line.
@@ -111,6 +116,9 @@ class Learner:
         self.architecture = Architecture.from_directory(model_dir)
         check_layout(self.architecture, learner)
         weights = Weights(model_dir, self.architecture)
+        self.adapters = adapters
+        if adapters:
+            self.architecture = replace(self.architecture, adapter_rank=adapters.rank)
         torch.set_num_threads(learner.threads_per_rank)
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
@@ -135,7 +143,7 @@ class Learner:
                 expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,
             )
-            self.chunks = self._wrap(build_chunks(self.architecture, learner, model))
+            self.chunks = self._wrap(build_chunks(self.architecture, learner, model, adapters))
             self._make_optimizer(optimizer)
             self._load(weights, transform)
         self._routing = Routing(self.chunks, replays_routing)
@@ -183,12 +191,20 @@ class Learner:
         return self._total([statistics(each) for each in rows])
 
     def keep_reference(self) -> None:
-        """Copy the current policy, in the compute dtype, for `as_reference`."""
-        self._reference = [parameter.detach().clone() for *_, parameter in self._parameters()]
+        """Copy the current policy, in the compute dtype, for `as_reference`.
+
+        Under adapters the reference is the base, of which there is one copy.
+        """
+        if not self.adapters:
+            self._reference = [parameter.detach().clone() for *_, parameter in self._parameters()]
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Score with the weights from `keep_reference` within this context."""
+        if self.adapters:
+            with self._without_adapters():
+                yield
+            return
         parameters = [parameter for *_, parameter in self._parameters()]
         current = [parameter.data for parameter in parameters]
         try:
@@ -198,6 +214,17 @@ class Learner:
         finally:
             for parameter, data in zip(parameters, current, strict=True):
                 parameter.data = data
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        layers = [layer for _, _, layer in self._frozen_layers() if layer.has_adapters]
+        for layer in layers:
+            layer.is_active = False
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.is_active = True
 
     def update(self, share: Share, loss_function: LossFunction, *, temperature: float) -> Update:
         """Take one optimizer step on the sum of `loss_function` over a minibatch.
@@ -265,6 +292,45 @@ class Learner:
         for rule, layer, parameter in self._own_parameters(of_experts):
             yield rule, layer, self._optimizer_shards.gather_master(parameter)
 
+    def frozen(
+        self, *, of_experts: bool | None = None
+    ) -> Iterator[tuple[Rule, int, Tensor, Tensor]]:
+        """Yield this rank's codes and scales of the base: rule, layer number, codes, scales."""
+        for rule, layer, module in self._frozen_layers():
+            if of_experts in (None, rule.of_experts):
+                yield rule, layer, module.codes, module.scale
+
+    def merged(
+        self, *, masters: bool, of_experts: bool | None = None
+    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        """Yield this rank's shards of the policy as if it had no adapters, in float32.
+
+        Args:
+            masters: merge the optimizer's float32 values. Collective then, as `masters` is; ranks
+                other than the first of the replicas get empty tensors.
+        """
+        for rule, layer, parameter in self._own_parameters(of_experts):
+            if not rule.is_adapter:
+                yield rule, layer, parameter.detach().float()
+        for rule, layer, module in self._frozen_layers():
+            if of_experts not in (None, rule.of_experts):
+                continue
+            pair: list[Tensor | None] = [None, None]
+            if masters and module.has_adapters:
+                gather = self._optimizer_shards.gather_master
+                pair = [gather(module.lora_a), gather(module.lora_b)]
+            is_replica = any(each is not None and not each.numel() for each in pair)
+            yield rule, layer, torch.empty(0) if is_replica else module.merged(*pair)
+
+    def _frozen_layers(self) -> Iterator[tuple[Rule, int, FrozenBase]]:
+        experts = parallel_state.get_expert_model_parallel_group()
+        first_expert = experts.rank() * (self.architecture.num_experts // experts.size())
+        for chunk in self.chunks:
+            for name, module in frozen_layers(chunk.module):
+                rule, number = weight_map.find_megatron(f"{name}.weight", first_expert)
+                assert number is not None
+                yield rule, chunk.module.decoder.layers[number].layer_number - 1, module
+
     def _own_parameters(
         self, of_experts: bool | None
     ) -> Iterator[tuple[Rule, int | None, torch.nn.Parameter]]:
@@ -284,9 +350,16 @@ class Learner:
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
         weights = [buffer.param_data for buffer in buffers]
+        weights += self._frozen_tensors()
         gradients = [buffer.grad_data for buffer in buffers]
         optimizer = self._optimizer_shards.own_storages()
         self._host_memory.take([*optimizer, *weights, *self._reference], dropped=gradients)
+
+    def _frozen_tensors(self) -> list[Tensor]:
+        """Return the tensors that are not trained, which no buffer of Megatron's holds."""
+        layers = [module for _, _, module in self._frozen_layers()]
+        plain = [each.data for *_, each in self._parameters() if not each.requires_grad]
+        return plain + [tensor for each in layers for tensor in (each.codes, each.scale)]
 
     def come_back(self) -> None:
         """Move everything back, bit for bit. Gradients are 0."""
@@ -384,16 +457,48 @@ class Learner:
 
     @torch.no_grad()
     def _load(self, weights: Weights, transform: Transform | None) -> None:
+        for base_rule, base_layer, module in self._frozen_layers():
+            self._load_base(weights, base_rule, base_layer, module)
         for _, rule, layer, parameter in self._parameters():
+            if rule.is_adapter and parameter.shape[1] == self.architecture.adapter_rank:
+                continue  # B is 0
             tp_rank, tp_size = tensor_parallel_place(rule)
             parts = []
             for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 index = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
+                if rule.is_adapter:
+                    assert self.adapters is not None
+                    shape = weight_map.full_shape(part, self.architecture)
+                    parts.append(initial_a(hf_name, shape, self.adapters.seed)[index])
+                    continue
                 master = weights.read(hf_name, index).float()
                 parts.append(transform(hf_name, master) if transform else master)
             shard = weight_map.merge(rule, parts, self.architecture, tp_size)
             parameter.copy_(shard)
             self._optimizer_shards.write_master(parameter, shard)
+
+    def _load_base(self, weights: Weights, rule: Rule, layer: int, module: FrozenBase) -> None:
+        """Load this rank's part of codes and scales, which are the same on any layout."""
+        assert self.adapters is not None
+        weight_format = self.adapters.weight_format
+        packing, group = quantize.packing(weight_format), quantize.block_shape(weight_format)[1]
+        tp_rank, tp_size = tensor_parallel_place(rule)
+        codes, scales = [], []
+        for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
+            whole = tuple(slice(0, n) for n in weight_map.full_shape(part, self.architecture))
+            weight = weights.read(hf_name, whole).to(device.device())
+            with quantize.name_in_errors(hf_name):
+                quantized = quantize.quantize(weight, weight_format)
+            rows, columns = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
+            scale = quantize.engine_scale(quantized)[rows]
+            if group:
+                scale = scale[:, columns.start // group : columns.stop // group]
+            held = slice(columns.start // packing, columns.stop // packing)
+            codes.append(as_integers(quantized.codes[rows, held]))  # not all can join float8
+            scales.append(scale)
+        shard = weight_map.merge(rule, codes, self.architecture, tp_size)
+        module.codes.copy_(shard.view(module.codes.dtype))
+        module.scale.copy_(weight_map.merge(rule, scales, self.architecture, tp_size))
 
     def _parameters(self) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
         return parameters_of([chunk.module for chunk in self.chunks], self.architecture)
@@ -412,6 +517,8 @@ class Learner:
         last_first = reversed(list(self._parameters()))
         stage = parallel_state.get_pipeline_model_parallel_rank()
         for place, (_, rule, layer, parameter) in enumerate(last_first):
+            if not parameter.requires_grad:
+                continue
             names = ", ".join(rule.hugging_face_names(layer))
             gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
             yield (1, -stage, place), f"the gradient of {names}", gradient

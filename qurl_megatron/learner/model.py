@@ -17,7 +17,9 @@ from torch import Tensor
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.config.keep import adapted_layers
 from qurl_megatron.config.schema import LearnerConfig
+from qurl_megatron.learner.adapters import ADAPTER, Adapters, frozen_layers
 from qurl_megatron.learner.layers import (
     block_spec,
     fuse_gradients,
@@ -32,11 +34,15 @@ _EXTRA_STATE = "._extra_state"  # in the names of what is no parameter in a mode
 
 
 def build_chunks(
-    architecture: Architecture, learner: LearnerConfig, model: type[PolicyModel]
+    architecture: Architecture,
+    learner: LearnerConfig,
+    model: type[PolicyModel],
+    adapters: Adapters | None = None,
 ) -> list[PolicyModel]:
     """Build this rank's chunks of the model, one per virtual stage, without weights.
 
-    Megatron's parallel state identifies the rank. Call this within `megatron_runtime()`.
+    With `adapters`, nothing else is trained. Megatron's parallel state identifies the rank. Call
+    this within `megatron_runtime()`.
     """
     num_virtual_stages = virtual_stages(learner)
     dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
@@ -71,6 +77,7 @@ def build_chunks(
         finalize_model_grads_func=_finalize_gradients,
         **transformer_config_fields(learner, architecture),
     )
+    config.adapters = adapters  # type: ignore[attr-defined]
     # There is no dropout and no random initialization, so no random state has to be forked.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     chunks = [
@@ -78,6 +85,9 @@ def build_chunks(
         for virtual_stage in (range(num_virtual_stages) if num_virtual_stages else [None])
     ]
     for chunk in chunks:
+        if adapters:
+            chunk.requires_grad_(False)
+            _add_adapters(chunk, architecture, adapters)
         fuse_gradients(chunk)
     for _, rule, _, parameter in parameters_of(chunks, architecture):
         # Megatron marks shards only when it initializes them. The gradient norm would count an
@@ -88,6 +98,38 @@ def build_chunks(
             # where every rank has all experts, though tensor-parallel ranks give them other tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
     return chunks
+
+
+def _add_adapters(chunk: PolicyModel, architecture: Architecture, adapters: Adapters) -> None:
+    """Add adapters to the linear layers of a chunk, but not to those of experts."""
+    targets = adapted_layers(adapters.targets, architecture)
+    for name, module in frozen_layers(chunk):
+        rule, number = weight_map.find_megatron(f"{name}.weight")
+        if rule.of_experts:
+            continue
+        assert number is not None
+        names = rule.hugging_face_names(chunk.decoder.layers[number].layer_number - 1)
+        rank, size = tensor_parallel_place(rule)
+        places = torch.eye(len(names), dtype=torch.bool)
+        rows = [
+            places[[each] * (part.stop - part.start)]
+            & (names[each].removesuffix(".weight") in targets)
+            for each, tensor in enumerate(rule.tensors)
+            for part in weight_map.part_index(rule, tensor, architecture, rank, size)[:1]
+        ]
+        is_row_parallel = rule.tensors[0].partition_dim == 1
+        module.add_adapters(
+            weight_map.merge(rule, rows, architecture, size),
+            replicated="lora_b" if is_row_parallel else "lora_a",
+        )
+    if chunk.pre_process:
+        # A frozen embedding's output has no gradient. Megatron's layers that are computed again
+        # would then give their adapters none.
+        chunk.embedding.register_forward_hook(_ask_for_gradient)
+
+
+def _ask_for_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _finalize_gradients(chunks: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
@@ -154,7 +196,14 @@ def virtual_stages(learner: LearnerConfig) -> int | None:
 
 def _ignore_extra_state(model: torch.nn.Module, keys: Any) -> None:
     """Let a model load what `PolicyModel.sharded_state_dict` returns."""
-    keys.missing_keys[:] = [key for key in keys.missing_keys if _EXTRA_STATE not in key]
+    keys.missing_keys[:] = [key for key in keys.missing_keys if _is_saved(model, key)]
+
+
+def _is_saved(model: torch.nn.Module, name: str) -> bool:
+    """Return whether checkpoints have a parameter; the base under adapters has its directory."""
+    if getattr(model.config, "adapters", None):
+        return f".{ADAPTER}" in name
+    return _EXTRA_STATE not in name
 
 
 class PolicyModel(GPTModel):
@@ -193,7 +242,7 @@ class PolicyModel(GPTModel):
         `learner.fp8` needs what they were before.
         """
         state = super().sharded_state_dict(*arguments, **keywords)
-        return {name: value for name, value in state.items() if _EXTRA_STATE not in name}
+        return {name: value for name, value in state.items() if _is_saved(self, name)}
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

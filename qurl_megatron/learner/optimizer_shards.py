@@ -117,7 +117,7 @@ class OptimizerShards:
         Collective over the data-parallel ranks; for an expert, over the ranks that have it. All
         ranks but the first get an empty tensor.
         """
-        if parameter.dtype == torch.float32:
+        if parameter.dtype == torch.float32 or not parameter.requires_grad:
             return parameter.detach()  # every rank has all of it
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if not getattr(parameter, "allreduce", True):  # of an expert

@@ -85,6 +85,7 @@ class Architecture:
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # channels of one expert; `intermediate_size` is not used then
     normalize_topk: bool = False  # the weights of a token's experts add up to 1
+    adapter_rank: int = 0  # of a learner's adapters over this model; 0: it has none
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Architecture:

@@ -85,6 +85,7 @@ class Rule:
     # which UAQ scales (QuRL Eq. 11). None for all others.
     fed_by: str | None = None
     expert: int | None = None  # the number of the expert; None: no expert's, or that of any
+    is_adapter: bool = False  # A or B of an adapter, see `learner.adapters`
 
     @property
     def of_experts(self) -> bool:
@@ -248,6 +249,30 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+def _adapter_rules(rule: Rule) -> tuple[Rule, Rule]:
+    """Return the rules of the A's and B's over a quantized layer; the names are peft's."""
+    layer = rule.megatron_names[0].removesuffix("weight")
+    a, b = [], []
+    for tensor in rule.tensors:
+        projection = tensor.name.removesuffix("weight")
+        rows, columns = tensor.sizes
+        a.append(HuggingFaceTensor(f"{projection}lora_A.weight", ("rank", columns)))
+        b.append(HuggingFaceTensor(f"{projection}lora_B.weight", (rows, "rank")))
+    stacked = Merge.STACKED if len(a) > 1 else Merge.SINGLE
+    return (
+        Rule((f"{layer}lora_a",), tuple(a), stacked, is_adapter=True),
+        Rule((f"{layer}lora_b",), tuple(b), rule.merge, is_adapter=True),
+    )
+
+
+ADAPTER_RULES = tuple(
+    adapter
+    for rule in RULES
+    if rule.quantized and not rule.of_experts
+    for adapter in _adapter_rules(rule)
+)
+
+
 def rules(architecture: Architecture) -> list[Rule]:
     """Return the rules that apply to a checkpoint of this architecture, one for each expert."""
     absent = set()
@@ -270,6 +295,11 @@ def rules(architecture: Architecture) -> list[Rule]:
             applicable += map(rule.of_expert, range(architecture.num_experts))
         elif rule.megatron_names[0] not in absent:
             applicable.append(rule)
+    if architecture.adapter_rank:
+        layers = {rule.megatron_names[0].removesuffix("weight") for rule in applicable}
+        applicable += [
+            rule for rule in ADAPTER_RULES if rule.megatron_names[0][: -len("lora_a")] in layers
+        ]
     return applicable
 
 
@@ -285,8 +315,9 @@ def hugging_face_names(architecture: Architecture) -> set[str]:
 _LAYER_NUMBER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 # The second form is Transformer Engine's.
 _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)|(?<=\.weight)\d+$")
-_BY_MEGATRON = {name: rule for rule in RULES for name in rule.megatron_names}
-_BY_HUGGING_FACE = {tensor.name: rule for rule in RULES for tensor in rule.tensors}
+_ALL = RULES + ADAPTER_RULES
+_BY_MEGATRON = {name: rule for rule in _ALL for name in rule.megatron_names}
+_BY_HUGGING_FACE = {tensor.name: rule for rule in _ALL for tensor in rule.tensors}
 
 
 def find_megatron(name: str, first_expert: int = 0) -> tuple[Rule, int | None]:
@@ -337,6 +368,7 @@ def full_shape(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> tupl
         "experts": architecture.num_experts,
         "hidden": architecture.hidden_size,
         "head": architecture.head_dim,
+        "rank": architecture.adapter_rank,
     }
     return tuple(sizes[symbol] for symbol in hf_tensor.sizes)
 
