@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import AdaptersConfig, Config
 from qurl_megatron.launch.placement import ServerSpec
 from qurl_megatron.launch.status import logs_of, newest_attempt
 from qurl_megatron.process import GpuLock, make_key, tail
@@ -193,6 +193,7 @@ class Servers:
             log_file=attempt.server_log(spec, restarts),
             seed=attempt.server_seed(spec.index, restarts),
             keep=spec.keep,
+            adapters=config.adapters if spec.set_name == "rollout" else AdaptersConfig(),
             releases=spec.server.releases if self._is_colocated else None,
             records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
             host=self.host,

@@ -95,7 +95,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     found["gradients"] = adapters_of(learner, lambda parameter: parameter.main_grad)
     found["updates"] += [learner.update(share, policy_gradient, temperature=0.7) for _ in range(2)]
     found["last"] = adapters_of(learner, lambda parameter: parameter.detach())
-    found["merged"] = parts_of(learner, learner.merged(masters=True))
+    found["merged"] = parts_of(learner, learner.merged())
     found["trained"] = sum(
         p.numel() for c in learner.chunks for p in c.parameters() if p.requires_grad
     )

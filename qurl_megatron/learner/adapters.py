@@ -38,7 +38,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.quantization import quantize
 
 ADAPTER = "lora_"  # what the names of adapters have, and no others
@@ -53,6 +53,13 @@ class Adapters:
     weight_format: WeightFormat  # of the base
     targets: Sequence[str] = ()  # as in `adapters.targets`
     seed: int = 0
+
+    @classmethod
+    def of(cls, config: Config) -> Adapters | None:
+        """Return a run's adapters; None if it has none."""
+        rank, format_ = config.adapters.rank, config.quantization.weight_format
+        settings = config.adapters
+        return cls(rank, settings.alpha, format_, settings.targets, config.seed) if rank else None
 
     @property
     def scaling(self) -> float:
@@ -142,17 +149,14 @@ class FrozenBase(torch.nn.Module):
         """Return (alpha / rank) low B^T, for `low` [..., projections * rank]."""
         return self._settings.scaling * (low @ self._wide(self.lora_b).t())
 
-    def merged(self, lora_a: Tensor | None = None, lora_b: Tensor | None = None) -> Tensor:
-        """Return base and adapters as one weight of this rank: [out, in] float32.
-
-        `lora_a` and `lora_b` are taken in place of the parameters.
-        """
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """Return base and adapters as one weight of this rank: [out, in] float32."""
         matrix, factor = base_values(self.codes, self.scale, torch.float32)
         weight = matrix if factor is None else matrix * factor[:, None]
         if self.has_adapters:
-            a = (self.lora_a if lora_a is None else lora_a).detach().float()
-            b = (self.lora_b if lora_b is None else lora_b).detach().float()
-            weight = weight + self._settings.scaling * (self._wide(b) @ a)
+            product = self._wide(self.lora_b.float()) @ self.lora_a.float()
+            weight = weight + self._settings.scaling * product
         return weight
 
     def _wide(self, lora_b: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights
-from qurl_megatron.model.weight_map import Rule, num_parameters, num_values
+from qurl_megatron.model.weight_map import Rule, num_values
 from qurl_megatron.process import die_with_parent
 
 BEST = "best"
@@ -99,6 +99,8 @@ class RunState:
     """`PromptStream.state`."""
     accuracy: float | None = None
     """`Evaluation.score` after that step. None: not evaluated."""
+    base: str = ""
+    """`Learner.base_hash`."""
 
 
 class Checkpoints:
@@ -303,20 +305,36 @@ def read_config(checkpoint: Path) -> Config:
 def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Yield the float32 weights under their Hugging Face names, one layer at a time.
 
+    Of a run of adapters, yield these.
+
     They are as trained: the scales of UAQ (update-aware quantization) are not undone. After each
     layer, `progress` receives the bytes read so far and the total.
     """
-    architecture = Architecture.from_directory(checkpoint / "model")
+    config = read_config(checkpoint)
+    architecture = dataclasses.replace(
+        Architecture.from_directory(checkpoint / "model"), adapter_rank=config.adapters.rank
+    )
     # With bfloat16 the optimizer holds the float32 weights; with float32 they are the parameters.
-    in_optimizer = read_config(checkpoint).learner.dtype == "bfloat16"
-    prefix = "optimizer.state.fp32_param." if in_optimizer else ""
-    rules = weight_map.rules(architecture)
-    done = 0  # values
+    prefix = "optimizer.state.fp32_param." if config.learner.dtype == "bfloat16" else ""
+    rules = [
+        rule
+        for rule in weight_map.rules(architecture)
+        if rule.is_adapter == (config.adapters.rank > 0)
+    ]
+    in_layer = {
+        layered: [rule for rule in rules if rule.layered == layered] for layered in (False, True)
+    }
+    sizes = {
+        layered: sum(num_values(part, architecture) for rule in group for part in rule.tensors)
+        for layered, group in in_layer.items()
+    }
+    done, total = 0, sizes[False] + architecture.num_layers * sizes[True]  # values
     for layer in (None, *range(architecture.num_layers)):
-        group = [rule for rule in rules if rule.layered == (layer is not None)]
-        yield _read(checkpoint, group, layer, architecture, prefix)
-        done += sum(num_values(part, architecture) for rule in group for part in rule.tensors)
-        progress(4 * done, 4 * num_parameters(architecture))
+        group = in_layer[layer is not None]
+        if group:
+            yield _read(checkpoint, group, layer, architecture, prefix)
+        done += sizes[layer is not None]
+        progress(4 * done, 4 * total)
 
 
 def _read(

@@ -10,6 +10,7 @@ computes, and which `Share` of a minibatch it has. Invariants:
   pass uses them rounded to the compute dtype.
 """
 
+import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +52,7 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.model.weight_map import Rule
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import as_integers
+from qurl_megatron.quantization.checksum import as_integers, checksum, combine, part_key
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """A loss: (current_logprobs, entropy, rows, loss_weights, sum_over_sequences) -> (loss, stats).
@@ -132,6 +133,7 @@ class Learner:
             )
         self._config = learner
         self._host_memory = HostMemory()
+        self._base_sums: dict[str, int] = {}  # checksums of this rank's parts of the base
         self._reference: list[Tensor] = []
         with megatron_runtime():
             parallel_state.initialize_model_parallel(
@@ -301,26 +303,25 @@ class Learner:
                 yield rule, layer, module.codes, module.scale
 
     def merged(
-        self, *, masters: bool, of_experts: bool | None = None
+        self, *, of_experts: bool | None = None
     ) -> Iterator[tuple[Rule, int | None, Tensor]]:
-        """Yield this rank's shards of the policy as if it had no adapters, in float32.
-
-        Args:
-            masters: merge the optimizer's float32 values. Collective then, as `masters` is; ranks
-                other than the first of the replicas get empty tensors.
-        """
+        """Yield this rank's shards of the policy as if it had no adapters, in float32."""
         for rule, layer, parameter in self._own_parameters(of_experts):
             if not rule.is_adapter:
                 yield rule, layer, parameter.detach().float()
         for rule, layer, module in self._frozen_layers():
-            if of_experts not in (None, rule.of_experts):
-                continue
-            pair: list[Tensor | None] = [None, None]
-            if masters and module.has_adapters:
-                gather = self._optimizer_shards.gather_master
-                pair = [gather(module.lora_a), gather(module.lora_b)]
-            is_replica = any(each is not None and not each.numel() for each in pair)
-            yield rule, layer, torch.empty(0) if is_replica else module.merged(*pair)
+            if of_experts in (None, rule.of_experts):
+                yield rule, layer, module.merged()
+
+    def base_hash(self) -> str:
+        """Return a hash of what adapters were trained over, the same on any layout. Collective.
+
+        It is empty without adapters.
+        """
+        by_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(by_rank, self._base_sums)
+        sums = sorted(combine(by_rank).items())
+        return hashlib.sha256(repr(sums).encode()).hexdigest()[:16] if sums else ""
 
     def _frozen_layers(self) -> Iterator[tuple[Rule, int, FrozenBase]]:
         experts = parallel_state.get_expert_model_parallel_group()
@@ -472,6 +473,11 @@ class Learner:
                     parts.append(initial_a(hf_name, shape, self.adapters.seed)[index])
                     continue
                 master = weights.read(hf_name, index).float()
+                if self.adapters:
+                    place = [*(run.start for run in index), 0][:2]
+                    self._base_sums[part_key(hf_name, *place)] = checksum(
+                        master, row_offset=place[0], column_offset=place[1]
+                    )
                 parts.append(transform(hf_name, master) if transform else master)
             shard = weight_map.merge(rule, parts, self.architecture, tp_size)
             parameter.copy_(shard)
@@ -489,6 +495,7 @@ class Learner:
             weight = weights.read(hf_name, whole).to(device.device())
             with quantize.name_in_errors(hf_name):
                 quantized = quantize.quantize(weight, weight_format)
+            self._base_sums[part_key(hf_name, 0, 0)] = checksum(quantized.codes)
             rows, columns = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
             scale = quantize.engine_scale(quantized)[rows]
             if group:

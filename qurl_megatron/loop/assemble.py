@@ -18,7 +18,8 @@ from qurl_megatron.agents.pool import Agents
 from qurl_megatron.config.schema import Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
-from qurl_megatron.learner.checkpoint import Checkpoints, RunState, read_state
+from qurl_megatron.learner.adapters import Adapters
+from qurl_megatron.learner.checkpoint import CheckpointError, Checkpoints, RunState, read_state
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.measurements import Evaluator
@@ -41,6 +42,7 @@ from qurl_megatron.weight_sync.publish import Publisher
 class Run:
     """The working parts of a run, on this learner rank. Its methods are collective."""
 
+    model: str  # the directory that the run began with
     learner: Learner
     critic: Critic | None  # None without PPO
     publisher: Publisher  # publishes to the rollout servers
@@ -56,6 +58,11 @@ class Run:
         if newest is None:
             return 0
         state = read_state(newest)
+        if state.base != self.learner.base_hash():
+            raise CheckpointError(
+                f"{newest}: its adapters were trained over another base than {self.model} is now; "
+                "put that model back, or start a new run"
+            )
         self.checkpoints.restore(newest)
         self.sampler.restore(state.prompts)
         self.publisher.version = state.weight_version - 1  # the next publish repeats that version
@@ -79,6 +86,7 @@ class Run:
         accuracy = evaluation.score if evaluation else None
         is_due = self.checkpoints.is_due(step, is_last=is_last)
         if now or is_due or self.checkpoints.is_best(accuracy):
+            base = self.learner.base_hash()
             self.checkpoints.save(
                 RunState(
                     step=step,
@@ -87,6 +95,7 @@ class Run:
                     evaluation_before=asdict(self.log.before),
                     prompts=self.sampler.state(),
                     accuracy=accuracy,
+                    base=base,
                 )
             )
 
@@ -189,6 +198,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     if agents:
         reduce_garbage_collection()
     return Run(
+        model=config.model,
         learner=learner,
         critic=critic,
         publisher=publishers["rollout"],
@@ -207,6 +217,7 @@ def _load_learner(config: Config) -> Learner:
         config.optimizer,
         transform=uaq.transform(config.quantization.uaq),
         replays_routing=config.rollout.routing == "replay",
+        adapters=Adapters.of(config),
     )
     if config.objective.kl_coefficient:
         learner.keep_reference()  # before a checkpoint is restored

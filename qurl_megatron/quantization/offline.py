@@ -115,7 +115,7 @@ def quantize_directory(
     if kept and weight_format != "bf16":
         changes["quantization_config"]["modules_to_not_convert"] = kept
     job = {"quantize": weight_format, "keep": kept}
-    _rewrite(source, destination, rewrite, changes, job, progress)
+    rewrite_directory(source, destination, rewrite, changes, job, progress)
 
 
 def scale_directory(
@@ -162,7 +162,7 @@ def _scale(
     def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: transform(name, tensor.float()).to(tensor.dtype)}
 
-    _rewrite(source, destination, rewrite, changes, {"uaq": changes[UAQ_FIELD]}, progress)
+    rewrite_directory(source, destination, rewrite, changes, {"uaq": changes[UAQ_FIELD]}, progress)
     return _compare_logits(source, transform)
 
 
@@ -194,7 +194,7 @@ def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
     )
 
 
-def _rewrite(
+def rewrite_directory(
     source: Path,
     destination: Path,
     rewrite: Rewrite,
@@ -246,6 +246,12 @@ def _rewrite(
     write_whole(partial / "config.json", json.dumps(config, indent=2) + "\n")
     (partial / JOB_FILE).unlink()
     rename_whole(partial, destination)
+
+
+def linear_weights(source: Path) -> set[str]:
+    """Return the names of a model's weights that are quantized."""
+    names = weight_map.hugging_face_names(Architecture.from_directory(source))
+    return {name for name in names if weight_map.find_hugging_face(name)[0].quantized}
 
 
 @dataclass

@@ -30,7 +30,13 @@ import psutil
 
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.schema import ConfigError, Releases, ServerConfig, WeightFormat
+from qurl_megatron.config.schema import (
+    AdaptersConfig,
+    ConfigError,
+    Releases,
+    ServerConfig,
+    WeightFormat,
+)
 from qurl_megatron.config.server_options import (
     CONTEXT_RESERVE,
     command_line,
@@ -148,6 +154,7 @@ class ServerPlan:
     log_file: Path
     seed: int
     keep: Sequence[str] = ()  # the layers that stay in BF16, as in `quantization.keep`
+    adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
     # Load the directory's weights, which are in `weight_format`. Otherwise the server has random
     # weights until the first publish.
     loads: bool = False
@@ -256,9 +263,13 @@ class ServerPlan:
             options["max_total_tokens"] = config.max_total_tokens
         if self.weight_format != "bf16" and not self.loads:  # a quantized directory names its own
             method = options["quantization"] = ENGINE_METHODS[self.weight_format]
+            quantization: dict[str, object] = {"quant_method": method}
             if self.keep:
                 layers = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
-                quantization = {"quant_method": method, "modules_to_not_convert": layers}
+                quantization["modules_to_not_convert"] = layers
+            if rank := self.adapters.rank:
+                quantization["adapters"] = {"rank": rank, "alpha": self.adapters.alpha}
+            if len(quantization) > 1:
                 override = {"quantization_config": quantization}
                 options["json_model_override_args"] = json.dumps(override)
         if device.accelerator() == "cpu":

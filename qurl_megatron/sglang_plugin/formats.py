@@ -27,7 +27,7 @@ The router is not quantized. An unquantized layer of experts is computed on a CP
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -188,16 +188,21 @@ class QurlConfig(QuantizationConfig):
 
     The name is given as `--quantization qurl_int8`, or in a model's config.json as
     `"quantization_config": {"quant_method": "qurl_int8"}`. Its `modules_to_not_convert` lists the
-    linear layers that stay in BF16.
+    linear layers that stay in BF16. Its `adapters` has the `rank` and the `alpha` of adapters over
+    all linear layers but those of experts.
     """
 
     name: str
     linear_method: type[QuantizedLinearMethod]
     min_capability: int  # compute capability of the oldest GPU: 75 is 7.5
 
-    def __init__(self, kept_layers: Sequence[str] = ()) -> None:
+    def __init__(
+        self, kept_layers: Sequence[str] = (), adapters: Mapping[str, float] | None = None
+    ) -> None:
         super().__init__()
         self.kept_layers = list(kept_layers)
+        self.adapter_rank = int(adapters["rank"]) if adapters else 0
+        self.adapter_scaling = adapters["alpha"] / adapters["rank"] if adapters else 0.0
 
     @classmethod
     def get_name(cls) -> str:
@@ -217,7 +222,7 @@ class QurlConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QurlConfig:
-        return cls(config.get("modules_to_not_convert") or ())
+        return cls(config.get("modules_to_not_convert") or (), config.get("adapters"))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of a linear layer or of experts; None for embeddings and lm_head."""

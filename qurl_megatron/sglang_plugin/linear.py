@@ -18,6 +18,16 @@ they are by the weight's values, which are rounded to bfloat16 as SGLang's W4A16
 
     out = x @ bfloat16(codes * scale).T + bias
 
+Over a base of adapters (LoRA, `learner/adapters.py`) a layer has two more parameters, and adds
+their product to `out` in float32. A layer that fuses projections has an A for each, one behind
+another; a row of B has its values behind its own projection's A, and 0 elsewhere, so that the
+product is two for all of them:
+
+    lora_a            [projections * rank, in] bfloat16
+    lora_b            [out, projections * rank] bfloat16
+
+    out = out + (alpha / rank) (x @ lora_a.T) @ lora_b.T
+
 SGLang's own W8A8 layers transpose and rebind their weights after the first load, and then refuse or
 lose a second one. These layers multiply by a transposed view and never replace a parameter.
 
@@ -37,8 +47,9 @@ from sglang.srt.layers.parameter import (
     GroupQuantScaleParameter,
     ModelWeightParameter,
 )
-from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
+from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import Tensor
+from torch.nn.functional import linear
 
 from qurl_megatron.quantization.products import (
     in_float32,
@@ -82,7 +93,8 @@ class QuantizedLinearMethod(LinearMethodBase):
     block: tuple[int, int | None] = (1, None)  # rows and columns of one scale; None: all columns
     quantizes_activations = True
 
-    def __init__(self, quant_config: QuantizationConfig) -> None:
+    def __init__(self, quant_config: Any) -> None:
+        """Take a `formats.QurlConfig`."""
         self.quant_config = quant_config  # SGLang's loaders read its block size, if it has one
 
     def create_weights(
@@ -110,6 +122,12 @@ class QuantizedLinearMethod(LinearMethodBase):
         layer.register_parameter("weight", weight)
         scale = self.create_scales(input_size_per_partition, output_partition_sizes, weight_loader)
         layer.register_parameter(self.scale_name, scale)
+        if rank := self.quant_config.adapter_rank:
+            width, out = len(output_partition_sizes) * rank, sum(output_partition_sizes)
+            sizes = {"lora_a": (width, input_size_per_partition), "lora_b": (out, width)}
+            for name, size in sizes.items():
+                values = torch.zeros(size, dtype=torch.bfloat16)
+                layer.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
 
     def zero_codes(self, *shape: int) -> Tensor:
         """Return the codes, which are 0, of weights of this shape."""
@@ -132,6 +150,8 @@ class QuantizedLinearMethod(LinearMethodBase):
         tokens = x.reshape(-1, x.shape[-1])
         multiply = self.multiply_cuda if x.is_cuda else self.multiply_cpu
         out = multiply(tokens, layer.weight, getattr(layer, self.scale_name), bias)
+        if self.quant_config.adapter_rank:
+            out = add_adapters(out, tokens, layer, self.quant_config.adapter_scaling)
         return out.view(*x.shape[:-1], -1)
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -336,6 +356,18 @@ class Int4Group32LinearMethod(Int4LinearMethod):
     """INT4 weights in groups of 32 input channels."""
 
     block = (1, 32)
+
+
+def add_adapters(out: Tensor, x: Tensor, layer: Any, scaling: float) -> Tensor:
+    """Add the product of a layer's adapters and `x` [tokens, in] to `out` [tokens, out] bfloat16.
+
+    Of a row-parallel layer it is this rank's part of a sum, as `out` is.
+    """
+    if x.is_cuda:
+        return out.addmm_(x @ layer.lora_a.t(), layer.lora_b.t(), alpha=scaling)
+    low = linear(x.float(), kept(layer.lora_a, Tensor.float))
+    wide = kept(layer.lora_b, Tensor.float)
+    return out.float().addmm_(low, wide.t(), alpha=scaling).to(out.dtype)
 
 
 def weight_values(packed: Tensor, scale: Tensor) -> Tensor:

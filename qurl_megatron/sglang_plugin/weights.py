@@ -70,6 +70,8 @@ from qurl_megatron.weight_sync.direct import describe
 # A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
 LEARNER_TIMEOUT_S = 120.0
 
+_ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # and the names that are sent
+
 HeldPart = tuple[str, Part]  # the name of a Hugging Face tensor, and the part that this rank holds
 
 
@@ -327,38 +329,66 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
 
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
     """Yield the parts of one parameter of a module that is at `path` in the model."""
+    if name in _ADAPTERS:
+        yield from _cut_adapters(module, path, name, tensor)
+        return
     rows_per_entry, width = 1, 1  # rows and columns of the weight; None: all columns
     if "weight_scale" in name:
         method: Any = module.quant_method
         rows_per_entry, width = method.block
-    rank, size = get_group_rank_size(getattr(module, "tp_group", None))
-    fused: list[tuple[str, int, int]] = []  # projections: name, rows of a rank's weight, rank
-    if isinstance(module, QKVParallelLinear):
-        kv_rank = get_group_rank_size(module.kv_tp_group)[0] // module.num_kv_head_replicas
-        fused = [
-            ("q_proj", module.q_proj_shard_size, rank),
-            ("k_proj", module.kv_proj_shard_size, kv_rank),
-            ("v_proj", module.v_proj_shard_size, kv_rank),
-        ]
-    elif isinstance(module, MergedColumnParallelLinear):
-        gate, up = (rows // size for rows in module.output_sizes)
-        fused = [("gate_proj", gate, rank), ("up_proj", up, rank)]
-    if fused:
-        parent, row = path.rpartition(".")[0], 0
+    if fused := _projections(module, path):
+        row = 0
         for projection, weight_rows, number in fused:
             rows = weight_rows // rows_per_entry
-            yield f"{parent}.{projection}.{name}", Part(tensor[row : row + rows], number * rows, 0)
+            yield f"{projection}.{name}", Part(tensor[row : row + rows], number * rows, 0)
             row += rows
     elif isinstance(module, FusedMoE):
         yield from _cut_experts(module, path, name, tensor, shares_columns=width is not None)
     elif isinstance(module, RowParallelLinear) and name.startswith("weight") and width:
-        yield f"{path}.{name}", Part(tensor, 0, rank * tensor.shape[1])
+        yield f"{path}.{name}", Part(tensor, 0, _tp_rank(module) * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
         shard = module.shard_indices
         rows = shard.org_vocab_end_index - shard.org_vocab_start_index  # without padding
         yield f"{path}.{name}", Part(tensor[:rows], shard.org_vocab_start_index, 0)
     else:
         yield f"{path}.{name}", Part(tensor, 0, 0)
+
+
+def _projections(module: torch.nn.Module, path: str) -> list[tuple[str, int, int]]:
+    """Return what is fused in a module: path, rows on a rank, and number of this rank's part."""
+    parent = path.rpartition(".")[0]
+    rank, size = get_group_rank_size(getattr(module, "tp_group", None))
+    if isinstance(module, QKVParallelLinear):
+        kv_rank = get_group_rank_size(module.kv_tp_group)[0] // module.num_kv_head_replicas
+        return [
+            (f"{parent}.q_proj", module.q_proj_shard_size, rank),
+            (f"{parent}.k_proj", module.kv_proj_shard_size, kv_rank),
+            (f"{parent}.v_proj", module.v_proj_shard_size, kv_rank),
+        ]
+    if isinstance(module, MergedColumnParallelLinear):
+        gate, up = (rows // size for rows in module.output_sizes)
+        return [(f"{parent}.gate_proj", gate, rank), (f"{parent}.up_proj", up, rank)]
+    return []
+
+
+def _tp_rank(module: torch.nn.Module) -> int:
+    rank: int = get_group_rank_size(getattr(module, "tp_group", None))[0]
+    return rank
+
+
+def _cut_adapters(
+    module: torch.nn.Module, path: str, name: str, tensor: Tensor
+) -> Iterator[HeldPart]:
+    """Yield the A's, or the B's, of a layer's projections; see `linear.py`."""
+    is_row_parallel = isinstance(module, RowParallelLinear)
+    fused = _projections(module, path) or [(path, len(tensor), 0)]
+    adapters, row = tensor.chunk(len(fused), dim=0 if name == "lora_a" else 1), 0
+    for (projection, rows, number), values in zip(fused, adapters, strict=True):
+        part = Part(values, 0, _tp_rank(module) * values.shape[1] if is_row_parallel else 0)
+        if name == "lora_b":
+            part = Part(values[row : row + rows], number * rows, 0)
+            row += rows
+        yield f"{projection}.{_ADAPTERS[name]}", part
 
 
 def _cut_experts(

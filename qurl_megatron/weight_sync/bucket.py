@@ -179,6 +179,8 @@ class SentWeight:
 
     part: TensorPart
     tensors: Sequence[SentTensor]  # the weight, or its codes and then its scales
+    is_frozen: bool = False  # the same in every pass
+    scales: Tensor | None = None  # of codes that the learner itself holds: `part` is one of codes
 
     @classmethod
     def plain(cls, part: TensorPart, dtype: torch.dtype) -> SentWeight:
@@ -225,6 +227,11 @@ class PlannedBucket:
     """A rank's parts of the weights of one bucket."""
 
     weights: Sequence[SentWeight]
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if the bucket is the same in every pass; it has no other weights then."""
+        return self.weights[0].is_frozen
 
     @cached_property
     def tensors(self) -> list[SentTensor]:

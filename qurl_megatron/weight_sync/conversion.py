@@ -116,7 +116,9 @@ class Measures:
     def begin(self, planned: PlannedBucket) -> None:
         """Note what a bucket holds, of which parts are measured next."""
         self._names += [tensor.name for tensor in planned.tensors]
-        self._quantized += [each.part.name for each in planned.weights if each.is_quantized]
+        self._quantized += [
+            each.part.name for each in planned.weights if each.is_quantized and not each.is_frozen
+        ]
         self._num_bytes += sum(weight.num_bytes for weight in planned.weights)
 
     def add_sums(self, names: Sequence[str], checksums: Tensor) -> None:

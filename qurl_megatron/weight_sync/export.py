@@ -1,7 +1,8 @@
-"""Write the learner's policy as a Hugging Face directory, with UAQ undone.
+"""Write the learner's policy as a Hugging Face directory, with UAQ undone, or adapters merged.
 
 UAQ (update-aware quantization) rescales weights at load; an export reverses that. `export` writes
-the policy of a live learner, `export_checkpoint` that of a checkpoint.
+the policy of a live learner, `export_checkpoint` that of a checkpoint. Of a learner of adapters
+both write peft's directory too, and the model into which they are merged.
 The directory is written as `<name>.partial` and renamed when it is complete.
 """
 
@@ -12,10 +13,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from qurl_megatron.config.keep import adapted_layers
 from qurl_megatron.config.schema import UaqConfig
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole
 from qurl_megatron.learner import checkpoint as checkpoints
+from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import (
@@ -27,9 +30,16 @@ from qurl_megatron.model.huggingface import (
 )
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.quantization import uaq
+from qurl_megatron.quantization.adapter_files import (
+    merge_directory,
+    read_adapters,
+    write_adapters,
+)
+from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.reshard import Converter
 
+ADAPTERS = "final_adapters"  # beside final_model
 FILE_BYTES = 4 * 1024**3  # size in float32; half as much on disk if the source is BF16
 
 
@@ -39,6 +49,14 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
     The dtype, the tokenizer and the other files beside the weights are those of `source`.
     Collective over all learner ranks; every sender writes what it gathers.
     """
+    if learner.adapters:
+        tensors = _gather_adapters(learner)
+        of_adapters = destination.with_name(ADAPTERS)
+        if rank() == 0:
+            for earlier in (destination, of_adapters):
+                shutil.rmtree(earlier, ignore_errors=True)
+            _write_merged(tensors, learner.adapters, source, destination, of_adapters)
+        return
     partial = from_rank_zero(lambda: _create_partial(destination))
     writer = _Writer(source, partial, config, f"-{rank():05}")
     converter = Converter(learner, "masters", FILE_BYTES)
@@ -60,8 +78,16 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         CheckpointError: `checkpoint` is not a checkpoint, or `destination` exists; one line.
     """
     config = checkpoints.read_config(checkpoint)
-    if os.path.lexists(destination):
-        raise checkpoints.CheckpointError(f"{destination} exists; choose another directory")
+    adapters = Adapters.of(config)
+    of_adapters = destination.with_name(f"{destination.name}_adapters")
+    for path in (destination, *([of_adapters] if adapters else [])):
+        if os.path.lexists(path):
+            raise checkpoints.CheckpointError(f"{path} exists; choose another directory")
+    if adapters:
+        layers = checkpoints.read_masters(checkpoint, progress)
+        tensors = {name: values for layer in layers for name, values in layer}
+        _write_merged(tensors, adapters, Path(config.model), destination, of_adapters, progress)
+        return
     model = checkpoint / "model"
     values = num_parameters(Architecture.from_directory(model))
     needed, free = values * stored_dtype(model).itemsize, free_bytes(destination)
@@ -78,6 +104,41 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         rename_whole(partial, destination)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _gather_adapters(learner: Learner) -> dict[str, Tensor]:
+    """Return float32 A's and B's by name, on global rank 0. Collective."""
+    tensors: dict[str, Tensor] = {}
+
+    def keep(bucket: Bucket) -> None:
+        tensors.update((name, values.to("cpu", copy=True)) for name, values in bucket.tensors())
+
+    converter = Converter(learner, "masters", FILE_BYTES)
+    converter.convert(keep)
+    parts = to_rank_zero(tensors, converter.senders)
+    return {name: values for part in parts for name, values in part.items()}
+
+
+def _write_merged(
+    tensors: dict[str, Tensor],
+    adapters: Adapters,
+    source: Path,
+    destination: Path,
+    of_adapters: Path,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Write peft's directory, and the model that has the values of the base and the adapters."""
+    layers = adapted_layers(adapters.targets, Architecture.from_directory(source))
+    kept = {name: values for name, values in tensors.items() if name.split(".lora_")[0] in layers}
+    write_adapters(
+        partial := partial_of(of_adapters),
+        kept,
+        alpha=adapters.alpha,
+        source=source,
+        weight_format=adapters.weight_format,
+    )
+    merge_directory(source, destination, read_adapters(partial), adapters.weight_format, progress)
+    rename_whole(partial, of_adapters)
 
 
 def _create_partial(destination: Path) -> Path:

@@ -19,6 +19,9 @@ a run that resumes, and each after a publish that no server was verified to hold
 refuses a delta, or does not hold the right weights after it, gets a key frame in the same publish.
 The checksums that are compared are always those of all tensors.
 
+Of a learner of adapters, whose base does not change, such a server gets the adapters: whole
+tensors, without the base that it holds.
+
 Servers fail one by one. A server that dies, hangs or holds other weights is dropped, and reported
 as lost. The others do not notice, because each has channels of its own (`transport.py`). Whatever a
 server is sent or asked has a time limit, `PEER_TIMEOUT_S`. If servers were reached, and not one of
@@ -130,7 +133,8 @@ class Publisher:
         self._links: dict[Member, Link] = {}  # on global rank 0
         self._senders = Senders(self._converter)
         self._sent: dict[str, int] = {}  # checksums of the current version
-        # The version of the codes that the converter keeps, once a server was verified to hold it.
+        # The version of the codes that the converter keeps, or of the last publish over a frozen
+        # base, once a server was verified to hold it.
         self._base: int | None = None
 
     def publish(self) -> Published:
@@ -199,6 +203,12 @@ class Publisher:
         self._senders.close()  # while the servers live
 
     @cached_property
+    def _adapters(self) -> Manifest:
+        """What announces adapters alone, as `_key_frame`. Collective."""
+        manifests = self._converter.manifests(without_base=True)
+        return announce(to_rank_zero(manifests, self._converter.senders))
+
+    @cached_property
     def _key_frame(self) -> Manifest:
         """What announces all tensors; empty on all ranks but global rank 0. Collective."""
         return announce(to_rank_zero(self._converter.manifests(), self._converter.senders))
@@ -223,7 +233,12 @@ class Publisher:
             if dist.get_rank() in senders:
                 import sglang.srt.utils  # noqa: F401  # takes seconds: servers would wait for it
             # The first request is a key frame: it is complete when all senders are prepared.
-            request = self._key_frame if base is None else announce_delta(base, len(senders))
+            if base is None:
+                request = self._key_frame
+            elif self._converter.has_frozen_base:
+                request = self._adapters
+            else:
+                request = announce_delta(base, len(senders))
         update = Update(request, self.version, len(senders), base, in_place)
 
         def begin() -> tuple[list[Destination], list[str]]:
@@ -241,7 +256,7 @@ class Publisher:
 
         num_servers, gives_up = from_rank_zero(commit)
         self._converter.keeps_codes &= not gives_up
-        if num_servers and self._converter.keeps_codes:
+        if num_servers and (self._converter.keeps_codes or self._converter.has_frozen_base):
             self._base = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
 

@@ -22,6 +22,8 @@ Invariants, each with a test:
   of all ranks. A bucket is released before the next is gathered.
 - A converter that keeps codes, for deltas, also keeps this rank's parts of all buckets.
 - Checksums are computed from the shards, before anything is sent.
+- Of a learner of adapters, the base is sent as the codes that it holds, and only to servers that
+  lack it. Its checksums are those of the last pass that sent it.
 - A GPU is waited for once in a pass: what is measured stays on it until the end (`conversion.py`).
 - Every sender (`gather.py`), such as the first tensor-parallel rank of each pipeline stage, sends
   what it gathered itself.
@@ -35,8 +37,10 @@ Example, on every learner rank:
     converter.write(parameters)           # or into the parameters of servers on these machines
 """
 
+import functools
 import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Literal
 
@@ -49,7 +53,7 @@ from qurl_megatron.config.schema import EXPERT_ROWS, MEASURED_ROWS, WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.weight_map import TensorPart
+from qurl_megatron.model.weight_map import Rule, TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part, checksum_tensor
 from qurl_megatron.weight_sync.bucket import (
@@ -58,6 +62,7 @@ from qurl_megatron.weight_sync.bucket import (
     PlannedBucket,
     SentWeight,
     blocks_are_shared,
+    copy_values,
     scale_index,
     scale_shape,
 )
@@ -91,7 +96,8 @@ class Converter:
         """Store the settings; allocate nothing.
 
         Args:
-            weight_format: a server's format, or "masters" for the optimizer's float32 values.
+            weight_format: a server's format, or "masters" for the optimizer's float32 values; of a
+                learner of adapters these are the adapters.
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
             keeps_codes: keep what a pass sends, so that the next can be a delta.
             keep: the run's `quantization.keep`.
@@ -106,6 +112,11 @@ class Converter:
             False: DriftMeter(),
             True: DriftMeter(max(EXPERT_ROWS, MEASURED_ROWS // max(1, num_experts))),
         }
+        # Whether adapters are sent over a base that does not change.
+        self._is_exact = weight_format == "masters"
+        is_quantized = not self._is_exact and weight_format != "bf16"
+        self.has_frozen_base = learner.adapters is not None and is_quantized
+        self._base: dict[bool, Conversion] = {}  # by `Team.of_experts`, what the base measured
         # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass.
         self._plans: dict[bool, list[PlannedBucket]] = {}
         self._kept: dict[bool, list[Bucket]] = {False: [], True: []}
@@ -127,10 +138,12 @@ class Converter:
         dist.all_gather_object(flags, any(team.sends for team in self.teams))
         return [rank for rank, sends in enumerate(flags) if sends]
 
-    def manifests(self) -> list[list[Manifest]]:
+    def manifests(self, *, without_base: bool = False) -> list[list[Manifest]]:
         """Return the buckets that this rank sends in every pass that is no delta, by team."""
         return [
-            [planned.manifest() for planned in self._plan(team)] if team.sends else []
+            [each.manifest() for each in self._plan(team, without_base=without_base)]
+            if team.sends
+            else []
             for team in self.teams
         ]
 
@@ -145,34 +158,41 @@ class Converter:
 
         Args:
             base: the version as which the last pass was sent. What changed since is sent, in
-                buckets of `delta.py`; the last of them is empty. None: all is sent.
+                buckets of `delta.py`; the last of them is empty. Over a frozen base, what changed
+                are the adapters. None: all is sent.
             is_relative: what changed is sent as by how much elements moved.
         """
         conversions = []
+        without_base = self.has_frozen_base and base is not None
+        if without_base:
+            base = None
         for team in self.teams:
             gatherer = Gatherer(send, team)
             if base is not None:
                 limit = self._bucket_bytes
                 gatherer = DeltaGatherer(send, team, base, limit, is_relative=is_relative)
-            conversions.append(self._convert_team(team, gatherer))
+            conversions.append(self._convert_team(team, gatherer, without_base=without_base))
         if base is not None and any(team.sends for team in self.teams):
             release = send(delta_bucket(base, torch.empty(0, dtype=torch.uint8, device=device())))
             if release:
                 release()
         return self._complete(conversions)
 
-    def write(self, parameters: ServerParameters) -> Conversion:
+    def write(self, parameters: ServerParameters, *, without_base: bool = False) -> Conversion:
         """Write the current weights into servers' parameters, and return checksums and drift.
 
         Collective, as `convert` is. Nothing is gathered. A part crosses between learner ranks if no
-        rank of a server's machine holds it (`routes.py`).
+        rank of a server's machine holds it (`routes.py`). If the servers hold a frozen base, it may
+        be left out.
         """
         conversions = []
         for team, holders in zip(self.teams, self._holders, strict=True):
             routes = find_routes(self.machines, holders, parameters.machines)
-            parts = self._parts[team.of_experts] if routes.transfers else []
+            parts = self._parts(without_base)[team.of_experts] if routes.transfers else []
             writer = ParameterWriter(parameters, team, routes, parts)
-            conversions.append(self._convert_team(team, writer, routes.converting))
+            conversions.append(
+                self._convert_team(team, writer, routes.converting, without_base=without_base)
+            )
         return self._complete(conversions)
 
     @cached_property
@@ -189,13 +209,14 @@ class Converter:
         dist.all_gather_object(by_rank, [team.holders for team in self.teams])
         return [list(holders) for holders in zip(*by_rank, strict=True)]
 
-    @cached_property
-    def _parts(self) -> dict[bool, list[list[PartOfBucket]]]:
+    @functools.cache  # noqa: B019  a run has few converters, and keeps them
+    def _parts(self, without_base: bool) -> dict[bool, list[list[PartOfBucket]]]:
         """By `Team.of_experts`, each rank's parts of its team's buckets. Collective."""
         by_team = {}
         for team in self.teams:
             parts: list[list[PartOfBucket]] = [[]] * dist.get_world_size()
-            own = [PartOfBucket.on(planned, team.rank) for planned in self._plan(team)]
+            plan = self._plan(team, without_base=without_base)
+            own = [PartOfBucket.on(planned, team.rank) for planned in plan]
             dist.all_gather_object(parts, own)
             by_team[team.of_experts] = parts
         return by_team
@@ -205,6 +226,8 @@ class Converter:
         team: Team,
         destination: Gatherer | ParameterWriter,
         converting: Collection[int] = (),
+        *,
+        without_base: bool,
     ) -> Conversion:
         """Convert this rank's parts of a team's tensors, and return what was measured of them.
 
@@ -212,43 +235,49 @@ class Converter:
         """
         if not (team.converts or team.ranks & set(converting)):
             destination.finish()
-            if self._format == "masters":
-                # The first replica gathers this rank's part.
-                for _ in self._learner.masters(of_experts=team.of_experts):
+            if self._is_exact:
+                for _ in self._shards(team):  # the first replica gathers this rank's part
                     pass
             return Conversion()
-        measures = Measures(self._meters[team.of_experts], self._format)
+        meter = self._meters[team.of_experts]
+        measures, of_base = (Measures(meter, self._format) for _ in range(2))
         kept = self._kept[team.of_experts]
         if not self.keeps_codes:
             kept.clear()
-        for number, planned in enumerate(self._plan(team)):
+        for number, planned in enumerate(self._plan(team, without_base=without_base)):
             own = Bucket.empty(planned.manifest_on(team.rank), device())
-            self._convert_bucket(planned, own, team, measures)
+            self._convert_bucket(planned, own, team, of_base if planned.is_frozen else measures)
             destination.add(planned, own, kept[number] if number < len(kept) else None)
             if self.keeps_codes:
                 kept[number : number + 1] = [own]
             del own  # before the next is allocated
         destination.finish()
-        return measures.finish(team)
+        if self.has_frozen_base and not without_base:
+            self._base[team.of_experts] = of_base.finish(team)
+        base = self._base.get(team.of_experts, Conversion())
+        return Conversion.merged([base, measures.finish(team)])
 
     def _complete(self, conversions: list[Conversion]) -> Conversion:
         """Return what was measured of all tensors; on rank 0 also what other senders measured."""
         own = Conversion.merged(conversions)
         return Conversion.merged(to_rank_zero(own, self.senders) or [own])
 
-    def _plan(self, team: Team) -> Iterable[PlannedBucket]:
-        """Return the buckets of a team; planned once, unless the weights are gathered for it."""
-        if self._format == "masters":
+    def _plan(self, team: Team, *, without_base: bool = False) -> Iterable[PlannedBucket]:
+        """Return the buckets of a team; planned once, unless the weights are made for it."""
+        is_merged = self._learner.adapters is not None and not self.has_frozen_base
+        if self._is_exact or is_merged:
             return self._plan_buckets(team)
         if team.of_experts not in self._plans:
             self._plans[team.of_experts] = list(self._plan_buckets(team))
-        return self._plans[team.of_experts]
+        plan = self._plans[team.of_experts]
+        return [each for each in plan if not each.is_frozen] if without_base else plan
 
     def _plan_buckets(self, team: Team) -> Iterator[PlannedBucket]:
         bucket: list[SentWeight] = []
         num_bytes = 0
         for weight in self._weights(team):
-            if bucket and num_bytes + weight.num_bytes > self._bucket_bytes:
+            is_full = num_bytes + weight.num_bytes > self._bucket_bytes
+            if bucket and (is_full or bucket[0].is_frozen != weight.is_frozen):
                 yield PlannedBucket(bucket)
                 bucket, num_bytes = [], 0
             bucket.append(weight)
@@ -257,18 +286,39 @@ class Converter:
             yield PlannedBucket(bucket)
 
     def _weights(self, team: Team) -> Iterator[SentWeight]:
-        masters = self._format == "masters"
-        learner = self._learner
-        weights = learner.masters if masters else learner.shards
-        for rule, layer, shard in weights(of_experts=team.of_experts):
-            for part in weight_map.split(
-                rule, shard, learner.architecture, layer, team.rank, team.size
-            ):
+        """Yield what is sent of a team's tensors; a frozen base comes first."""
+        architecture = self._learner.architecture
+        dtype = torch.float32 if self._is_exact else torch.bfloat16
+
+        def split(rule: Rule, layer: int | None, shard: Tensor) -> list[TensorPart]:
+            return weight_map.split(rule, shard, architecture, layer, team.rank, team.size)
+
+        shards = self._shards(team)
+        if self.has_frozen_base:
+            for base_rule, number, *held in self._learner.frozen(of_experts=team.of_experts):
+                both = (split(base_rule, number, each) for each in held)
+                for part, scales in zip(*both, strict=True):
+                    sent = SentWeight.quantized(part, self._format)
+                    yield replace(sent, is_frozen=True, scales=scales.tensor)
+            shards = iter(sorted(shards, key=lambda each: each[0].is_adapter))
+        for rule, layer, shard in shards:
+            for part in split(rule, layer, shard):
                 is_quantized = rule.quantized and part.name not in self._unquantized
-                if is_quantized and self._format not in ("bf16", "masters"):
+                if is_quantized and not self._is_exact and self._format != "bf16":
                     yield SentWeight.quantized(part, self._format)
                 else:
-                    yield SentWeight.plain(part, torch.float32 if masters else torch.bfloat16)
+                    is_frozen = self.has_frozen_base and not rule.is_adapter
+                    yield replace(SentWeight.plain(part, dtype), is_frozen=is_frozen)
+
+    def _shards(self, team: Team) -> Iterator[tuple[Rule, int | None, Tensor]]:
+        """Yield this rank's shards of what is converted. Collective if they are gathered."""
+        learner, of_experts = self._learner, team.of_experts
+        if self._is_exact:
+            masters = learner.masters(of_experts=of_experts)
+            return (each for each in masters if each[0].is_adapter or not learner.adapters)
+        if learner.adapters and not self.has_frozen_base:
+            return learner.merged(of_experts=of_experts)
+        return learner.shards(of_experts=of_experts)
 
     def _convert_bucket(
         self, planned: PlannedBucket, own: Bucket, team: Team, measures: Measures
@@ -280,7 +330,12 @@ class Converter:
         summed = set()
         for weight in planned.weights:
             name = weight.part.name
-            if weight.is_quantized:
+            if weight.scales is not None:
+                values = weight.part.tensor, weight.scales
+                for tensor, held in zip(weight.tensors, values, strict=True):
+                    if views[tensor.name].numel():
+                        copy_values(views[tensor.name], held)
+            elif weight.is_quantized:
                 if self._quantize(weight, views, shared.get(name), measures):
                     summed.add(name)
             elif views[name].numel():
@@ -345,7 +400,9 @@ class Converter:
         parts: list[TensorPart] = [
             weight.part
             for weight in planned.weights
-            if weight.is_quantized and blocks_are_shared(weight.part, self._format)
+            if weight.is_quantized
+            and weight.scales is None
+            and blocks_are_shared(weight.part, self._format)
         ]
         if not parts:
             return {}

@@ -33,7 +33,7 @@ class Senders:
             tokens: of the destinations to which this update goes.
         """
         if update.in_place:
-            return 0, self._write(destinations, tokens)
+            return 0, self._write(update, destinations, tokens)
         to_channels = [each for each in destinations if isinstance(each, ChannelDestination)]
         if dist.get_rank() in self._converter.senders:
             self._open_channels(to_channels)
@@ -68,11 +68,13 @@ class Senders:
                 number = self._converter.senders.index(dist.get_rank())
                 self.channels[destination.token] = destination.open(number)
 
-    def _write(self, destinations: Sequence[Destination], paused: Sequence[str]) -> Conversion:
+    def _write(
+        self, update: Update, destinations: Sequence[Destination], paused: Sequence[str]
+    ) -> Conversion:
         """Write the weights into the servers' parameters."""
         held = [each for each in destinations if isinstance(each, ParametersDestination)]
         here = socket.gethostname()
         new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
         self._parameters.attach(new)
         self._parameters.keep({each.token: each.machine for each in held}, paused)
-        return self._converter.write(self._parameters)
+        return self._converter.write(self._parameters, without_base=update.base is not None)

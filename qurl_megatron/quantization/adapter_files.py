@@ -1,0 +1,165 @@
+"""Adapters (LoRA) as peft's directory, and models into which they are merged.
+
+    adapter_config.json         rank, alpha and the layers that have adapters
+    adapter_model.safetensors   A [rank, in] and B [out, rank] of each layer, float32
+    qurl_base.json              the format that the base was quantized in while they were trained
+
+peft and servers of LoRA read the first two. The base is that of `qurl quantize`: adapters make up
+for its errors too, so over the original weights they are not what was trained.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qurl_megatron.config.schema import ConfigError, WeightFormat
+from qurl_megatron.files import write_whole
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.huggingface import Progress, write_tensors
+from qurl_megatron.quantization import offline, quantize
+
+CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "qurl_base.json"
+_PREFIX = "base_model.model."  # of peft's names
+# Fields of peft with which an adapter is no plain product of A and B, and what they must be.
+_PLAIN = {"peft_type": "LORA", "use_dora": False, "use_rslora": False, "bias": "none"}
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """The adapters of a directory."""
+
+    tensors: Mapping[str, Tensor]  # by peft's names without their prefix
+    scaling: float  # alpha / rank
+    weight_format: WeightFormat  # of the base
+
+    def product(self, weight_name: str) -> Tensor | None:
+        """Return what is added to a weight, [out, in] float32; None if it has no adapter."""
+        layer = weight_name.removesuffix("weight")
+        if f"{layer}lora_A.weight" not in self.tensors:
+            return None
+        a, b = (self.tensors[f"{layer}lora_{x}.weight"].float() for x in "AB")
+        return self.scaling * (b @ a)
+
+
+def write_adapters(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    alpha: float,
+    source: Path,
+    weight_format: WeightFormat,
+) -> None:
+    """Write adapters, given by peft's names without their prefix.
+
+    Args:
+        source: the model that they were trained over, and its format in training.
+    """
+    directory.mkdir(parents=True)
+    layers = sorted(name.removesuffix(".lora_A.weight") for name in tensors if ".lora_A." in name)
+    config = {
+        **_PLAIN,
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": len(tensors[f"{layers[0]}.lora_A.weight"]),
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _modules(layers, Architecture.from_directory(source)),
+        "inference_mode": True,
+    }
+    named = {_PREFIX + name: values.cpu().contiguous() for name, values in tensors.items()}
+    write_tensors(named, directory / TENSORS)
+    write_whole(directory / BASE, json.dumps({"format": weight_format}) + "\n")
+    write_whole(directory / CONFIG, json.dumps(config, indent=2) + "\n")
+
+
+def _modules(layers: list[str], architecture: Architecture) -> list[str]:
+    """Return the last part of the layers' names if every block has them, else whole names."""
+    kinds = sorted({layer.rpartition(".")[2] for layer in layers})
+    return kinds if len(layers) == len(kinds) * architecture.num_layers else layers
+
+
+def read_adapters(directory: Path) -> AdapterFiles:
+    """Read adapters from peft's directory, this project's or another's.
+
+    Without `qurl_base.json` they were trained over the original weights.
+
+    Raises:
+        ConfigError: the directory is none, or its adapters are no plain LoRA of linear layers.
+    """
+    try:
+        config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
+        tensors = load_file(directory / TENSORS)
+        base = directory / BASE
+        weight_format = json.loads(base.read_text())["format"] if base.exists() else "bf16"
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"{directory}: no directory of adapters: {error}") from None
+    for field, value in _PLAIN.items():
+        if config.get(field, value) != value:
+            raise ConfigError(
+                f"{directory / CONFIG}: {field} is {config[field]!r:.80}, and must be {value!r}"
+            )
+    for field in ("modules_to_save", "rank_pattern", "alpha_pattern"):
+        if config.get(field):
+            raise ConfigError(f"{directory / CONFIG}: {field} is not supported")
+    if weight_format not in get_args(WeightFormat):
+        raise ConfigError(f"{directory / BASE}: unknown format {weight_format!r:.80}")
+    names = {name.removeprefix(_PREFIX): values for name, values in tensors.items()}
+    return AdapterFiles(names, alpha / rank, cast(WeightFormat, weight_format))
+
+
+def merge_directory(
+    source: Path,
+    destination: Path,
+    adapters: AdapterFiles,
+    weight_format: WeightFormat,
+    progress: Progress,
+) -> None:
+    """Write a model with adapters merged into its weights, in the stored dtype.
+
+    Linear layers first take the values that they have in `weight_format`, of which experts have
+    no adapters.
+
+    Raises:
+        ArchitectureError, ConfigError: the source or the destination cannot be used, or an adapter
+            is of no layer of the model, or of another shape.
+    """
+    layers = {name.removesuffix("weight") for name in offline.linear_weights(source)}
+    for name, values in adapters.tensors.items():
+        layer, _, _ = name.partition("lora_")
+        if layer not in layers:
+            raise ConfigError(f"the adapter '{name}' is of no linear layer of {source}")
+        if not values.isfinite().all():
+            raise ConfigError(f"the adapter '{name}' holds NaN or infinity")
+
+    def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if name.removesuffix("weight") not in layers:
+            return {name: tensor}
+        values = tensor.float()
+        if weight_format != "bf16":
+            values = quantize.dequantize(quantize.quantize(tensor, weight_format))
+            if quantize.packing(weight_format) > 1:
+                values = values.bfloat16().float()  # as the engine's
+        added = adapters.product(name)
+        if added is not None:
+            if added.shape != values.shape:
+                raise ConfigError(
+                    f"the adapter of '{name}' has shape {list(added.shape)}, and the layer "
+                    f"{list(values.shape)}"
+                )
+            values += added
+        return {name: values.to(tensor.dtype)}
+
+    job = {"merge": weight_format, "scaling": adapters.scaling, "adapters": _sums(adapters)}
+    offline.rewrite_directory(source, destination, rewrite, {}, job, progress)
+
+
+def _sums(adapters: AdapterFiles) -> dict[str, float]:
+    """Return values by which an interrupted call knows its own adapters again."""
+    return {name: float(values.double().sum()) for name, values in adapters.tensors.items()}
