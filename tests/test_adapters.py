@@ -1,7 +1,7 @@
 """Adapters over a quantized base against torch in float64, by layout, in real processes."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters_reference import (
+    ALPHA,
+    PLAIN,
+    RANK,
+    WHOLE_GROUPS,
+    Adapted,
+    adapt,
+    base_of,
+    write_b,
+)
 from batches import score, share_of
 from distributed import run_ranks
 from learner_reference import (
@@ -20,7 +30,6 @@ from learner_reference import (
     EXPERTS,
     FULL,
     ONE_LAYER,
-    OPTIMIZER,
     PP2,
     SELECTIVE,
     TP2,
@@ -34,16 +43,10 @@ from learner_reference import (
     policy_gradient,
 )
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.learner.adapters import Adapters, initial_a
+from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Family
-from qurl_megatron.quantization import quantize
 from tiny import build_tiny_model
-
-RANK, ALPHA = 4, 8.0
-PLAIN = replace(OPTIMIZER, clip_grad=0.0, warmup_steps=0, weight_decay=0.0)
-# INT4's groups of 32 must be whole on each rank.
-WHOLE_GROUPS = {"hidden_size": 96, "intermediate_size": 256, "head_dim": 32}
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ CASES = {
     "TP1": Case("int8", {}, 1, "qwen2", tied=True),
     "TP2, all computed again": Case("int4-g32", {**TP2, **FULL}, 2),
     "PP2": Case("fp8", PP2, 2, "qwen2", tied=True),
-    "DP2": Case("fp8-tensor", {**DP2, **BUDGET}, 2, "llama"),
+    "DP2": Case("fp8", {**DP2, **BUDGET}, 2, "llama"),
     "one layer computed again": Case("int8", ONE_LAYER, 1),
     "TP2xPP2, cheap parts computed again": Case("int8", {**TP2, **PP2, **SELECTIVE}, 4),
     "PP2 in 2 parts, all computed again": Case("int4-g32", {**VPP2, **BUDGET, **FULL}, 2),
@@ -72,10 +75,6 @@ CASES = {
     "q and v alone": Case("int8", TP2, 2, targets=("q_proj", "model.layers.1.self_attn.v_proj")),
     "experts frozen, EP2xTP2": Case("int8", {**EP2, **TP2, **DP2}, 4, "qwen3_moe"),
 }
-
-
-def random_b(name: str, shape: tuple[int, ...]) -> Tensor:
-    return 0.3 * initial_a(name, shape, 5) * shape[1] ** 0.5
 
 
 def measure(model: Path, case: Case) -> dict[str, Any]:
@@ -103,82 +102,9 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     return found
 
 
-def write_b(learner: Any) -> None:
-    """Give the B of every projection with an adapter the same values on any layout."""
-    from qurl_megatron.config.keep import adapted_layers
-    from qurl_megatron.learner.model import tensor_parallel_place
-
-    targets = adapted_layers(learner.adapters.targets, learner.architecture)
-    for _, rule, layer, parameter in learner._parameters():
-        if not rule.megatron_names[0].endswith("lora_b"):
-            continue
-        place = tensor_parallel_place(rule)
-        parts = []
-        for part, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
-            index = weight_map.part_index(rule, part, learner.architecture, *place)
-            whole = random_b(name, weight_map.full_shape(part, learner.architecture))
-            is_target = name.removesuffix(".lora_B.weight") in targets
-            parts.append(whole[index] * is_target)
-        shard = weight_map.merge(rule, parts, learner.architecture, place[1])
-        with torch.no_grad():
-            parameter.copy_(shard)
-        learner._optimizer_shards.write_master(parameter, shard)
-
-
 def adapters_of(learner: Any, of: Any) -> list[weight_map.TensorPart]:
     held = [(r, layer, of(p)) for _, r, layer, p in learner._parameters() if r.is_adapter]
     return parts_of(learner, held)
-
-
-class Adapted(torch.nn.Module):
-    """A linear layer and its adapter, written down as the paper on LoRA has it."""
-
-    def __init__(self, base: torch.nn.Linear, a: Tensor, b: Tensor) -> None:
-        super().__init__()
-        self.base = base
-        self.a, self.b = (torch.nn.Parameter(each.double()) for each in (a, b))
-
-    def forward(self, x: Tensor) -> Tensor:
-        low = torch.nn.functional.linear(x, self.a)
-        update = torch.nn.functional.linear(low, self.b)
-        return self.base(x) + ALPHA / RANK * update
-
-
-def base_of(directory: Path, weight_format: WeightFormat) -> Any:
-    """Return the model whose linear layers have the values of a server's codes, in float64."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, experts_implementation="eager"
-    )
-    tensors = dict(model.named_parameters())
-    for name in list(tensors):
-        if ".experts." in name:  # stacked by transformers: gate and up, and down, of all experts
-            for expert in tensors[name].data:
-                for half in expert.chunk(2) if "gate_up" in name else [expert]:
-                    half.copy_(rounded(half.clone(), weight_format))
-        elif weight_map.find_hugging_face(name)[0].quantized:
-            tensors[name].data = rounded(tensors[name].data, weight_format)
-    return model.double().requires_grad_(False)
-
-
-def rounded(weight: Tensor, weight_format: WeightFormat) -> Tensor:
-    values = quantize.dequantize(quantize.quantize(weight, weight_format))
-    return values.bfloat16().float() if weight_format.startswith("int4") else values
-
-
-def adapt(model: Any, adapters: dict[str, Tensor]) -> dict[str, torch.nn.Parameter]:
-    """Put adapters into a model; return them by name."""
-    held: dict[str, torch.nn.Parameter] = {}
-    for name, a in adapters.items():
-        path, is_a, _ = name.partition(".lora_A.weight")
-        if is_a:
-            parent, _, last = path.rpartition(".")
-            place = model.get_submodule(parent)
-            layer = Adapted(getattr(place, last), a, adapters[f"{path}.lora_B.weight"])
-            setattr(place, last, layer)
-            held |= {name: layer.a, f"{path}.lora_B.weight": layer.b}
-    return held
 
 
 @pytest.mark.parametrize("name", CASES)

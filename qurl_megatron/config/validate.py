@@ -370,10 +370,10 @@ def validate_adapters(config: Config) -> None:
         ConfigError: the run asks for it.
     """
     rank, quantization = f"adapters.rank={config.adapters.rank}", config.quantization
-    if quantization.format in ("bf16", "fp8-block"):
+    if quantization.format not in ("int8", "int4", "fp8"):
         raise ConfigError(
             f"quantization.format={quantization.format}: the base under adapters ({rank}) is "
-            "quantized, with scales per channel or group; choose int8, int4, fp8 or fp8-tensor"
+            "quantized with scales per channel or group; choose int8, int4 or fp8"
         )
     if quantization.uaq != UaqConfig():
         raise ConfigError(

@@ -4,6 +4,7 @@
 (`weight_sync/elsewhere/routes.py`). `without_key` keeps the key out of the log.
 """
 
+import dataclasses
 import functools
 import json
 import tempfile
@@ -41,9 +42,15 @@ def _arguments() -> Any:
 
 def _kept() -> list[str]:
     """Return the layers that stay in BF16, by the server's arguments."""
-    changes = json.loads(_arguments().json_model_override_args)
-    kept: list[str] = changes.get("quantization_config", {}).get("modules_to_not_convert", [])
+    kept: list[str] = _quantization().get("modules_to_not_convert", [])
     return kept
+
+
+def _quantization() -> dict[str, Any]:
+    """Return the fields of `formats.QurlConfig` that the server was started with."""
+    changes = json.loads(_arguments().json_model_override_args)
+    fields: dict[str, Any] = changes.get("quantization_config", {})
+    return fields
 
 
 @functools.cache
@@ -52,7 +59,10 @@ def _held() -> Mapping[str, SentTensor]:
     arguments = _arguments()
     formats = {method: name for name, method in ENGINE_METHODS.items()}
     return model_tensors(
-        Architecture.from_directory(arguments.model_path),
+        dataclasses.replace(
+            Architecture.from_directory(arguments.model_path),
+            adapter_rank=_quantization().get("adapters", {}).get("rank", 0),
+        ),
         formats.get(arguments.quantization, "bf16"),
         set(_kept()),
     )

@@ -1,0 +1,283 @@
+"""Adapters sent to servers, saved, resumed on another layout, and written for peft."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from adapters_reference import ALPHA, PLAIN, RANK, WHOLE_GROUPS, adapt, base_of, write_b
+from batches import score, share_of
+from distributed import run_ranks
+from learner_reference import (
+    BUDGET,
+    DIMS,
+    DP2,
+    EP2,
+    EXPERTS,
+    FULL,
+    PP2,
+    TP2,
+    gathered,
+    learner_config,
+    logprobs_and_entropy_of,
+    make_batch,
+    make_rows,
+    parts_of,
+    policy_gradient,
+)
+from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
+from qurl_megatron.learner.adapters import Adapters
+from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.huggingface import Weights
+from qurl_megatron.quantization.adapter_files import merge_directory, read_adapters, write_adapters
+from qurl_megatron.quantization.checksum import checksum
+from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.conversion import Conversion
+from sent import as_bytes, tensors_in
+from tiny import build_tiny_model, quantized
+
+BUCKET_BYTES = 20_000
+LAYOUTS: dict[str, tuple[Family, WeightFormat, dict[str, Any], int]] = {
+    "TP1": ("qwen2", "int8", {}, 1),
+    "TP2xPP2": ("qwen3", "int4-g32", {**TP2, **PP2}, 4),
+    "TP2xDP2": ("qwen2", "fp8", {**TP2, **DP2}, 4),
+    "experts": ("qwen3_moe", "int8", {**EP2, **DP2}, 2),
+}
+
+
+def build(directory: Path, family: Family, weight_format: WeightFormat = "int8") -> Path:
+    dims = EXPERTS if family == "qwen3_moe" else DIMS
+    dims = dims | (WHOLE_GROUPS if weight_format == "int4-g32" else {})
+    return build_tiny_model(directory, family, tied=family == "qwen2", **dims)
+
+
+def learner_of(model: Path, layout: dict[str, Any], adapters: Adapters, dtype: str) -> Any:
+    from qurl_megatron import device
+    from qurl_megatron.learner.learner import Learner
+
+    device.initialize_distributed()
+    return Learner(model, learner_config(layout, dtype=dtype), PLAIN, adapters=adapters)
+
+
+@dataclass
+class Sent:
+    """What one rank sent: all, and then, with other adapters, what servers of the base need."""
+
+    first: list[Bucket]
+    second: list[Bucket]
+    conversions: list[Conversion]
+    merged: list[Bucket]  # in BF16, after that
+
+
+def convert(model: Path, layout: dict[str, Any], weight_format: WeightFormat) -> Sent:
+    from qurl_megatron.weight_sync.reshard import Converter
+
+    learner = learner_of(model, layout, Adapters(RANK, ALPHA, weight_format), "float32")
+    converter = Converter(learner, weight_format, BUCKET_BYTES)
+    sent = Sent([], [], [], [])
+    sent.conversions.append(converter.convert(sent.first.append))
+    write_b(learner)
+    sent.conversions.append(converter.convert(sent.second.append, base=1))
+    Converter(learner, "bf16", BUCKET_BYTES).convert(sent.merged.append)
+    learner.close()
+    return sent
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_base_is_sent_once_as_its_codes_and_then_adapters_alone(
+    name: str, tmp_path: Path
+) -> None:
+    family, weight_format, layout, num_ranks = LAYOUTS[name]
+    model = build(tmp_path, family, weight_format)
+    ranks = run_ranks(convert, num_ranks, model, layout, weight_format)
+    first, second, merged = (
+        tensors_in([bucket for rank in ranks for bucket in getattr(rank, part)])
+        for part in ("first", "second", "merged")
+    )
+    base = quantized(model, weight_format)
+    adapters = {each for each in first if ".lora_" in each}
+    assert first.keys() - adapters == base.keys()
+    for each, tensor in base.items():
+        assert as_bytes(first[each]) == as_bytes(tensor), each
+    assert second.keys() == adapters and adapters
+    assert all(first[each].any() == (".lora_A." in each) for each in adapters)
+    assert all(second[each].any() for each in adapters)
+    before, after = ranks[0].conversions
+    assert before.checksums == {each: checksum(tensor) for each, tensor in first.items()}
+    assert after.checksums == {each: checksum(t) for each, t in (first | second).items()}
+    assert before.num_bytes == after.num_bytes > 2 * sum(t.nbytes for t in second.values())
+    reference = base_of(model, weight_format).bfloat16()
+    adapt(reference, {each: tensor.float() for each, tensor in second.items()})
+    whole = values_of(reference)
+    assert merged.keys() == whole.keys()
+    for each, tensor in whole.items():
+        torch.testing.assert_close(merged[each].float(), tensor, rtol=0.01, atol=2e-3)
+
+
+def values_of(model: Any) -> dict[str, Tensor]:
+    """Return the weights of a model with adapters under their Hugging Face names, merged."""
+    from qurl_megatron.model.huggingface import checkpoint_tensors
+
+    values = {}
+    for name, tensor in checkpoint_tensors(model):
+        if name.endswith((".a", ".b")):
+            continue
+        path = name.removesuffix(".base.weight")
+        if path != name:
+            layer = model.get_submodule(path)
+            update = ALPHA / RANK * layer.b @ layer.a
+            values[f"{path}.weight"] = (tensor.double() + update).detach().float()
+        else:
+            values[name.replace(".base.", ".")] = tensor.detach().float()
+    return values
+
+
+def train_and_save(model: Path, layout: dict[str, Any], directory: Path, dtype: str) -> Any:
+    from megatron.core import dist_checkpointing
+
+    from qurl_megatron import device
+    from qurl_megatron.learner.cpu_runtime import megatron_runtime
+    from qurl_megatron.weight_sync.export import export
+
+    learner = learner_of(model, layout, Adapters(RANK, ALPHA, "int8"), dtype)
+    share = share_of(learner, make_batch())
+    for _ in range(4):
+        learner.update(share, policy_gradient, temperature=0.7)
+    with megatron_runtime():
+        if device.rank() == 0:
+            (directory / "saved").mkdir(parents=True)
+        torch.distributed.barrier()
+        dist_checkpointing.save(learner.sharded_state(), str(directory / "saved"))
+    export(learner, model, directory / "final_model", UaqConfig())
+    return state_of(learner)
+
+
+def resume(model: Path, layout: dict[str, Any], directory: Path, dtype: str) -> Any:
+    from megatron.core import dist_checkpointing
+
+    from qurl_megatron.learner.cpu_runtime import megatron_runtime
+
+    learner = learner_of(model, layout, Adapters(RANK, ALPHA, "int8"), dtype)
+    with megatron_runtime():
+        learner.restore(dist_checkpointing.load(learner.sharded_state(), str(directory / "saved")))
+    return state_of(learner)
+
+
+def state_of(learner: Any) -> Any:
+    """Return masters, scores, the hash of the base, and the next update."""
+    masters = parts_of(learner, [each for each in learner.masters() if each[0].is_adapter])
+    scores = score(learner, make_rows().tokens, temperature=0.7)
+    share = share_of(learner, make_batch())
+    update = learner.update(share, policy_gradient, temperature=0.7)
+    found = masters, scores[0], learner.base_hash(), update.grad_norm
+    learner.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_any_layout_resumes_and_peft_and_transformers_get_what_was_trained(
+    dtype: str, tmp_path: Path
+) -> None:
+    model = build(tmp_path / "model", "qwen2")
+    layout = {**PP2, **DP2, **BUDGET, **FULL}
+    saved = run_ranks(train_and_save, 4, model, layout, tmp_path, dtype)
+    resumed = run_ranks(resume, 2, model, TP2, tmp_path, dtype)
+    before, after = (gathered([rank[0] for rank in ranks]) for ranks in (saved, resumed))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert {rank[2] for rank in saved} == {rank[2] for rank in resumed} != {""}
+    assert resumed[0][3] == pytest.approx(saved[0][3], rel=1e-5 if dtype == "float32" else 0.05)
+    atol = 2e-5 if dtype == "float32" else 0.05
+    torch.testing.assert_close(saved[0][1], resumed[0][1], rtol=0, atol=atol)
+
+    adapters = read_adapters(tmp_path / "final_adapters")
+    assert adapters.weight_format == "int8"
+    assert all(torch.equal(adapters.tensors[name], before[name]) for name in before)
+    reference = base_of(model, "int8")
+    adapt(reference, before)
+    merged = base_of(tmp_path / "final_model", "bf16")
+    for found in (reference, merged):
+        with torch.no_grad():
+            expected, _ = logprobs_and_entropy_of(found, make_rows().tokens, 0.7)
+        torch.testing.assert_close(saved[0][1], expected.float(), rtol=0, atol=max(atol, 2e-4))
+
+
+def test_another_base_or_format_has_another_hash(tmp_path: Path) -> None:
+    model = build(tmp_path / "model", "qwen2")
+    other = build_tiny_model(tmp_path / "other", "qwen2", tied=True, **DIMS, seed=1)
+    hashes = [
+        run_ranks(hash_of, 1, *each)[0]
+        for each in ((model, "int8"), (model, "fp8"), (other, "int8"))
+    ]
+    assert len({*hashes}) == 3
+
+
+def hash_of(model: Path, weight_format: WeightFormat) -> str:
+    learner = learner_of(model, {}, Adapters(RANK, ALPHA, weight_format), "float32")
+    found: str = learner.base_hash()
+    learner.close()
+    return found
+
+
+@pytest.fixture
+def adapters(tmp_path: Path) -> Path:
+    """Write a model, and adapters over it."""
+    model = build(tmp_path / "model", "qwen2")
+    weights = Weights(model, Architecture.from_directory(model))
+    tensors = {}
+    for layer in range(DIMS["num_hidden_layers"]):
+        for kind in ("q_proj", "v_proj"):
+            path = f"model.layers.{layer}.self_attn.{kind}"
+            out, width = weights.read(f"{path}.weight", ()).shape
+            tensors[f"{path}.lora_A.weight"] = torch.randn(RANK, width)
+            tensors[f"{path}.lora_B.weight"] = torch.randn(out, RANK)
+    directory = tmp_path / "adapters"
+    write_adapters(directory, tensors, alpha=ALPHA, source=model, weight_format="int8")
+    return directory
+
+
+def test_layers_that_every_block_has_are_named_once(adapters: Path) -> None:
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["q_proj", "v_proj"]
+
+
+@pytest.mark.parametrize(
+    "field,value,message",
+    [
+        ("use_dora", True, "use_dora is True, and must be False"),
+        ("use_rslora", True, "use_rslora is True"),
+        ("bias", "all", "bias is 'all', and must be 'none'"),
+        ("modules_to_save", ["lm_head"], "modules_to_save is not supported"),
+        ("r", "many", "no directory of adapters"),
+    ],
+)
+def test_adapters_that_are_no_plain_product_are_refused(
+    adapters: Path, field: str, value: object, message: str
+) -> None:
+    file = adapters / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=message):
+        read_adapters(adapters)
+
+
+def test_adapters_of_another_model_are_refused(adapters: Path, tmp_path: Path) -> None:
+    found = read_adapters(adapters)
+    narrow = DIMS | {"head_dim": DIMS["head_dim"] * 2}
+    other = build_tiny_model(tmp_path / "other", "qwen2", tied=True, **narrow)
+
+    def merge(changed: Any) -> None:
+        merge_directory(other, tmp_path / "merged", changed, "int8", lambda done, total: None)
+
+    with pytest.raises(ConfigError, match=r"q_proj.weight' has shape .* and the layer"):
+        merge(found)
+    renamed = {name.replace("layers.0", "layers.99"): t for name, t in found.tensors.items()}
+    with pytest.raises(ConfigError, match=r"layers.99.* is of no linear layer"):
+        merge(replace(found, tensors=renamed))
+    spoilt = {name: tensor / 0 for name, tensor in found.tensors.items()}
+    with pytest.raises(ConfigError, match="holds NaN or infinity"):
+        merge(replace(found, tensors=spoilt))
+    assert not (tmp_path / "merged").exists()
