@@ -51,7 +51,7 @@ def write_data(recipe: str, directory: Path) -> list[str]:
             (directory / "main").mkdir(exist_ok=True)
             pq.write_table(table, directory / "main" / f"{name}-00000-of-00001.parquet")
         files = ["main", "main:test"]
-    elif recipe in ("grpo", "math_tools", "scaling_32b", "qwen3_moe"):
+    elif recipe in ("adapters_32b", "grpo", "math_tools", "scaling_32b", "qwen3_moe"):
         (directory / "train.jsonl").write_text("\n".join(good_problems()))
         (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
         files = ["train.jsonl", "test.jsonl"]
@@ -65,6 +65,8 @@ def write_inputs(recipe: str, directory: Path) -> list[str]:
     if load_recipe(recipe).config.model_builder:
         return []
     has_experts = recipe == "qwen3_moe"
+    # INT4's groups of 128 must be whole.
+    widths = {"hidden_size": 128, "intermediate_size": 256} if recipe == "adapters_32b" else {}
     build_tiny_model(  # its layers and heads divide into the layouts
         directory / "model",
         "qwen3_moe" if has_experts else "qwen2",
@@ -72,5 +74,6 @@ def write_inputs(recipe: str, directory: Path) -> list[str]:
         num_hidden_layers=48 if has_experts else 64,
         num_attention_heads=8,
         num_key_value_heads=8,
+        **widths,
     )
     return [f"model={directory / 'model'}", *write_data(recipe, directory)]

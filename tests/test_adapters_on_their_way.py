@@ -33,7 +33,12 @@ from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
 from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import Weights
-from qurl_megatron.quantization.adapter_files import merge_directory, read_adapters, write_adapters
+from qurl_megatron.quantization.adapter_files import (
+    check_adapters,
+    merge_directory,
+    read_adapters,
+    write_adapters,
+)
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
@@ -272,12 +277,19 @@ def test_adapters_of_another_model_are_refused(adapters: Path, tmp_path: Path) -
     def merge(changed: Any) -> None:
         merge_directory(other, tmp_path / "merged", changed, "int8", lambda done, total: None)
 
-    with pytest.raises(ConfigError, match=r"q_proj.weight' has shape .* and the layer"):
+    with pytest.raises(ConfigError, match=r"q_proj.lora_B.weight' has shape .* and its layer"):
         merge(found)
     renamed = {name.replace("layers.0", "layers.99"): t for name, t in found.tensors.items()}
     with pytest.raises(ConfigError, match=r"layers.99.* is of no linear layer"):
         merge(replace(found, tensors=renamed))
+    halved = {name: t[:2] if ".lora_A." in name else t for name, t in found.tensors.items()}
+    with pytest.raises(ConfigError, match="lacks A or B, or their ranks differ"):
+        check_adapters(
+            replace(found, tensors=halved), Architecture.from_directory(tmp_path / "model")
+        )
     spoilt = {name: tensor / 0 for name, tensor in found.tensors.items()}
     with pytest.raises(ConfigError, match="holds NaN or infinity"):
-        merge(replace(found, tensors=spoilt))
+        check_adapters(
+            replace(found, tensors=spoilt), Architecture.from_directory(tmp_path / "model")
+        )
     assert not (tmp_path / "merged").exists()

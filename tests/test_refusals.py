@@ -127,6 +127,18 @@ FIELDS = rows(r"""
     quantization.format=int4                has 64 query channels; use groups of 32, or format int8
     quantization.group_size=32              quantization.group_size=32: format int8 has no groups
     quantization.group_size=64              group_size=64: input should be 32 or 128
+    adapters.rank=4 & quantization.format=bf16  choose int8, int4 or fp8
+    adapters.rank=4 & quantization.format=fp8-block  the base under adapters (adapters.rank=4) is
+    adapters.rank=4 & quantization.uaq.scale=1.5  there is no update to make visible
+    adapters.rank=4 & quantization.keep=[*.o_proj]  all linear layers of the base are quantized
+    adapters.rank=4 & quantization.publish=delta  sends nothing but adapters
+    adapters.rank=4 & learner.fp8=blockwise   the base is quantized already
+    adapters.rank=4 & advantage_estimator=gae  critic is a whole model
+    adapters.rank=4 & rollout.servers_at=["http://localhost:1"]  servers elsewhere hold no adapters
+    adapters.rank=-1                          greater than or equal to 0
+    adapters.alpha=0                          adapters.alpha=0
+    adapters.targets=[lm_head]                adapters.targets=lm_head: matches no quantized layer
+    adapters.rank=4 & quantization.format=int4 & learner.tensor_parallel_size=1  learner divides the
     quantization.keep=[*.q_proj]            a server holds them as one layer, so keep all or none
     quantization.publish=auto & quantization.transport=direct  =direct all tensors are written in
     quantization.transport=direct & rollout.servers_at=["http://localhost:1"]  are on other machines

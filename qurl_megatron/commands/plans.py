@@ -154,8 +154,8 @@ def _numbers(gpus: str) -> list[int]:
     from qurl_megatron.config.schema import ConfigError
 
     words = gpus.split(",")
-    if not all(word.isdecimal() and 2 <= int(word) <= 16_384 for word in words):
-        raise ConfigError(f"--gpus {gpus}: must be numbers from 2 to 16384, such as 24,32,64")
+    if not all(word.isdecimal() and 1 <= int(word) <= 16_384 for word in words):
+        raise ConfigError(f"--gpus {gpus}: must be numbers from 1 to 16384, such as 24,32,64")
     return sorted({int(word) for word in words})
 
 

@@ -1,5 +1,6 @@
 """The disk that a run needs: its space, and its speed."""
 
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -19,7 +20,10 @@ def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
     """
     per_value = 12 if config.learner.dtype == "float32" else 14
     models = 2 if config.advantage_estimator == "gae" else 1
-    return models * per_value * num_parameters(architecture)
+    values = num_parameters(architecture)
+    if rank := config.adapters.rank:  # these alone are saved
+        values = num_parameters(dataclasses.replace(architecture, adapter_rank=rank)) - values
+    return models * per_value * values
 
 
 def check_disk(config: Config) -> str:

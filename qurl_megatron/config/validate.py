@@ -406,6 +406,25 @@ def validate_adapters(config: Config) -> None:
         )
 
 
+def check_base(config: Config, architecture: Architecture) -> None:
+    """Check that a learner of adapters can hold its part of the base, and targets exist.
+
+    Raises:
+        ConfigError: a group of INT4 would lie on two ranks, or a target matches no layer.
+    """
+    adapted_layers(config.adapters.targets, architecture)
+    if not config.adapters.rank:
+        return
+    size = config.learner.tensor_parallel_size
+    try:
+        architecture.check_blocks(config.quantization.weight_format, size)
+    except ArchitectureError as error:
+        raise ConfigError(
+            f"learner.tensor_parallel_size={size}: with adapters.rank={config.adapters.rank} the "
+            f"learner divides the base as servers do: {error}"
+        ) from None
+
+
 def _validate_fields(config: Config) -> None:
     """Check the fields that must fit each other whatever the model is."""
     rollout, quantization = config.rollout, config.quantization
@@ -530,7 +549,7 @@ def _validate_model(config: Config) -> Architecture:
             )
     check_scales(config.quantization.uaq, architecture)
     kept_layers(config.quantization.keep, architecture)
-    adapted_layers(config.adapters.targets, architecture)
+    check_base(config, architecture)
     check_routing(config, architecture)
     return architecture
 

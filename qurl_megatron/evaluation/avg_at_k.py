@@ -81,6 +81,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 from qurl_megatron.planning.host import ServerSet, check_workers, settle_caches
+from qurl_megatron.quantization.adapter_files import check_adapters, merge_directory, read_adapters
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import duration
 from qurl_megatron.rollout.client import RolloutClient
@@ -108,6 +109,9 @@ class EvalConfig(AgentConfig):
     """Probability mass that nucleus sampling keeps, in the sampled answers."""
     format: FormatName = "bf16"
     """Format of the served weights."""
+    adapters: Place = ""
+    """Directory of adapters (LoRA), a run's `final_adapters` or peft's. They are merged into `model`,
+    whose linear layers first take their values in `format`, and served in BF16. Empty: none."""
     group_size: GroupSize = 128
     """Input channels that share a scale in format int4: a run's `quantization.group_size`."""
     max_prompt_length: Count = 1024
@@ -144,6 +148,11 @@ class EvalConfig(AgentConfig):
     def weight_format(self) -> WeightFormat:
         """The format and its group size."""
         return with_group_size(self.format, self.group_size)
+
+    @property
+    def served_format(self) -> WeightFormat:
+        """The format in which the server holds weights."""
+        return "bf16" if self.adapters else self.weight_format
 
     @property
     def max_length(self) -> int:
@@ -230,6 +239,27 @@ def measure(
     ]
 
 
+def _title(config: EvalConfig) -> str:
+    if not config.adapters:
+        return f"{config.model} served in {config.format}"
+    trained = read_adapters(Path(config.adapters)).weight_format
+    return f"{config.adapters}, trained over {trained}, merged over {config.weight_format}"
+
+
+def _converted(config: EvalConfig, model_dir: Path, directory: Path) -> Path:
+    """Return the directory with the weights that are served, which is written."""
+
+    def progress(done: int, total: int) -> None:
+        pass
+
+    if config.adapters:
+        adapters = read_adapters(Path(config.adapters))
+        merge_directory(model_dir, directory, adapters, config.weight_format, progress)
+    else:
+        quantize_directory(model_dir, directory, config.weight_format, progress, config.keep)
+    return directory
+
+
 def _answers(completions: list[Completion], scores: Future[list[Score]]) -> list[Answer]:
     return [
         Answer(
@@ -246,7 +276,7 @@ def _answers(completions: list[Completion], scores: Future[list[Score]]) -> list
 
 def settle_cache(config: EvalConfig, architecture: Architecture) -> None:
     """Set the size of the server's KV cache without a GPU, as `settle_caches`."""
-    of_model = architecture, config.weight_format, config.max_length, config.keep
+    of_model = architecture, config.served_format, config.max_length, config.keep
     settle_caches([ServerSet(config.server, *of_model)])
 
 
@@ -280,7 +310,9 @@ def check(config: EvalConfig) -> None:
     model = Path(config.model)
     architecture = Architecture.from_directory(model / "model" if _is_checkpoint(model) else model)
     check_group_size(config.format, config.group_size, "group_size=")
-    validate_server("server", config.server, architecture, config.weight_format, config.max_length)
+    validate_server("server", config.server, architecture, config.served_format, config.max_length)
+    if config.adapters:
+        check_adapters(read_adapters(Path(config.adapters)), architecture)
     validate_agent(config, architecture, config.max_prompt_length)
     validate_stop_tokens(config.stop_token_ids, architecture)
     validate_lengths(architecture, config.max_prompt_length, config.max_completion_length)
@@ -318,12 +350,8 @@ def run(config: EvalConfig) -> None:
         tokenizer = load_tokenizer(model_dir, *template)
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer, columns)
-        if config.format != "bf16":
-            quantized = Path(scratch) / "quantized"
-            quantize_directory(
-                model_dir, quantized, config.weight_format, lambda done, total: None, config.keep
-            )
-            model_dir = quantized
+        if config.format != "bf16" or config.adapters:
+            model_dir = _converted(config, model_dir, Path(scratch) / "converted")
         output.mkdir(parents=True)
         with (
             contextlib.ExitStack() as stack,
@@ -369,7 +397,7 @@ def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[F
     plan = ServerPlan(
         model_dir,
         config.server,
-        config.weight_format,
+        config.served_format,
         context_length=config.max_length,
         log_file=output / "server.log",
         seed=config.seed,
@@ -467,7 +495,7 @@ def _table(
     averages_of: dict[str, dict[str, Average]],
 ) -> Table:
     names = list(next(iter(averages_of.values())))
-    table = Table("data", "problems", *names, title=f"{config.model} served in {config.format}")
+    table = Table("data", "problems", *names, title=_title(config))
     for data, named in averages_of.items():
         cells = [f"{a.mean:.1%} ± {a.standard_error:.1%}" for a in named.values()]
         table.add_row(data, str(len(prompts[data])), *cells)

@@ -145,9 +145,11 @@ class FrozenBase(torch.nn.Module):
         out: Tensor = _BaseProduct.apply(x, self.codes, self.scale)
         return out
 
-    def multiply_b(self, low: Tensor) -> Tensor:
-        """Return (alpha / rank) low B^T, for `low` [..., projections * rank]."""
-        return self._settings.scaling * (low @ self._wide(self.lora_b).t())
+    def add_b(self, out: Tensor, low: Tensor) -> Tensor:
+        """Return `out` + (alpha / rank) low B^T, for `low` [..., projections * rank]."""
+        wide, scaling = self._wide(self.lora_b).t(), self._settings.scaling
+        rows = out.flatten(0, -2), low.flatten(0, -2)
+        return torch.addmm(*rows, wide, alpha=scaling).view_as(out)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -205,7 +207,7 @@ class FrozenColumnLinear(ColumnParallelLinear, FrozenBase):
         if bias is not None:
             out = out + bias
         if self.is_active:
-            out = out + self.multiply_b(self._spread(input_ @ self.lora_a.t()))
+            out = self.add_b(out, self._spread(input_ @ self.lora_a.t()))
         return out, None
 
     def _spread(self, tensor: Tensor) -> Tensor:
@@ -242,7 +244,7 @@ class FrozenRowLinear(RowParallelLinear, FrozenBase):
         """Return all output channels [tokens, ..., out], and no bias to be added."""
         out = self.multiply_base(input_)
         if self.is_active:
-            out = out + self.multiply_b(input_ @ self.lora_a.t())
+            out = self.add_b(out, input_ @ self.lora_a.t())
         if self.sequence_parallel and not self.explicit_expert_comm:
             out = reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
         elif not self.explicit_expert_comm:

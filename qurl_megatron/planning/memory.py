@@ -36,6 +36,11 @@ the fullest pipeline stage:
                  a bucket of its own. With transport=direct, a rank's own part of a bucket.
     runtime      `RUNTIME_BYTES`
 
+With adapters, weights are the base as codes and scales, what else is frozen in the compute dtype,
+and the adapters. Gradients, optimizer and bucket are those of adapters alone; the first publish has
+all. There is no reference, and no gradient of the output layer. In place of the largest weight's
+gradient, `backward` has the values of the largest layer's codes.
+
 Memory of a server GPU: the fraction rollout.server.mem_fraction_static holds weights (codes and
 scales, divided by the GPUs of a server; embedding, output layer and norms in BF16) and the KV
 cache. One sequence of maximum length must fit. The server decodes as many sequences at once as fit
@@ -70,7 +75,19 @@ from qurl_megatron.quantization import quantize
 # weights with which QuRL Eq. 13 is measured, less than a hundredth of a GPU, are in it.
 RUNTIME_BYTES = 4 * GIB
 SCORED_LOGIT_BYTES = 12  # of a logit, in a forward pass
+_ADAPTERS = 7  # of a layer: q, k, v, o, gate, up, down; each keeps x A^T of all tokens
 WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
+
+
+def adapted(architecture: Architecture, config: Config) -> Architecture:
+    """Return the architecture with the adapters that a run trains."""
+    rank = config.adapters.rank
+    return dataclasses.replace(architecture, adapter_rank=rank) if rank else architecture
+
+
+def is_trained(rule: Rule, architecture: Architecture) -> bool:
+    """Return whether a learner trains a parameter: with adapters these alone."""
+    return rule.is_adapter == (architecture.adapter_rank > 0)
 
 
 @functools.cache
@@ -131,13 +148,15 @@ def _division(rule: Rule, architecture: Architecture, learner: LearnerConfig) ->
 def values_by_copies(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> dict[int, int]:
-    """Return the values of parameters on one rank of a stage, by the number of their copies.
+    """Return the values that one rank of a stage trains, by the number of their copies.
 
     That is the number of ranks that hold the same shard, and share its optimizer state.
     """
     dense_copies = learner.data_parallel_size * learner.context_parallel_size
     values: Counter[int] = Counter()
     for rule, numel, count in _rank_parameters(architecture, learner, stage):
+        if not is_trained(rule, architecture):
+            continue
         copies = learner.expert_data_parallel_size if rule.of_experts else dense_copies
         values[copies] += numel * count
     return values
@@ -217,11 +236,20 @@ class StageBytes(NamedTuple):
     largest: int  # of one tensor
 
 
-def published_by_stage(architecture: Architecture, config: Config) -> list[StageBytes]:
-    """Return what each pipeline stage of the learner publishes."""
+def published_by_stage(
+    architecture: Architecture, config: Config, *, trained: bool = False
+) -> list[StageBytes]:
+    """Return what each pipeline stage of the learner publishes.
+
+    With `trained`, this is what servers get that hold the base of a run's adapters.
+    """
     quantization, sizes = config.quantization, stage_layers(architecture, config.learner)
     return _published_by_stage(
-        architecture, tuple(sizes), quantization.weight_format, tuple(quantization.keep)
+        adapted(architecture, config),
+        tuple(sizes),
+        quantization.weight_format,
+        tuple(quantization.keep),
+        trained,
     )
 
 
@@ -231,10 +259,13 @@ def _published_by_stage(
     sizes: tuple[int, ...],
     weight_format: WeightFormat,
     keep: tuple[str, ...],
+    trained: bool,
 ) -> list[StageBytes]:
     stage_of = [stage for stage, layers in enumerate(sizes) for _ in range(layers)]
     dense, experts, largest = ([0] * len(sizes) for _ in range(3))
     for rule, layer, num_bytes in published_tensors(architecture, weight_format, keep=keep):
+        if trained and not is_trained(rule, architecture):
+            continue
         is_embedding = rule.megatron_names[0].startswith("embedding")
         stage = stage_of[layer] if layer is not None else 0 if is_embedding else -1
         (experts if rule.of_experts else dense)[stage] += num_bytes
@@ -376,7 +407,7 @@ def learner_memory(
 
     `fused` is as for `layer_activation_bytes`.
     """
-    learner = config.learner
+    learner, architecture = config.learner, adapted(architecture, config)
     element, size = element_bytes(learner), learner.tensor_parallel_size
     parameters = list(_rank_parameters(architecture, learner, stage))
     by_copies = values_by_copies(architecture, learner, stage)
@@ -400,26 +431,37 @@ def learner_memory(
         activations += tokens * (2 * element * hidden + 4) // size  # final norm, its output
         vocabulary_rows = architecture.padded_vocab_size(size) // size
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
-        logits = max(SCORED_LOGIT_BYTES * chunk, 6 * chunk + 6 * vocabulary_rows * hidden)
+        logits = SCORED_LOGIT_BYTES * chunk
+        if not architecture.adapter_rank:
+            logits = max(logits, 6 * chunk + 6 * vocabulary_rows * hidden)
     intermediate = architecture.active_intermediate_size
     gathered = element * tokens * hidden if size > 1 else 0
     backward = element * tokens * (3 * intermediate // size + 2 * hidden) - gathered
     linear = sum(n * count for rule, n, count in parameters if rule.quantized)
     experts = architecture.num_experts > 0
+    weights, largest = element * numel, max(n for _, n, _ in parameters)
+    if architecture.adapter_rank:
+        format_ = config.quantization.weight_format
+        weights += sum(_frozen_bytes(r, n, format_, element) * count for r, n, count in parameters)
+        largest = max(n for rule, n, _ in parameters if rule.quantized)
+        if quantize.packing(format_) > 1:  # and the codes, one a byte, twice
+            largest += 2 * largest // element
+        activations += int(in_flight * element * tokens * _ADAPTERS * architecture.adapter_rank)
+    has_reference = config.objective.kl_coefficient > 0 and not architecture.adapter_rank
     return {
-        "weights": element * numel,
+        "weights": weights,
         "gradients": 4 * numel,
         (OFFLOADED if learner.offload_optimizer else "optimizer"): (
             sum(state_bytes(learner) * values // copies for copies, values in by_copies.items())
         ),
-        "reference": element * numel if config.objective.kl_coefficient else 0,
+        "reference": element * numel if has_reference else 0,
         "converter": _kept_bytes(architecture, config, stage),
         "gathered": gathered,
         "workspaces": WORKSPACE_BYTES * (2 if experts else 1)
-        + element * sum(n for rule, n, _ in parameters if rule.quantized),
+        + element * sum(n for r, n, _ in parameters if r.quantized and is_trained(r, architecture)),
         "runtime": RUNTIME_BYTES,
         "activations": activations,
-        "backward": backward + element * max(n for _, n, _ in parameters),
+        "backward": backward + element * largest,
         "logits": logits,
         **({"exchange": _exchange_bytes(architecture, learner, tokens)} if experts else {}),
         **({"fp8 codes": 2 * linear} if learner.fp8 else {}),
@@ -428,6 +470,18 @@ def learner_memory(
 
 
 OFFLOADED = "optimizer, between passes"
+
+
+def _frozen_bytes(rule: Rule, numel: int, weight_format: WeightFormat, element: int) -> int:
+    """Return the bytes of a parameter of the base under adapters: codes and scales, or values."""
+    if rule.is_adapter:
+        return 0
+    if not rule.quantized:
+        return element * numel
+    group = quantize.block_shape(weight_format)[1]
+    # Scales of whole channels are a thousandth of the codes.
+    scales = numel // group * quantize.scale_dtype(weight_format).itemsize if group else 0
+    return numel // quantize.packing(weight_format) + scales
 
 
 def _exchange_bytes(architecture: Architecture, learner: LearnerConfig, tokens: int) -> int:

@@ -27,6 +27,7 @@ from typing import Any
 
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
 from qurl_megatron.config.validate import (
+    check_base,
     check_layout,
     check_routing,
     check_scales,
@@ -36,6 +37,7 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
 from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import (
+    adapted,
     kv_bytes_per_token,
     kv_value_bytes,
     learner_memory,
@@ -287,6 +289,7 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
     server_size = rollout.server.tensor_parallel_size
     check_scales(config.quantization.uaq, architecture)
     check_routing(config, architecture)
+    check_base(config, architecture)
     if rollout.placement == "colocated":
         validate_colocated(config)
     if config.advantage_estimator == "gae":
@@ -371,7 +374,7 @@ def _server_memory(
     server, longest = config.rollout.server, config.rollout.max_length
     size, weight_format = server.tensor_parallel_size, config.quantization.weight_format
     weights = server_weight_bytes(
-        architecture, weight_format, size, tuple(config.quantization.keep)
+        adapted(architecture, config), weight_format, size, tuple(config.quantization.keep)
     )
     room = int(node.gpu.memory_bytes * server.mem_fraction_static)
     per_token = kv_bytes_per_token(architecture, size, kv_value_bytes(server))

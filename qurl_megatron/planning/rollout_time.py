@@ -34,7 +34,7 @@ from qurl_megatron.config.schema import Config
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import DGX_H100, Node
 from qurl_megatron.planning.lengths import CompletionLengths, Workload
-from qurl_megatron.planning.memory import kv_value_bytes
+from qurl_megatron.planning.memory import adapted, kv_value_bytes
 from qurl_megatron.planning.step_time import decode_s, prefill_s
 
 _HALVINGS = 30
@@ -65,7 +65,7 @@ def server_load(
 
     `publish_s` is the time of a publish, in seconds.
     """
-    rollout = config.rollout
+    rollout, architecture = config.rollout, adapted(architecture, config)
     size, weight_format = rollout.server.tensor_parallel_size, config.quantization.weight_format
     lengths, value_bytes = workload.completions(config), kv_value_bytes(rollout.server)
     sequences_per_step = rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers

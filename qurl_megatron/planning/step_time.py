@@ -41,6 +41,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import DGX_H100, H100, Node
 from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import (
+    adapted,
     element_bytes,
     kv_bytes_per_token,
     num_micro_batches,
@@ -62,6 +63,8 @@ SEQUENCE_S = 7.7e-6  # overhead per sequence and token
 # The time that the other terms do not explain in the latency of Llama 3.1 70B on four H100 at 8
 # sequences, per all-reduce (ML.ENERGY leaderboard, github.com/ml-energy/leaderboard, 27 Feb 2026).
 ALL_REDUCE_S = 5e-6
+# Assumed, not measured: two small kernels for the adapters of each of a layer's four products.
+ADAPTERS_S = 8 * 2.5e-6
 # Assumed, not measured: one connection of gloo over TCP.
 GLOO_BYTES_PER_S = 2e9
 
@@ -142,6 +145,8 @@ def decode_s(
     time_s += max(2 * output / size / weights_per_s, multiply_s(output / size, "bf16"))
     kv_bytes = context_tokens * kv_bytes_per_token(architecture, size, kv_value_bytes)
     time_s += kv_bytes / (hbm * HBM_EFFICIENCY["kv"])
+    if architecture.adapter_rank:
+        layer_s += ADAPTERS_S
     time_s += architecture.num_layers * layer_s + sequences * SEQUENCE_S
     if size > 1:
         hidden_bytes = 2 * sequences * architecture.hidden_size
@@ -230,6 +235,20 @@ def exchange_with_experts_s(
     return sent_s + 2 * num_bytes / gpu.hbm_bytes_per_s
 
 
+def dequantizing_s(
+    architecture: Architecture, config: Config, workload: Workload, node: Node
+) -> float:
+    """Return the seconds in which a rank makes values of a layer's codes, in a pass over a step.
+
+    It does so for each micro batch: it reads codes, writes values, and the product reads those.
+    """
+    learner = config.learner
+    passes = config.optimizer.minibatches_per_step * num_micro_batches(config, workload.mean_length)
+    weights = architecture.num_linear_weights / architecture.num_layers
+    num_bytes = (1 + 2 * element_bytes(learner)) * weights / learner.tensor_parallel_size
+    return passes * num_bytes / node.gpu.hbm_bytes_per_s
+
+
 @dataclass(frozen=True)
 class LearnerTime:
     """Seconds of the learner in a step."""
@@ -249,20 +268,24 @@ def learner_time(
     architecture: Architecture, config: Config, workload: Workload, node: Node = DGX_H100
 ) -> LearnerTime:
     """Return the time of the learner's phases."""
-    learner, gpu = config.learner, node.gpu
+    learner, gpu, architecture = config.learner, node.gpu, adapted(architecture, config)
     minibatches = config.optimizer.minibatches_per_step
     layer_s, exchange_s, output_s = _forward_s(architecture, config, workload, node)
+    passes, output_passes = 3, 4
+    if architecture.adapter_rank:  # weights have no gradients, but values again in each pass
+        passes, output_passes = 2, 3
+        layer_s += dequantizing_s(architecture, config, workload, node)
     with_exchange_s = layer_s + exchange_s
     by_stage = stage_layers(architecture, learner)
     # What `selective` computes again, SwiGLU, takes a hundredth of an update.
     again_s = with_exchange_s if learner.recompute == "full" else 0.0
     scored = [layers * with_exchange_s for layers in by_stage]
     update = [
-        layers * (3 * layer_s + 2 * exchange_s) + recomputed_layers(learner, layers) * again_s
+        layers * (passes * layer_s + 2 * exchange_s) + recomputed_layers(learner, layers) * again_s
         for layers in by_stage
     ]
     scored[-1] += output_s
-    update[-1] += 4 * output_s
+    update[-1] += output_passes * output_s
     proximal_s = max(scored) * ((minibatches > 1) + (config.objective.kl_coefficient > 0))
     micro_batches = num_micro_batches(config, workload.mean_length)
     waiting_stages = learner.pipeline_parallel_size - 1
@@ -296,7 +319,7 @@ class PublishPlan:
 
 def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H100) -> PublishPlan:
     """Return what a publish to the servers of `config` sends, and a lower bound on its seconds."""
-    by_stage = published_by_stage(architecture, config)
+    by_stage = published_by_stage(architecture, config, trained=True)
     num_bytes = sum(sent.dense + sent.experts for sent in by_stage)
     if is_direct(config, node):
         return PublishPlan(num_bytes, is_direct=True, time_s=0.0)

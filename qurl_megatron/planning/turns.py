@@ -24,6 +24,7 @@ from qurl_megatron.planning.gpus import GIB, Node
 from qurl_megatron.planning.memory import (
     OFFLOADED,
     RUNTIME_BYTES,
+    adapted,
     learner_memory,
     peaks,
     server_weight_bytes,
@@ -60,7 +61,9 @@ def num_sets(config: Config) -> int:
 def rollout_weights(architecture: Architecture, config: Config) -> int:
     """Return the bytes of weights on each GPU of a rollout server."""
     weights, size = config.quantization, config.rollout.server.tensor_parallel_size
-    parts = server_weight_bytes(architecture, weights.weight_format, size, tuple(weights.keep))
+    parts = server_weight_bytes(
+        adapted(architecture, config), weights.weight_format, size, tuple(weights.keep)
+    )
     return sum(parts.values())
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qurl_megatron.config.schema import ConfigError, WeightFormat
 from qurl_megatron.files import write_whole
+from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, write_tensors
 from qurl_megatron.quantization import offline, quantize
@@ -114,6 +115,37 @@ def read_adapters(directory: Path) -> AdapterFiles:
     return AdapterFiles(names, alpha / rank, cast(WeightFormat, weight_format))
 
 
+def check_adapters(adapters: AdapterFiles, architecture: Architecture) -> None:
+    """Check that each adapter is of a linear layer of the model, of its shape, and finite.
+
+    Raises:
+        ConfigError: one is not; the message names it.
+    """
+    shapes = {
+        name: weight_map.full_shape(tensor, architecture)
+        for rule in weight_map.rules(architecture)
+        if rule.quantized and not rule.of_experts
+        for layer in range(architecture.num_layers)
+        for tensor, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True)
+    }
+    for name, values in adapters.tensors.items():
+        layer, _, which = name.partition("lora_")
+        shape = shapes.get(f"{layer}weight")
+        if shape is None or which not in ("A.weight", "B.weight"):
+            raise ConfigError(f"the adapter '{name}' is of no linear layer of the model")
+        held = values.shape[1] if which == "A.weight" else values.shape[0]
+        if held != (shape[1] if which == "A.weight" else shape[0]):
+            raise ConfigError(
+                f"the adapter '{name}' has shape {list(values.shape)}, and its layer {list(shape)}"
+            )
+        if not values.isfinite().all():
+            raise ConfigError(f"the adapter '{name}' holds NaN or infinity")
+    for layer in {name.partition("lora_")[0] for name in adapters.tensors}:
+        a, b = (adapters.tensors.get(f"{layer}lora_{x}.weight") for x in "AB")
+        if a is None or b is None or len(a) != b.shape[1]:
+            raise ConfigError(f"the adapter of '{layer}weight' lacks A or B, or their ranks differ")
+
+
 def merge_directory(
     source: Path,
     destination: Path,
@@ -127,19 +159,13 @@ def merge_directory(
     no adapters.
 
     Raises:
-        ArchitectureError, ConfigError: the source or the destination cannot be used, or an adapter
-            is of no layer of the model, or of another shape.
+        ArchitectureError, ConfigError: the source or the destination cannot be used, or
+            `check_adapters` refuses.
     """
-    layers = {name.removesuffix("weight") for name in offline.linear_weights(source)}
-    for name, values in adapters.tensors.items():
-        layer, _, _ = name.partition("lora_")
-        if layer not in layers:
-            raise ConfigError(f"the adapter '{name}' is of no linear layer of {source}")
-        if not values.isfinite().all():
-            raise ConfigError(f"the adapter '{name}' holds NaN or infinity")
+    check_adapters(adapters, Architecture.from_directory(source))
 
     def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        if name.removesuffix("weight") not in layers:
+        if not weight_map.find_hugging_face(name)[0].quantized:
             return {name: tensor}
         values = tensor.float()
         if weight_format != "bf16":
@@ -148,11 +174,6 @@ def merge_directory(
                 values = values.bfloat16().float()  # as the engine's
         added = adapters.product(name)
         if added is not None:
-            if added.shape != values.shape:
-                raise ConfigError(
-                    f"the adapter of '{name}' has shape {list(added.shape)}, and the layer "
-                    f"{list(values.shape)}"
-                )
             values += added
         return {name: values.to(tensor.dtype)}
 

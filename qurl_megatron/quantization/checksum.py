@@ -33,6 +33,8 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 2**18  # converted to int64 at once: 2 MiB, within a core's cache
 
+SMALL_ELEMENTS = 2**15  # whose weights are kept for the next pass: 16 bytes an element
+
 ROWS, COLUMNS = 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D  # odd factors of their hashes
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
@@ -70,7 +72,7 @@ def checksum_tensor(parts: Sequence[Part]) -> Tensor:
     small: list[int] = []
     for number, (values, row, column) in enumerate(parts):
         # Of codes there are many, and their words have weights of their own.
-        if values.is_cuda and values.element_size() > 1 and values.numel() <= CHUNK_ELEMENTS:
+        if values.is_cuda and values.element_size() > 1 and values.numel() <= SMALL_ELEMENTS:
             small.append(number)
         else:
             alike.setdefault((values.shape, values.element_size(), row, column), []).append(number)

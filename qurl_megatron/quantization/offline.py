@@ -248,12 +248,6 @@ def rewrite_directory(
     rename_whole(partial, destination)
 
 
-def linear_weights(source: Path) -> set[str]:
-    """Return the names of a model's weights that are quantized."""
-    names = weight_map.hugging_face_names(Architecture.from_directory(source))
-    return {name for name in names if weight_map.find_hugging_face(name)[0].quantized}
-
-
 @dataclass
 class _Piece:
     """Tensors of one source file that are in memory together, and are written to one file."""

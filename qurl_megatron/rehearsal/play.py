@@ -30,6 +30,7 @@ from qurl_megatron.config.schema import Config, OptimizerConfig
 from qurl_megatron.device import extend_environment
 from qurl_megatron.learner import learner as learner_module
 from qurl_megatron.learner import shares
+from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.own_objective import own_objective
@@ -87,6 +88,7 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
         config.learner,
         config.optimizer,
         replays_routing=config.rollout.routing == "replay",
+        adapters=Adapters.of(config),
     )
     _label_groups(trace)
     if config.objective.kl_coefficient:
