@@ -1,7 +1,8 @@
 """Measure what a quickstart learns, over several seeds: `python -m benchmarks.quickstart`.
 
 Each seed is one complete `qurl train quickstart`, or of the recipe that `--recipe` names, in each
-of the `--placements` of learner and servers. They run one after the other. A step's time is the sum
+of the `--placements` of learner and servers, with the fields that are given, such as
+`adapters.rank=8`. They run one after the other. A step's time is the sum
 of its phases, as the median over the steps. The README quotes the resulting table, and shows the
 plot that `--plot` draws of the first placement's runs: the reward of each step and the held-out
 accuracy, as `qurl report` does.
@@ -26,12 +27,13 @@ def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument(
         "--recipe",
-        choices=["quickstart", "quickstart_agent", "quickstart_experts"],
+        choices=["quickstart", "quickstart_adapters", "quickstart_agent", "quickstart_experts"],
         default="quickstart",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--placements", nargs="+", default=["separate"])
     parser.add_argument("--output-dir", type=Path, default=Path("runs"))
+    parser.add_argument("fields", nargs="*", metavar="FIELD=VALUE")
     parser.add_argument("--plot", type=Path, help="SVG file that is written in the end")
     arguments = parser.parse_args()
     machine.print_machine("torch", "sglang", "megatron-core")
@@ -45,6 +47,7 @@ def main() -> None:
         start = time.perf_counter()
         run_dir = arguments.output_dir.absolute() / name
         words = [arguments.recipe, f"seed={seed}", f"rollout.placement={placement}"]
+        words += arguments.fields
         summary, steps = complete_run(run_dir, words)
         command_s = time.perf_counter() - start
         step_s = median(sum(step[f"time_{phase}_s"] for phase in PHASES) for step in steps)

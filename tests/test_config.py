@@ -230,7 +230,7 @@ FIXED = """
     incomplete=drop system_prompt=Think. chat_template_options.enable_thinking=false
     template_date=2024-02-29
     evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE name=other
-    output_dir=elsewhere evaluation.problems=0 evaluation.problems=9
+    output_dir=elsewhere evaluation.problems=0 evaluation.problems=9 adapters.rank=8
 """.split()
 
 

@@ -352,7 +352,7 @@ COMMANDS = rows("""
     launch nowhere.yml --executor slurm            nowhere.yml: no such file
     plan nowhere.yaml                              nowhere.yaml: no such file
     rehearse nowhere.py:recipe                     nowhere.py: no such file
-    config own.py                                  own.py: no such recipe; there are dapo_aime
+    config own.py                                  own.py: no such recipe; there are adapters_32b
     config own.py:nowhere                          own.py:nowhere: ImportError: it has no function
     config own.py:fails                            own.py:fails, line 7: KeyError: 'x'
     config own.py:quits                            own.py:quits, line 11: SystemExit: 3
@@ -447,8 +447,9 @@ COMMANDS = rows("""
     plan                                           Missing argument 'MODEL|RECIPE'
     plan nowhere                                   nowhere: no such directory, model
     plan grpo                                      model=: missing
-    plan Qwen2.5-32B --gpus 1                      --gpus 1: must be numbers from 2 to 16384
-    plan Qwen2.5-32B --gpus 100000                 --gpus 100000: must be numbers from 2
+    plan Qwen2.5-32B --gpus 0                      --gpus 0: must be numbers from 1 to 16384
+    plan Qwen2.5-32B --gpus 1                      no layout of 1 GPU fits
+    plan Qwen2.5-32B --gpus 100000                 --gpus 100000: must be numbers from 1
     plan Qwen2.5-32B --mean-prompt -1              --mean-prompt -1.0: must be from 1 to
     plan Qwen2.5-32B --mean-prompt nan             --mean-prompt nan: must be from 1 to
     plan Qwen2.5-32B --mean-completion inf           --mean-completion inf: must be from 1 to

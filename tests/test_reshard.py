@@ -314,7 +314,9 @@ def count_host_reads(model_dir: Path, config: LearnerConfig) -> list[int]:
     for layers in (1, 2, learner.architecture.num_layers):
         chosen = [shard for shard in shards if shard[1] is None or shard[1] < layers]
         some: Any = SimpleNamespace(
-            architecture=learner.architecture, shards=lambda of_experts, c=chosen: c
+            architecture=learner.architecture,
+            adapters=None,
+            shards=lambda of_experts, c=chosen: c,
         )
         converter = Converter(some, "int8", BUCKET_BYTES)
         converter.convert(lambda bucket: None)

@@ -1,8 +1,9 @@
 """Publish to servers of real sizes and sample from them: `python -m benchmarks.gpu.servers`.
 
-For each shape and format a real SGLang server starts, and all is measured with that one. First
-complete publishes: pause, quantize, send, load, compare the checksum of every tensor, resume. The
-weights are those of `benchmarks/shards.py`, on the server's GPU, and travel as
+Real SGLang servers start, one for each format of a shape. Those of 7B are up at the same time and
+take turns, so that a ratio is of rounds that are seconds apart; of larger ones there is one at a
+time. First complete publishes: pause, quantize, send, load, compare the checksum of every tensor,
+resume. The weights are those of `benchmarks/shards.py`, on the server's GPU, and travel as
 `quantization.transport` says: "direct" writes them into the server's parameters; "broadcast" sends
 them by gloo through host memory, because NCCL does not connect two processes on one GPU. The floor
 is the time that memory bandwidth allows: the learner reads every BF16 weight and writes its codes;
@@ -11,14 +12,20 @@ on the same device in the same process.
 
 Then tokens per second: each batch is sent at once, with prompts of 512 random tokens, of which each
 samples `--output-length` at temperature 1. End-of-sequence is ignored. They are the sampled tokens
-over the duration of the whole request, prefill included; the first request of a batch size is not
-counted, because kernels are compiled in it. If a batch does not fit the cache beside the weights,
-SGLang queues part of it, as in training; `cache_tokens` records the capacity. A batch that needs
-more than twice the cache is left out, and its row says so.
+over the duration of the whole request, prefill included, as the median of `--repetitions`; a short
+request before is not counted, because kernels are compiled in it. If a batch does not fit the cache
+beside the weights, SGLang queues part of it, as in training; `cache_tokens` records the capacity. A
+batch that needs more than twice the cache is left out, and its row says so.
+
+`adapters` is a server with adapters of rank 16 over an INT8 base, and shows what these cost. It
+gets no weights.
 """
 
 import argparse
+import tempfile
 import time
+from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -28,14 +35,28 @@ from benchmarks import machine
 from benchmarks.gpu import policy, record, timing
 from benchmarks.shards import random_learner
 from qurl_megatron import device
-from qurl_megatron.config.schema import FormatName, QuantizationConfig, ServerConfig
+from qurl_megatron.config.schema import (
+    AdaptersConfig,
+    FormatName,
+    QuantizationConfig,
+    ServerConfig,
+)
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 
-FORMATS: tuple[FormatName, ...] = ("bf16", "int8", "fp8")
+# Format and rank of adapters of each server.
+VARIANTS: dict[str, tuple[FormatName, int]] = {
+    "bf16": ("bf16", 0),
+    "int8": ("int8", 0),
+    "fp8": ("fp8", 0),
+    "int4": ("int4", 0),
+    "adapters": ("int8", 16),
+}
+SIDE_BY_SIDE = ("tiny", "7B")  # shapes of which one GPU holds a server of every variant
 Transport = Literal["broadcast", "direct"]
 # "broadcast" is left out for the larger shapes: one publish of 32B takes half a minute.
 TRANSPORTS: dict[str, tuple[Transport, ...]] = {
@@ -57,9 +78,10 @@ RESERVED_BYTES = 13 * 2**30
 def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=TRANSPORTS, default=["32B", "7B", "14B"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--output-length", type=int, default=1024)
-    parser.add_argument("--repetitions", type=int, default=5, help="of a publish")
+    parser.add_argument("--repetitions", type=int, default=5)
     arguments = parser.parse_args()
     arguments.prompt_length = PROMPT_LENGTH
     if arguments.rehearsal:
@@ -68,49 +90,74 @@ def main() -> None:
     results = record.Record("servers", arguments)
     policy.initialize_single_rank()
     for shape in arguments.shapes:
-        for weight_format in FORMATS:
-            if f"{shape} {weight_format} over bf16" not in results.rows:
-                measure(shape, weight_format, arguments, results)
-                compared = compare_with_bf16(shape, weight_format, results)
-                results.add(f"{shape} {weight_format} over bf16", compared)
+        names = [
+            name for name in arguments.variants if f"{shape} {name} over bf16" not in results.rows
+        ]
+        for group in [names] if shape in SIDE_BY_SIDE else [[name] for name in names]:
+            measure(shape, group, arguments, results)
+        for name in names:
+            results.add(f"{shape} {name} over bf16", compare_with_bf16(shape, name, results))
     results.finish()
 
 
 def measure(
-    shape: str, weight_format: FormatName, arguments: argparse.Namespace, results: record.Record
+    shape: str, names: list[str], arguments: argparse.Namespace, results: record.Record
 ) -> None:
-    """Start one server, and add a row for it, for each transport and for each batch size."""
-    memory = 0 if results.rehearsal else device.gpu_properties()[0].total_memory
-    server = ServerConfig(
-        mem_fraction_static=round(1 - RESERVED_BYTES / memory, 3) if memory else 0.2,
-        max_running_requests=max(arguments.batches),
-        max_total_tokens=None if memory else 8192,
-    )
+    """Start these servers together, and add rows for each: start, transports, batch sizes."""
     length = arguments.prompt_length + arguments.output_length
-    name = f"{shape} {weight_format}"
-    log = results.log_dir / f"servers_{shape}_{weight_format}.log"
     start = time.perf_counter()
-    with policy.run_server(shape, weight_format, server, length, log) as (running, architecture):
-        start_s = time.perf_counter() - start
-        cache = cache_tokens(running)
-        results.add(f"{name} server", {"start_s": start_s, "cache_tokens": cache})
-        learner = random_learner(architecture)
-        for transport in TRANSPORTS[shape]:
-            settings = QuantizationConfig(
-                weight_format, bucket_bytes=BUCKET_BYTES, transport=transport
+    with ExitStack() as stack:
+        config = server_config(len(names), arguments)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        policy.write_config(shape, directory)
+        servers: dict[str, Server] = {}
+        for name in names:
+            weight_format, rank = VARIANTS[name]
+            log = results.log_dir / f"servers_{shape}_{name.replace(' ', '_')}.log"
+            adapters = AdaptersConfig(rank)
+            plan = ServerPlan(
+                directory, config, weight_format, length, log, seed=0, adapters=adapters
             )
-            publisher = Publisher(learner, Fleet("rollout", {0: running}), settings)
-            try:
-                row = measure_publish(publisher, learner, weight_format, arguments.repetitions)
-            finally:
-                publisher.close()
-            results.add(f"{name} {transport}", row)
+            servers[name] = plan.start()
+            stack.callback(servers[name].stop)
+        wait_ready(list(servers.values()), config.start_timeout_s)
+        start_s = time.perf_counter() - start
+        for name, server in servers.items():
+            row = {"start_s": start_s, "cache_tokens": cache_tokens(server)}
+            results.add(f"{shape} {name} server", row)
+        architecture = Architecture.from_directory(directory)
+        learner = random_learner(architecture)
+        for name, server in servers.items():
+            weight_format, rank = VARIANTS[name]
+            for transport in () if rank else TRANSPORTS[shape]:
+                settings = QuantizationConfig(
+                    weight_format, bucket_bytes=BUCKET_BYTES, transport=transport
+                )
+                publisher = Publisher(learner, Fleet("rollout", {0: server}), settings)
+                try:
+                    row = measure_publish(publisher, learner, weight_format, arguments.repetitions)
+                finally:
+                    publisher.close()
+                results.add(f"{shape} {name} {transport}", row)
         for batch in arguments.batches:
-            if batch * length > 2 * cache:
-                row = {"left_out": f"{batch * length} tokens"}
-            else:
-                row = measure_rate(running, batch, arguments, architecture.vocab_size)
-            results.add(f"{name} batch {batch}", row)
+            rows = measure_rates(servers, batch, arguments, architecture.vocab_size)
+            for name, row in rows.items():
+                results.add(f"{shape} {name} batch {batch}", row)
+
+
+def server_config(number: int, arguments: argparse.Namespace) -> ServerConfig:
+    """Return the settings of each of `number` servers on this GPU."""
+    most = max(arguments.batches)
+    if device.accelerator() == "cpu":
+        return ServerConfig(max_running_requests=most, max_total_tokens=8192)
+    if number > 1:  # each with room for what is sampled, and no more
+        tokens = most * (arguments.prompt_length + arguments.output_length)
+        return ServerConfig(
+            mem_fraction_static=0.95, max_running_requests=most, max_total_tokens=tokens
+        )
+    memory = device.gpu_properties()[0].total_memory
+    fraction = round(1 - RESERVED_BYTES / memory, 3)
+    return ServerConfig(mem_fraction_static=fraction, max_running_requests=most)
 
 
 def measure_publish(
@@ -155,21 +202,34 @@ def convert_once(learner: Learner, weight_format: FormatName) -> float:
     return time.perf_counter() - start
 
 
-def measure_rate(
-    server: Server, batch: int, arguments: argparse.Namespace, vocabulary: int
-) -> dict[str, Any]:
-    """Return the tokens per second of a batch, after one that compiles."""
+def measure_rates(
+    servers: dict[str, Server], batch: int, arguments: argparse.Namespace, vocabulary: int
+) -> dict[str, dict[str, Any]]:
+    """Return the tokens per second of a batch on each server, which are asked in turn."""
     prompt_length, output_length = arguments.prompt_length, arguments.output_length
-    policy.sample(server, batch, prompt_length, 8, vocabulary)
-    start = time.perf_counter()
-    policy.sample(server, batch, prompt_length, output_length, vocabulary)
-    time_s = time.perf_counter() - start
-    return {
-        "tokens_per_s": batch * output_length / time_s,
-        "time_s": time_s,
-        "prompt_length": prompt_length,
-        "output_length": output_length,
-    }
+    rates: dict[str, list[float]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, server in servers.items():
+        tokens = batch * (prompt_length + output_length)
+        if tokens > 2 * cache_tokens(server):
+            rows[name] = {"left_out": f"{tokens} tokens"}
+        else:
+            policy.sample(server, batch, prompt_length, 8, vocabulary)
+            rates[name] = []
+    for _ in range(arguments.repetitions):
+        for name in rates:
+            start = time.perf_counter()
+            policy.sample(servers[name], batch, prompt_length, output_length, vocabulary)
+            rates[name].append(batch * output_length / (time.perf_counter() - start))
+    for name, measured in rates.items():
+        rows[name] = {
+            "tokens_per_s": median(measured),
+            "least": min(measured),
+            "most": max(measured),
+            "prompt_length": prompt_length,
+            "output_length": output_length,
+        }
+    return rows
 
 
 def cache_tokens(server: Server) -> int:
@@ -179,21 +239,19 @@ def cache_tokens(server: Server) -> int:
     return int(information["max_total_num_tokens"])
 
 
-def compare_with_bf16(
-    shape: str, weight_format: FormatName, results: record.Record
-) -> dict[str, Any]:
+def compare_with_bf16(shape: str, name: str, results: record.Record) -> dict[str, Any]:
     """Return publish times and rates relative to BF16's, and which goals are reached."""
     compared: dict[str, Any] = {}
     rows = results.rows
-    for key in [key for key in rows if key.startswith(f"{shape} {weight_format} ")]:
-        what = key.removeprefix(f"{shape} {weight_format} ")
-        row, bf16 = rows[key], rows[f"{shape} bf16 {what}"]
-        if "publish_s" in row:
+    for key in [key for key in rows if key.startswith(f"{shape} {name} ")]:
+        what = key.removeprefix(f"{shape} {name} ")
+        row, bf16 = rows[key], rows.get(f"{shape} bf16 {what}", {})
+        if "publish_s" in row.keys() & bf16.keys():
             compared[f"{what} time"] = row["publish_s"]["median_s"] / bf16["publish_s"]["median_s"]
             compared[f"{what} reaches its goal"] = row["over_floor"] <= PUBLISH_GOAL
         elif "tokens_per_s" in row.keys() & bf16.keys():
             compared[what] = row["tokens_per_s"] / bf16["tokens_per_s"]
-            if goal := RATE_GOALS.get((shape, weight_format)):
+            if goal := RATE_GOALS.get((shape, name)):
                 compared[f"{what} reaches its goal"] = compared[what] >= goal
     return compared
 

@@ -110,8 +110,9 @@ class EvalConfig(AgentConfig):
     format: FormatName = "bf16"
     """Format of the served weights."""
     adapters: Place = ""
-    """Directory of adapters (LoRA), a run's `final_adapters` or peft's. They are merged into `model`,
-    whose linear layers first take their values in `format`, and served in BF16. Empty: none."""
+    """Directory of adapters (LoRA), a run's `final_adapters` or peft's. They are merged into
+    `model`, whose linear layers first take their values in `format`, and served in BF16. Empty:
+    none."""
     group_size: GroupSize = 128
     """Input channels that share a scale in format int4: a run's `quantization.group_size`."""
     max_prompt_length: Count = 1024

@@ -515,7 +515,7 @@ def suggest(
     fields = " ".join(f"{field}={attrgetter(field)(config)}" for field in sorted(given))
     advice = "; use more GPUs or shorter completions" if isinstance(closest, DoesNotFit) else ""
     raise ConfigError(
-        f"no layout of {gpus} GPUs {f'with {fields} ' if fields else ''}fits prompts and "
+        f"no layout of {gpus} GPU{'s' * (gpus > 1)} {f'with {fields} ' if fields else ''}fits prompts and "
         f"completions of {config.rollout.max_length} tokens; the closest: {closest}{advice}"
     )
 

@@ -133,8 +133,8 @@ def check_adapters(adapters: AdapterFiles, architecture: Architecture) -> None:
         shape = shapes.get(f"{layer}weight")
         if shape is None or which not in ("A.weight", "B.weight"):
             raise ConfigError(f"the adapter '{name}' is of no linear layer of the model")
-        held = values.shape[1] if which == "A.weight" else values.shape[0]
-        if held != (shape[1] if which == "A.weight" else shape[0]):
+        axis = 1 if which == "A.weight" else 0
+        if values.dim() != 2 or values.shape[axis] != shape[axis]:
             raise ConfigError(
                 f"the adapter '{name}' has shape {list(values.shape)}, and its layer {list(shape)}"
             )

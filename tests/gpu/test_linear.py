@@ -63,6 +63,37 @@ def test_gpu_products_are_those_of_the_cpu(
     assert error < TOLERANCES[weight_format], error
 
 
+@pytest.mark.parametrize("weight_format", ["int8", "int4-g32", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_gpu_products_with_adapters_are_those_of_the_cpu(weight_format: str, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(384, 256, generator=generator).bfloat16()
+    x = torch.randn(tokens, 256, generator=generator).bfloat16()
+    adapters = [torch.randn(size, generator=generator) for size in ((32, 256), (384, 32))]
+    config: QurlConfig = FORMATS[weight_format]()
+    config.adapter_rank, config.adapter_scaling = 16, 0.5
+    method = config.linear_method(config)
+    plain, expected, actual = (
+        method.apply(with_adapters(build_layer(weight, weight_format, device), b), x.to(device))
+        for device, b in (
+            ("cpu", [adapters[0], 0 * adapters[1]]),
+            ("cpu", adapters),
+            ("cuda", adapters),
+        )
+    )
+    error = (actual.cpu().float() - expected.float()).norm() / expected.float().norm()
+    # On a GPU what the base gives and x @ lora_a.T are rounded to bfloat16 first.
+    assert error < 2 * TOLERANCES[weight_format], error
+    assert (expected.float() - plain.float()).norm() > 0.5 * plain.float().norm()
+
+
+def with_adapters(layer: Any, adapters: list[torch.Tensor]) -> Any:
+    for name, values in zip(("lora_a", "lora_b"), adapters, strict=True):
+        held = values.bfloat16().to(layer.weight.device)
+        layer.register_parameter(name, torch.nn.Parameter(held, requires_grad=False))
+    return layer
+
+
 def test_a_captured_cuda_graph_uses_reloaded_weights() -> None:
     """The layer's parameters are never replaced, so the graph reads the new values."""
     weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
