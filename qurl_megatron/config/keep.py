@@ -73,10 +73,7 @@ def adapted_layers(targets: Sequence[str], architecture: Architecture) -> set[st
         ConfigError: a pattern matches no linear layer.
     """
     names = [
-        name
-        for group in fused_layers(architecture)
-        for name in group
-        if not weight_map.find_hugging_face(f"{name}.weight")[0].of_experts
+        name for group in fused_layers(architecture) for name in group if ".experts" not in name
     ]
     why = "embeddings, norms, lm_head and experts have no adapters"
     return _matching(targets, names, "adapters.targets=", why) if targets else set(names)

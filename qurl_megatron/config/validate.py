@@ -412,7 +412,8 @@ def check_base(config: Config, architecture: Architecture) -> None:
     Raises:
         ConfigError: a group of INT4 would lie on two ranks, or a target matches no layer.
     """
-    adapted_layers(config.adapters.targets, architecture)
+    if config.adapters.targets:
+        adapted_layers(config.adapters.targets, architecture)
     if not config.adapters.rank:
         return
     size = config.learner.tensor_parallel_size

@@ -514,9 +514,10 @@ def suggest(
     closest = min(refusals, key=lambda refusal: getattr(refusal, "needed_part", math.inf))
     fields = " ".join(f"{field}={attrgetter(field)(config)}" for field in sorted(given))
     advice = "; use more GPUs or shorter completions" if isinstance(closest, DoesNotFit) else ""
+    what = f"{gpus} GPU{'s' * (gpus > 1)}{f' with {fields}' if fields else ''}"
     raise ConfigError(
-        f"no layout of {gpus} GPU{'s' * (gpus > 1)} {f'with {fields} ' if fields else ''}fits prompts and "
-        f"completions of {config.rollout.max_length} tokens; the closest: {closest}{advice}"
+        f"no layout of {what} fits prompts and completions of {config.rollout.max_length} tokens; "
+        f"the closest: {closest}{advice}"
     )
 
 
