@@ -45,7 +45,10 @@ from learner_reference import (
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Family
+from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.huggingface import Weights
+from qurl_megatron.quantization.checksum import checksum, part_of_key
+from qurl_megatron.quantization.quantize import quantize
 from tiny import build_tiny_model
 
 
@@ -86,7 +89,8 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     learner = Learner(model, learner_config(case.layout), PLAIN, adapters=adapters)
     write_b(learner)
     share, tokens = share_of(learner, make_batch()), make_rows().tokens
-    found: dict[str, Any] = {"scores": score(learner, tokens, temperature=0.7)}
+    found: dict[str, Any] = {"base_sums": learner._base_sums}
+    found["scores"] = score(learner, tokens, temperature=0.7)
     with learner.as_reference():
         found["base"] = score(learner, tokens, temperature=0.7)
     found["first"] = adapters_of(learner, lambda parameter: parameter.detach())
@@ -100,6 +104,17 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     )
     learner.close()
     return found
+
+
+def assert_codes(sums: dict[str, int], directory: Path, weight_format: WeightFormat) -> None:
+    """Assert that a rank's codes are those of quantizing the model on a CPU."""
+    weights = Weights(directory, Architecture.from_directory(directory))
+    names = {part_of_key(key)[0]: total for key, total in sums.items()}
+    of_codes = [each for each in names if weight_map.find_hugging_face(each)[0].quantized]
+    assert of_codes
+    for name in of_codes:
+        codes = quantize(weights.read(name, ()), weight_format).codes
+        assert names[name] == checksum(codes), name
 
 
 def adapters_of(learner: Any, of: Any) -> list[weight_map.TensorPart]:
@@ -127,8 +142,9 @@ def test_scores_gradients_and_steps_are_those_of_torch(name: str, tmp_path: Path
         expected, _ = logprobs_and_entropy_of(model, rows.tokens, 0.7)
     assert (expected - of_base).abs().max() > 0.05
     for rank in ranks:
-        torch.testing.assert_close(rank["scores"][0], expected.float(), rtol=0, atol=2e-5)
+        assert_codes(rank["base_sums"], directory, case.weight_format)
         torch.testing.assert_close(rank["base"][0], of_base.float(), rtol=0, atol=2e-5)
+        torch.testing.assert_close(rank["scores"][0], expected.float(), rtol=0, atol=2e-5)
 
     optimizer = torch.optim.AdamW(
         held.values(),
