@@ -122,16 +122,18 @@ def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Place
     ]
 
 
-def choose_placement(config: Config, num_gpus: int) -> str:
+def choose_placement(config: Config, words: Sequence[str], num_gpus: int) -> str:
     """Let learner and servers take turns where this machine has too few GPUs for both.
 
-    Return a line that says so; an empty text if they stay separate, or cannot take turns.
+    Return a line that says so; an empty text if they cannot take turns, or `words`, the fields that
+    are given, have the placement.
 
     Raises:
         ConfigError: as `place_servers`.
     """
     rollout = config.rollout
-    if rollout.placement == "colocated" or not num_gpus:
+    is_given = any(word.startswith("rollout.placement=") for word in words)
+    if is_given or rollout.placement == "colocated" or not num_gpus:
         return ""
     if rollout.max_staleness or rollout.servers_at or config.quantization.publish != "full":
         return ""

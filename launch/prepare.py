@@ -77,7 +77,7 @@ def prepare_new(
         if not config.model and config.model_builder:
             train = run_function(config.model_builder, built, config.seed)
             config.model = str(built)
-        data_summary = _check(config, num_gpus, node, asks_servers)
+        data_summary = _check(config, words, num_gpus, node, asks_servers)
         if writes:
             if num_gpus == 0:
                 check_host(config)
@@ -136,7 +136,7 @@ def prepare_resume(
         done = [int(path.name.removeprefix("step_")) for path in list_checkpoints(run_dir)]
         if done and config.steps < done[-1]:
             raise ConfigError(f"steps={config.steps}: the run has done {done[-1]}; give more")
-        data_summary = _check(config, num_gpus, node, asks_servers, resumes=True)
+        data_summary = _check(config, overrides, num_gpus, node, asks_servers, resumes=True)
         if writes:
             if num_gpus == 0:
                 check_host(config)
@@ -253,6 +253,7 @@ def _exists(source: str) -> bool:
 
 def _check(
     config: Config,
+    words: list[str],
     num_gpus: int | None,
     node: Node | None,
     asks_servers: bool,
@@ -261,7 +262,8 @@ def _check(
 ) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
-    Return the summary of the data.
+    `words` are the fields that are given, which no choice of placement changes. Return the summary
+    of the data.
     """
     from qurl_megatron.agents.chat import TemplateError, check_template
     from qurl_megatron.agents.pool import check_agent
@@ -278,7 +280,7 @@ def _check(
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
     architecture = validate(config)
-    if said := choose_placement(config, num_gpus or 0):
+    if said := choose_placement(config, words, num_gpus or 0):
         print(f"qurl: {said}", file=sys.stderr)
     placed = place_servers(config, num_gpus or 0)
     if num_gpus:

@@ -59,7 +59,7 @@ def _compile(
     aligned = {
         (position,): [["tt.divisibility", 16]]
         for position, (name, kind) in enumerate(signature)
-        if kind.startswith("*") or "columns" in name or name.endswith("stride")
+        if kind.startswith("*") or "columns" in name or name.endswith(("stride", "bytes"))
     }
     source = ASTSource(
         fn=kernel, signature=dict(signature), constexprs=dict(constants), attrs=aligned
@@ -88,7 +88,7 @@ def _compile(
 def compile_kernel(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int, target: int
 ) -> Compiled:
-    """Compile a kernel; pointers, `columns` and strides are multiples of 16, as in real models.
+    """Compile a kernel; pointers, `columns`, strides and bytes are multiples of 16, as in models.
 
     Args:
         types: the Triton type of each argument that is no constant, in order.

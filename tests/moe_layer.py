@@ -19,7 +19,7 @@ from qurl_megatron.sglang_plugin.formats import (
     QuantizedExpertsMethod,
     QurlConfig,
 )
-from qurl_megatron.sglang_plugin.linear import Int4Group32LinearMethod, quantize_tokens
+from qurl_megatron.sglang_plugin.linear import quantize_tokens
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 128
 CONFIGS: dict[str, type[QurlConfig]] = {
@@ -134,28 +134,6 @@ def compare_kernels() -> None:
         spoilt = rounded_as_by_kernels(layer, method, dispatched).float()
         errors = [((out - each).norm() / expected.norm()).item() for each in (expected, spoilt)]
         print("relative error", weight_format, *errors)
-    compare_int4_layer()
-
-
-def compare_int4_layer() -> None:
-    """Print the same for a linear layer in INT4, which the kernel takes for an expert."""
-    generator = torch.Generator().manual_seed(2)
-    x, bias = (torch.randn(*shape, generator=generator) for shape in ((70, 192), (80,)))
-    quantized = quantize(torch.randn(80, 192, generator=generator), "int4-g32")
-    method, scale = Int4Group32LinearMethod(Int4Group32Config()), engine_scale(quantized)
-    given = x.bfloat16(), quantized.codes, scale
-    out = method.multiply_cuda(*given, bias.bfloat16()).float()
-
-    def multiply(scale: Tensor) -> Tensor:
-        forget()
-        return method.multiply_cpu(*given[:2], scale, None).float() + bias.bfloat16()
-
-    expected = multiply(scale)
-    spoilt = multiply(scale * torch.tensor([[2.0], *[[1.0]] * 79]).bfloat16())
-    few = method.multiply_cuda(x[:3].bfloat16(), *given[1:], bias.bfloat16())
-    torch.testing.assert_close(few.float(), out[:3])
-    errors = [((out - each).norm() / expected.norm()).item() for each in (expected, spoilt)]
-    print("relative error int4-layer", *errors)
 
 
 def _codes(x: Tensor, dtype: torch.dtype, group: int) -> tuple[Tensor, Tensor]:

@@ -359,13 +359,14 @@ def test_servers_that_take_turns_are_on_the_learners_gpus() -> None:
         (3, [], "separate"),
         (1, ["rollout.max_staleness=1"], "separate"),
         (2, ["rollout.servers=2"], "separate"),  # more than the learner's one GPU
+        (1, ["rollout.placement=separate"], "separate"),  # as was asked for
     ],
 )
 def test_learner_and_servers_take_turns_where_gpus_are_too_few(
     num_gpus: int, words: list[str], placement: str
 ) -> None:
     config = with_overrides(Config(), words)
-    said = choose_placement(config, num_gpus)
+    said = choose_placement(config, words, num_gpus)
     assert config.rollout.placement == placement
     assert said.endswith("they take turns (rollout.placement=colocated)") == (
         placement == "colocated"

@@ -18,8 +18,11 @@ from compiled import Compiled, compile_kernel, moved_bytes
 COMPARISON = """
 import torch
 from qurl_megatron.quantization.checksum import hash_codes
-from qurl_megatron.quantization.quantize import SMALLEST_SCALE, block_absmax, code_dtype, quantize
+from qurl_megatron.quantization import kernels
 from qurl_megatron.quantization.kernels import fits, quantize_on_gpu
+from qurl_megatron.quantization.quantize import (
+    SMALLEST_SCALE, block_absmax, code_dtype, engine_scale, int4_values, quantize
+)
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.set_num_threads(1)
@@ -91,6 +94,11 @@ for bad in (rows, blocks):
         bad.to(device), None, codes, 448.0, SMALLEST_SCALE, by_block=bad is blocks
     )[0]
     assert absmax.isfinite().flatten().tolist() == [True, False, False, False], bad.shape
+for rows, columns, weight_format in ((80, 192, "int4-g32"), (3, 256, "int4"), (33, 4096, "int4")):
+    weight = quantize(torch.randn(rows, columns, generator=generator), weight_format)
+    packed, scale = weight.codes, engine_scale(weight)
+    found = kernels.int4_values(packed.to(device), scale.to(device))
+    assert found.dtype == torch.bfloat16 and torch.equal(found.cpu(), int4_values(packed, scale))
 print("equal")
 """
 
@@ -229,6 +237,21 @@ def test_a_blocks_weight_takes_few_instructions_on_hopper(sums: bool) -> None:
     in_loops = len(finding) / found + len(coding) / coded
     assert in_loops + compiled.once / weights_per_thread <= (20 if sums else 16)
     assert compiled.stack_bytes == 0 and compiled.registers <= 32
+
+
+@pytest.mark.parametrize("target", [80, 90, 100])
+def test_values_of_int4_codes_take_few_instructions_and_wide_stores(target: int) -> None:
+    """With two and a half bytes a weight, a Hopper GPU has time for 23 of them."""
+    from qurl_megatron.quantization.kernels import PAIR_WARPS, PAIRS, _values_of_pairs
+
+    types = {"packed": "*u8", "scales": "*bf16", "values": "*u32", "num_bytes": "i32"}
+    constants = {"GROUP_BYTES": 64, "PAIRS": PAIRS}
+    compiled = compile_kernel(_values_of_pairs, types, constants, PAIR_WARPS, target)
+    weights = 2 * PAIRS // (32 * PAIR_WARPS)
+    assert compiled.once <= 23 * weights
+    assert compiled.stack_bytes == 0 and compiled.registers <= 64
+    stores = [text for _, text in compiled.code if "STG" in text]
+    assert moved_bytes(stores, "STG") == 2 * weights and all(".128" in each for each in stores)
 
 
 @pytest.mark.parametrize("target", [80, 100])

@@ -74,8 +74,7 @@ def base_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tenso
     """
     if scale.shape[1] == 1:
         return codes.to(dtype), scale.to(dtype).view(-1)
-    groups = quantize.unpack(codes).unflatten(1, (scale.shape[1], -1))
-    return (groups * scale[:, :, None]).flatten(1).to(dtype), None  # in BF16, as the engine's
+    return quantize.int4_values(codes, scale).to(dtype), None
 
 
 class _BaseProduct(torch.autograd.Function):

@@ -63,8 +63,9 @@ SEQUENCE_S = 7.7e-6  # overhead per sequence and token
 # The time that the other terms do not explain in the latency of Llama 3.1 70B on four H100 at 8
 # sequences, per all-reduce (ML.ENERGY leaderboard, github.com/ml-energy/leaderboard, 27 Feb 2026).
 ALL_REDUCE_S = 5e-6
-# Assumed, not measured: two small kernels for the adapters of each of a layer's four products.
-ADAPTERS_S = 8 * 2.5e-6
+# Overhead of adapters per layer and token: a 7B server with adapters of rank 16 beside one without,
+# 64 sequences, one H100, November 2026 (docs/findings/systems.md#h100).
+ADAPTERS_S = 52e-6
 # Assumed, not measured: one connection of gloo over TCP.
 GLOO_BYTES_PER_S = 2e9
 
@@ -130,6 +131,9 @@ def decode_s(
     linear, output = architecture.num_linear_weights, num_output_weights(architecture)
     of_gpu = server_weight_bytes(architecture, weight_format, size)
     read_s = of_gpu["linear"] / weights_per_s
+    if weight_format.startswith("int4"):  # values of codes are written in BF16, and read again
+        values = server_weight_bytes(architecture, "bf16", size)["linear"]
+        read_s += 2 * values / weights_per_s
     layer_s = LAYER_S
     if architecture.num_experts:
         experts = EXPERT_DECODE[_precision(weight_format)]

@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: quantization by output channel or 128 x 128 block, and checksums.
+"""Triton kernels for GPUs: quantization by channel or 128 x 128 block, checksums, values of INT4.
 
 `quantize_on_gpu`: a program reads one row, or one block in strips of rows, twice: first for its
 absmax, then, from cache, for its codes. It can take the checksum of the codes on the way. The
@@ -19,6 +19,8 @@ the products are exact.
 bits, and read it again. Here each program takes a few rows and adds up the products in registers.
 Integer sums wrap around, so their order does not matter. Codes of one byte are summed four at a
 time, as one word.
+
+`int4_values` writes the BF16 values of INT4 codes, which are then multiplied as any BF16 weight.
 """
 
 from typing import Any
@@ -41,6 +43,7 @@ SIDE = 128  # of a block
 STRIP, NUM_WARPS = 16, 8  # rows of a strip: 8 weights, one wide load, per thread
 INFINITY = tl.constexpr(float("inf"))
 SUM_ROWS, SUM_BLOCK, SUM_WARPS = 4, 512, 4  # per program of a checksum: 16 sums per thread
+PAIRS, PAIR_WARPS = 1024, 4  # INT4 codes of a program, two a byte: 8 bytes per thread
 
 
 @triton.jit
@@ -362,3 +365,40 @@ def weighted_sum(bits: Tensor, row_weights: Tensor, column_weights: Tensor) -> T
         num_warps=SUM_WARPS,
     )
     return sums.sum()
+
+
+@triton.jit
+def _values_of_pairs(  # type: ignore[no-untyped-def]
+    packed, scales, values, num_bytes, GROUP_BYTES: tl.constexpr, PAIRS: tl.constexpr
+):
+    byte = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    inside = byte < num_bytes
+    pair = tl.load(packed + byte, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scales + byte // GROUP_BYTES, mask=inside, other=0.0).to(tl.float32)
+    low = (((pair & 15) - 8).to(tl.float32) * scale).to(tl.bfloat16)
+    high = (((pair >> 4) - 8).to(tl.float32) * scale).to(tl.bfloat16)
+    both = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    both |= high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+    tl.store(values + byte, both, mask=inside)
+
+
+def int4_values(packed: Tensor, scale: Tensor) -> Tensor:
+    """Return what `quantize.int4_values` does.
+
+    Args:
+        packed: [out, in / 2] uint8.
+        scale: [out, groups] bfloat16; groups have equally many columns.
+    """
+    rows, columns = packed.shape
+    values = torch.empty(rows, 2 * columns, dtype=torch.bfloat16, device=packed.device)
+    if values.numel():
+        _values_of_pairs[(triton.cdiv(packed.numel(), PAIRS),)](
+            packed.contiguous(),
+            scale.contiguous(),
+            values.view(torch.uint32),
+            packed.numel(),
+            GROUP_BYTES=columns // scale.shape[1],
+            PAIRS=PAIRS,
+            num_warps=PAIR_WARPS,
+        )
+    return values

@@ -145,6 +145,24 @@ def unpack(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], 2).flatten(1).to(torch.int8) - 8
 
 
+def int4_values(packed: Tensor, scale: Tensor) -> Tensor:
+    """Return the values of INT4 codes, rounded to bfloat16 as an engine's kernels round them.
+
+    Args:
+        packed: `[rows, columns / 2]` uint8.
+        scale: `[rows, groups]` bfloat16; groups have equally many columns.
+
+    Returns:
+        `[rows, columns]` bfloat16.
+    """
+    if packed.is_cuda:
+        from qurl_megatron.quantization import kernels
+
+        return kernels.int4_values(packed, scale)
+    groups = unpack(packed).unflatten(1, (scale.shape[1], -1))
+    return (groups * scale[:, :, None]).flatten(1)
+
+
 def scale_name(weight_name: str, weight_format: str) -> str:
     """Return the name under which a weight's scales are sent and stored."""
     suffix = "scale_inv" if weight_format == "fp8-block" else "scale"  # SGLang's names

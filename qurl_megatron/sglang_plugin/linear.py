@@ -33,8 +33,9 @@ lose a second one. These layers multiply by a transposed view and never replace 
 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
 by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, into
-which every publish would have to be brought. So its Triton kernel for W4A16 experts computes these
-layers, each as the only expert. On a CPU `quantization/products.py` has the products.
+which every publish would have to be brought. So the values of a layer are written out, and
+multiplied as BF16. On an H100 SGLang's Triton kernel for W4A16 experts, with a layer as the only
+expert, was 17 times as slow as INT8. On a CPU `quantization/products.py` has the products.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,7 @@ from qurl_megatron.quantization.products import (
     multiply_unquantized,
     sum_bfloat16,
 )
-from qurl_megatron.quantization.quantize import unpack
+from qurl_megatron.quantization.quantize import int4_values
 
 MAX_TOKENS = 128  # of a CPU product: its sums, and what they are made of, stay in a core's cache
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
@@ -304,7 +305,7 @@ class Int4LinearMethod(QuantizedLinearMethod):
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         def values(packed: Tensor) -> Tensor:
-            rounded = weight_values(packed, scale)
+            rounded = int4_values(packed, scale)
             return rounded if multiplies_bfloat16() else rounded.float()
 
         return multiply_unquantized(x, kept(weight, values), bias)
@@ -312,44 +313,7 @@ class Int4LinearMethod(QuantizedLinearMethod):
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        import triton.language as tl
-        from sglang.kernels.ops.moe.fused_moe_triton_kernels import invoke_fused_moe_kernel
-
-        tokens = len(x)
-        rows = 16 if tokens <= 32 else 64  # of a block of tokens
-        order = torch.arange(-(-tokens // rows) * rows, dtype=torch.int32, device=x.device)
-        experts = torch.zeros_like(order[::rows])
-        out = x.new_empty(tokens, 1, len(weight))
-        invoke_fused_moe_kernel(
-            x.contiguous(),
-            weight[None],
-            None,
-            out,
-            None,
-            scale[None],
-            None,
-            topk_weights=order[:tokens, None],  # not used
-            topk_ids=order[:tokens, None],  # only their number is used
-            sorted_token_ids=order,
-            expert_ids=experts,
-            num_tokens_post_padded=torch.full_like(experts[:1], len(order)),
-            mul_routed_weight=False,
-            top_k=1,
-            config={
-                "BLOCK_SIZE_M": rows,
-                "BLOCK_SIZE_N": 64,
-                "BLOCK_SIZE_K": 32,  # divides groups: whole blocks are read
-                "GROUP_SIZE_M": 8,
-            },
-            compute_type=tl.bfloat16,
-            use_fp8_w8a8=False,
-            use_int8_w8a8=False,
-            use_int8_w8a16=False,
-            use_int4_w4a16=True,
-            per_channel_quant=False,
-            block_shape=[0, self.block[1]],
-        )
-        return out[:, 0] if bias is None else out[:, 0].add_(bias)
+        return linear(x, int4_values(weight, scale), bias)
 
 
 class Int4Group32LinearMethod(Int4LinearMethod):
@@ -368,12 +332,3 @@ def add_adapters(out: Tensor, x: Tensor, layer: Any, scaling: float) -> Tensor:
     low = linear(x.float(), kept(layer.lora_a, Tensor.float))
     wide = kept(layer.lora_b, Tensor.float)
     return out.float().addmm_(low, wide.t(), alpha=scaling).to(out.dtype)
-
-
-def weight_values(packed: Tensor, scale: Tensor) -> Tensor:
-    """Return the values [out, in] bfloat16 of INT4 codes [out, in / 2].
-
-    `scale` [out, groups] bfloat16 is that of each group of equally many columns.
-    """
-    groups = unpack(packed).unflatten(1, (scale.shape[1], -1))
-    return (groups * scale[:, :, None]).flatten(1)
