@@ -6,6 +6,7 @@ fitted to, with their sources. Settings that a source leaves out are stated besi
 `tests/test_memory.py` compares the planned memory with what real learners allocate.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 from benchmarks import machine
@@ -207,6 +208,16 @@ def main() -> None:
     print_row("Qwen2.5-7B in int8, a token of 64 sequences of 576", 1000 * time_s, 5.29, "ms")
     time_s = step_time.prefill_s(model, "int8", 1, 64 * 512)
     print_row("Qwen2.5-7B in int8, prompts of 64 x 512 tokens", 1000 * time_s, 462.0, "ms")
+    with_adapters = dataclasses.replace(model, adapter_rank=16)
+    for label, architecture, weight_format, rate in (
+        ("bf16", model, "bf16", 6094.0),
+        ("int8", model, "int8", 8492.0),
+        ("fp8", model, "fp8", 8513.0),
+        ("int8 with adapters", with_adapters, "int8", 6921.0),
+    ):
+        time_s = step_time.prefill_s(architecture, weight_format, 1, 64 * 512)
+        time_s += 256 * step_time.decode_s(architecture, weight_format, 1, 64, 64 * 640)
+        print_row(f"Qwen2.5-7B in {label}, 64 x 512 + 256 tokens", time_s, 64 * 256 / rate, "s")
     print("\n   8-bit over BF16 in throughput")
     print("   QuRL paper, Figure 8, INT8 on H100 (lengths not stated; 512 + 1024 tokens assumed)")
     ratio = throughput_ratio(KNOWN_MODELS["Qwen2.5-7B"], 1, 512, 1024, "int8")

@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters_reference import ALPHA, PLAIN, RANK, WHOLE_GROUPS, adapt, base_of, write_b
+from adapters_reference import (
+    ALPHA,
+    PLAIN,
+    RANK,
+    WHOLE_GROUPS,
+    Adapted,
+    adapt,
+    base_of,
+    write_b,
+)
 from batches import score, share_of
 from distributed import run_ranks
 from learner_reference import (
@@ -204,11 +213,17 @@ def test_any_layout_resumes_and_peft_and_transformers_get_what_was_trained(
     assert all(torch.equal(adapters.tensors[name], before[name]) for name in before)
     reference = base_of(model, "int8")
     adapt(reference, before)
-    merged = base_of(tmp_path / "final_model", "bf16")
-    for found in (reference, merged):
-        with torch.no_grad():
-            expected, _ = logprobs_and_entropy_of(found, make_rows().tokens, 0.7)
-        torch.testing.assert_close(saved[0][1], expected.float(), rtol=0, atol=max(atol, 2e-4))
+    with torch.no_grad():
+        expected, _ = logprobs_and_entropy_of(reference, make_rows().tokens, 0.7)
+    torch.testing.assert_close(saved[0][1], expected.float(), rtol=0, atol=max(atol, 2e-4))
+    merged = base_of(tmp_path / "final_model", "bf16")  # as it is stored, in BF16
+    layers = {name: each for name, each in reference.named_modules() if isinstance(each, Adapted)}
+    assert layers
+    for name, layer in layers.items():
+        product = ALPHA / RANK * layer.b @ layer.a
+        found = merged.get_submodule(name).weight
+        torch.testing.assert_close(found, layer.base.weight + product, rtol=2**-8, atol=1e-6)
+        assert product.abs().max() > 2**-8 * found.abs().max(), name
 
 
 def test_another_base_or_format_has_another_hash(tmp_path: Path) -> None:

@@ -74,15 +74,16 @@ def parts_of(script: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(recipe: str) -> None:
+    words = ["rollout.servers=3", "rollout.placement=separate"]
     script = script_of(
-        "rollout.servers=3",
+        *words,
         recipe=recipe,
         sbatch={"account": "acc", "time": "04:00:00", "partition": None},
         gpus_per_node=GPUS_PER_NODE,
         heterogeneous=True,
     )
     learner, rollout = parts_of(script)
-    config = with_overrides(load_recipe(recipe).config, ["rollout.servers=3"])
+    config = with_overrides(load_recipe(recipe).config, words)
     assert int(learner["nodes"]) * int(learner["gpus-per-node"]) == config.learner.world_size
     server_gpus = sum(spec.server.tensor_parallel_size for spec in server_specs(config))
     assert 0 <= int(rollout["nodes"]) * int(rollout["gpus-per-node"]) - server_gpus < GPUS_PER_NODE
@@ -96,7 +97,7 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(recipe: str) -> None
         assert "partition" not in part
     # The batch process replaces the shell.
     command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", "$0", recipe]
-    expected = ["exec", *command, "name=first", "rollout.servers=3"]
+    expected = ["exec", *command, "name=first", *words]
     assert shlex.split(script.splitlines()[-1]) == expected
     assert parts_of(script)[0]["chdir"] == str(Path.cwd())  # from wherever it is submitted
 

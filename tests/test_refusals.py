@@ -138,7 +138,6 @@ FIELDS = rows(r"""
     adapters.rank=-1                          greater than or equal to 0
     adapters.alpha=0                          adapters.alpha=0
     adapters.targets=[lm_head]                adapters.targets=lm_head: matches no quantized layer
-    adapters.rank=4 & quantization.format=int4 & learner.tensor_parallel_size=1  learner divides the
     quantization.keep=[*.q_proj]            a server holds them as one layer, so keep all or none
     quantization.publish=auto & quantization.transport=direct  =direct all tensors are written in
     quantization.transport=direct & rollout.servers_at=["http://localhost:1"]  are on other machines

@@ -79,6 +79,9 @@ def main() -> None:
     parser = record.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=TRANSPORTS, default=["32B", "7B", "14B"])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--transports", nargs="*", choices=("direct", "broadcast"), help="none: no publishes"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--output-length", type=int, default=1024)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -129,7 +132,7 @@ def measure(
         learner = random_learner(architecture)
         for name, server in servers.items():
             weight_format, rank = VARIANTS[name]
-            for transport in () if rank else TRANSPORTS[shape]:
+            for transport in () if rank else transports(shape, arguments):
                 settings = QuantizationConfig(
                     weight_format, bucket_bytes=BUCKET_BYTES, transport=transport
                 )
@@ -143,6 +146,12 @@ def measure(
             rows = measure_rates(servers, batch, arguments, architecture.vocab_size)
             for name, row in rows.items():
                 results.add(f"{shape} {name} batch {batch}", row)
+
+
+def transports(shape: str, arguments: argparse.Namespace) -> list[Transport]:
+    """Return the transports that are measured of a shape."""
+    chosen = arguments.transports
+    return [each for each in TRANSPORTS[shape] if chosen is None or each in chosen]
 
 
 def server_config(number: int, arguments: argparse.Namespace) -> ServerConfig:

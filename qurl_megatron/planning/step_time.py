@@ -323,7 +323,9 @@ class PublishPlan:
 
 def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H100) -> PublishPlan:
     """Return what a publish to the servers of `config` sends, and a lower bound on its seconds."""
-    by_stage = published_by_stage(architecture, config, trained=True)
+    rollout = config.rollout
+    loses_base = rollout.placement == "colocated" and rollout.server.releases == "all"
+    by_stage = published_by_stage(architecture, config, trained=not loses_base)
     num_bytes = sum(sent.dense + sent.experts for sent in by_stage)
     if is_direct(config, node):
         return PublishPlan(num_bytes, is_direct=True, time_s=0.0)
@@ -331,9 +333,9 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
     of_experts = config.learner.expert_parallel_size
     fullest = max(sent.dense + sent.experts / of_experts for sent in by_stage)
     byte_s = 1 / node.gpu.infiniband_bytes_per_s
-    if config.rollout.placement == "colocated":
+    if rollout.placement == "colocated":
         byte_s = 1 / GLOO_BYTES_PER_S + 2 / node.gpu.host_bytes_per_s
-    time_s = byte_s * max(num_bytes, config.rollout.servers * fullest)
+    time_s = byte_s * max(num_bytes, rollout.servers * fullest)
     return PublishPlan(num_bytes, is_direct=False, time_s=time_s)
 
 
