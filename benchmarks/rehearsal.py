@@ -1,4 +1,4 @@
-"""Play ranks of twelve layouts on fake GPUs, and set them beside the plan.
+"""Play ranks of thirteen layouts on fake GPUs, and set them beside the plan.
 
     python -m benchmarks.rehearsal [--layers N] [NAME...]
 
@@ -53,6 +53,8 @@ LAYOUTS = {
         learner.data_parallel_size=4 learner.expert_parallel_size=8""",
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
         advantage_estimator=gae quantization.format=int4""",
+    "adapters": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=2 adapters.rank=16
+        learner.tokens_per_micro_batch=9216 learner.recompute=full quantization.format=int4""",
 }
 IN_CI = ("packs", "context", "virtual", "experts")
 

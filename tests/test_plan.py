@@ -304,6 +304,7 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
         ),
         (["Qwen2.5-32B", "--gpu", "B200"], 2, "--gpu B200 has 10.0, which serves bf16, int4, fp8"),
         (["Qwen2.5-32B", "--gpu", "V100"], 2, "--gpu V100: GPUs are A100, H100, H200, B200"),
+        (["Qwen2.5-32B", "--gpus", "1", "adapters.rank=16"], 0, "1 H100: learner."),
         (["Qwen2.5-32B", "--gpus", "24,x"], 2, "--gpus 24,x: must be numbers from 1 to 16384"),
         (
             ["Qwen2.5-32B", "rollout.server.tensor_parallel_size=3"],

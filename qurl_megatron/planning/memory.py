@@ -444,8 +444,6 @@ def learner_memory(
         format_ = config.quantization.weight_format
         weights += sum(_frozen_bytes(r, n, format_, element) * count for r, n, count in parameters)
         largest = max(n for rule, n, _ in parameters if rule.quantized)
-        if quantize.packing(format_) > 1:  # and the codes, one a byte, twice
-            largest += 2 * largest // element
         activations += int(in_flight * element * tokens * _ADAPTERS * architecture.adapter_rank)
     has_reference = config.objective.kl_coefficient > 0 and not architecture.adapter_rank
     return {

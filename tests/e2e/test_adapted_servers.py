@@ -1,5 +1,6 @@
 """Adapters over a quantized base, on real servers and in real runs."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
+ADAPTERS = "adapters={run}/final_adapters"
 SETTINGS = QuantizationConfig(bucket_bytes=64 * 1024)
 PROMPTS = [
     Prompt(id=str(row), question="", answer="", token_ids=[3 + row, 4, 5, 6]) for row in range(8)
@@ -144,6 +146,10 @@ def test_a_run_goes_on_after_a_kill_and_resumes_on_another_layout_over_the_same_
     assert_equal_files(tmp_path / "exported", final)
     assert_equal_files(tmp_path / "exported_adapters", run.run_dir / "final_adapters")
 
+    found = answers(start, tmp_path / "over_base", run.run_dir / "model", ADAPTERS, "format=int8")
+    assert found == answers(start, tmp_path / "merged", final)
+    assert "merged over int8" in " ".join((tmp_path / "over_base.txt").read_text().split())
+
     resumed = start("resume", run.run_dir, "steps=7", "learner.tensor_parallel_size=1")
     assert resumed.exit_code() == 0, resumed.text()
     assert len(metrics_of(run)) == 7
@@ -154,6 +160,20 @@ def test_a_run_goes_on_after_a_kill_and_resumes_on_another_layout_over_the_same_
     refused = start("resume", run.run_dir, "steps=8")
     assert refused.exit_code() == 1
     assert "its adapters were trained over another base than" in refused.text()
+
+
+def answers(start: Start, output: Path, model: Path, *words: str) -> list[str]:
+    """Return the answers that `qurl eval` gets for some words."""
+    problems = output.with_suffix(".jsonl")
+    rows = [{"question": f"Spell {word}", "answer": word} for word in ("cat", "dog", "house")]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = ["max_prompt_length=32", "max_completion_length=8", "server.max_total_tokens=4096"]
+    words = tuple(word.format(run=model.parent) for word in words)
+    command = start("eval", model, problems, "reward=exact", f"output={output}", *limits, *words)
+    assert command.exit_code() == 0, command.text()
+    output.with_suffix(".txt").write_text(command.text())
+    found = [json.loads(line) for line in (output / "answers_0.jsonl").open()]
+    return [str(answer["greedy"]["text"]) for answer in found]
 
 
 def assert_equal_files(directory: Path, other: Path) -> None:
