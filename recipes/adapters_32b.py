@@ -1,9 +1,9 @@
 """A 32B model on one GPU of 80 GB: `qurl train adapters_32b model=DIR data=FILE`.
 
 Adapters (LoRA) of rank 16 are trained over an INT4 base. Learner and server take turns on the GPU:
-each holds the base in 19 GB. With the base in INT8, `quantization.format=int8`, less memory is left,
-and a step is planned to take 1,900 s in place of 2,500: a GPU's server is slower in INT4. On two
-GPUs each side can have its own:
+each holds the base in 19 GB. With the base in INT8, `quantization.format=int8`, less memory is
+left, and a step is planned to take 1,900 s in place of 2,500: a GPU's server is slower in INT4. On
+two GPUs each side can have its own:
 
     qurl train adapters_32b model=DIR data=FILE quantization.format=int8 rollout.placement=separate
 
