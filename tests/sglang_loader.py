@@ -66,7 +66,7 @@ def as_rank(rank: int, size: int, expert_parallel_size: int = 1) -> AbstractCont
     return parallel.override(tp_size=size, tp_rank=rank, **attention, **experts, **groups)
 
 
-def build(model_dir: Path, weight_format: str) -> Any:
+def build(model_dir: Path, weight_format: str, adapters: Mapping[str, float] | None = None) -> Any:
     """Build SGLang's model for the current rank, on torch's default device."""
     from sglang.srt.models.registry import ModelRegistry
     from transformers import AutoConfig
@@ -87,7 +87,7 @@ def build(model_dir: Path, weight_format: str) -> Any:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return model_class(config, quantization() if quantization else None)
+        return model_class(config, quantization(adapters=adapters) if quantization else None)
     finally:
         torch.set_default_dtype(before)
 

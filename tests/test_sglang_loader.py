@@ -11,7 +11,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import sglang_loader
-from qurl_megatron.sglang_plugin.weights import update_weights
+from qurl_megatron.sglang_plugin.weights import held_parts, update_weights
 from tiny import build_tiny_model, quantized
 
 SERVER_SIZES = (1, 2, 4)
@@ -93,15 +93,40 @@ def test_after_new_weights_products_are_those_of_a_model_that_never_had_others(
         sglang_loader.load(models, new)
         return SimpleNamespace(success=True)
 
-    waits = SimpleNamespace(synchronize=lambda: None)
-    scheduler = SimpleNamespace(loaded_version=1, waiting_queue=[], device_module=waits)
-    updater = SimpleNamespace(
-        scheduler=scheduler, begin_weight_update=id, end_weight_update=id, tp_worker=None
-    )
-    update_weights(load, updater, SimpleNamespace(names=[*new], weight_version="2"))
+    update(models[0], load, [*new])
     sglang_loader.load(fresh, new)
     after, expected = products_of(models[0]), products_of(fresh[0])
     assert sum(name.endswith("(x)") for name in after) > 3
     for name, tensor in expected.items():
         assert torch.equal(after[name], tensor), name
         assert not name.endswith("(x)") or not torch.equal(before[name], tensor), name
+
+
+def update(model: Any, load: Any, names: list[str]) -> None:
+    """Update a model's weights as a server does, which `load` writes."""
+    waits = SimpleNamespace(synchronize=lambda: None)
+    scheduler = SimpleNamespace(loaded_version=1, waiting_queue=[], device_module=waits)
+    updater = SimpleNamespace(
+        scheduler=scheduler,
+        begin_weight_update=id,
+        end_weight_update=id,
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)),
+    )
+    update_weights(load, updater, SimpleNamespace(names=names, weight_version="2"))
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_fused_layer_has_nothing_between_its_adapters(tmp_path: Path) -> None:
+    """SGLang fills all parameters at random first."""
+    directory = build_tiny_model(tmp_path)
+    with sglang_loader.as_rank(0, 1):
+        model = sglang_loader.build(directory, "int8", {"rank": 4, "alpha": 8.0})
+    wide = {name: p for name, p in model.named_parameters() if name.endswith("lora_b")}
+    for parameter in wide.values():
+        parameter.data.fill_(1.0)
+    update(model, lambda *_: SimpleNamespace(success=True), ["some"])
+    parts = [p for n, of in held_parts(model).items() if n.endswith("lora_B.weight") for p in of]
+    sent = sum(float(part.values.sum()) for part in parts)
+    assert sent == sum(part.values.numel() for part in parts)
+    assert sent == sum(float(parameter.sum()) for parameter in wide.values())
+    assert sent < sum(parameter.numel() for parameter in wide.values())

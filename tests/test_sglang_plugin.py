@@ -291,7 +291,7 @@ def test_a_scheduler_takes_a_delta_of_the_version_it_holds_only(
         waiting_queue=[waiting],
         device_module=SimpleNamespace(synchronize=lambda: loaded.append("waited")),
     )
-    runner = SimpleNamespace(weight_updater="the updater")
+    runner = SimpleNamespace(weight_updater="the updater", model=torch.nn.Module())
     updater = SimpleNamespace(
         scheduler=scheduler,
         tp_worker=SimpleNamespace(model_runner=runner),

@@ -99,6 +99,7 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
         answer = original(updater, request)
         updater.end_weight_update(EndWeightUpdateReqInput())
     if answer.success:
+        clear_between_adapters(updater.tp_worker.model_runner.model)
         scheduler.loaded_version = int(request.weight_version)
         for waiting in scheduler.waiting_queue:
             waiting.extra_key = cache_key(scheduler)
@@ -389,6 +390,26 @@ def _cut_adapters(
             part = Part(values[row : row + rows], number * rows, 0)
             row += rows
         yield f"{projection}.{_ADAPTERS[name]}", part
+
+
+@torch.no_grad()
+def clear_between_adapters(model: torch.nn.Module) -> None:
+    """Set the B's of fused layers to 0 where they would multiply another projection's A.
+
+    SGLang fills parameters with random numbers at its start, and a GPU does not clear memory that
+    comes back after a sleep. What is sent does not cover these places.
+    """
+    for path, module in model.named_modules():
+        wide = getattr(module, "lora_b", None)
+        if wide is None:
+            continue
+        fused, row = _projections(module, path) or [(path, len(wide), 0)], 0
+        rank = wide.shape[1] // len(fused)
+        for number, (_, rows, _) in enumerate(fused):
+            own = wide[row : row + rows]
+            own[:, : number * rank].zero_()
+            own[:, (number + 1) * rank :].zero_()
+            row += rows
 
 
 def _cut_experts(
