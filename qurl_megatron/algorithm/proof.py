@@ -33,7 +33,9 @@ class WrongRollouts(RuntimeError, SharedError):
     """Rollouts are not samples of the policy; the text says why, and what the cause may be."""
 
 
-def check_mismatch(set_name: str, format: FormatName, has_experts: bool, kl: float) -> None:
+def check_mismatch(
+    set_name: str, format: FormatName, has_experts: bool, kl: float, *, shares_base: bool = False
+) -> None:
     """Check what servers of a format say of their samples against what the learner computes.
 
     Args:
@@ -41,11 +43,14 @@ def check_mismatch(set_name: str, format: FormatName, has_experts: bool, kl: flo
         format: of the servers' weights.
         has_experts: the model is a mixture of experts.
         kl: KL(behaviour || proximal), k3, in nats per token.
+        shares_base: the learner multiplies the codes of the servers, beneath adapters. Of INT4,
+            which quantizes no activations, nothing is then left to explain.
 
     Raises:
         WrongRollouts: the format does not explain the difference.
     """
-    limit = max(LARGEST_KL[format], LARGEST_KL_OF_EXPERTS if has_experts else 0.0)
+    explained = LARGEST_KL["bf16" if shares_base and format == "int4" else format]
+    limit = max(explained, LARGEST_KL_OF_EXPERTS if has_experts else 0.0)
     if not kl <= limit:  # NaN neither
         raise WrongRollouts(
             f"the {set_name} servers' log-probs are not the learner's: KL(behaviour, proximal) is "

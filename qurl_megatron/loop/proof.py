@@ -75,8 +75,9 @@ class Proof:
     def _check(self, name: str, statistics: dict[str, float]) -> None:
         format = self._config.quantization.format if name == "rollout" else "bf16"
         has_experts = self._learner.architecture.num_experts > 0
+        shares_base = name == "rollout" and self._learner.adapters is not None
         try:
-            check_mismatch(name, format, has_experts, statistics[KL])
+            check_mismatch(name, format, has_experts, statistics[KL], shares_base=shares_base)
         except WrongRollouts as wrong:
             if not self._config.rollout.accept_mismatch:
                 raise
