@@ -21,10 +21,13 @@ def test_what_was_measured_passes_and_other_log_probs_do_not(format: str) -> Non
             check_mismatch("rollout", format, False, kl)  # type: ignore[arg-type]
 
 
-def test_routers_explain_more_in_bf16() -> None:
+def test_int4_explains_nothing_if_the_learner_multiplies_the_same_codes() -> None:
     check_mismatch("rollout", "int4", False, 0.02)
     with pytest.raises(WrongRollouts, match="int4 explains 5.0e-03 at most"):
         check_mismatch("rollout", "int4", False, 0.02, shares_base=True)
+
+
+def test_routers_explain_more_in_bf16() -> None:
     check_mismatch("evaluation", "bf16", True, 0.02)  # 2.6e-4 was measured, and 3.8e-3 in INT8
     with pytest.raises(WrongRollouts, match="the evaluation servers' log-probs"):
         check_mismatch("evaluation", "bf16", False, 0.02)
