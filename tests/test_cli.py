@@ -85,6 +85,15 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     assert config == given  # no value of the recipe was changed
 
 
+def test_the_study_of_32b_is_ready_to_start_with_adapters(
+    inputs: dict[str, list[str]], tmp_path: Path
+) -> None:
+    words = [f"output_dir={tmp_path}", "name=first", "adapters.rank=16", *inputs["scaling_32b"]]
+    config, _ = prepare_new("scaling_32b", words, writes=False)
+    assert config.adapters.rank == 16
+    assert config.quantization.uaq == UaqConfig()  # there is no quantized update to scale
+
+
 def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
