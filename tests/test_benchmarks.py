@@ -1,10 +1,16 @@
 """Every benchmark is a command that says what it does before it does anything."""
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.peers import trl_grpo
+from benchmarks.peers.__main__ import adapter_words, settings
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.recipes import quickstart
 
 REPOSITORY = Path(__file__).parents[1]
 COMMANDS = sorted(
@@ -33,3 +39,10 @@ def test_help_names_the_command_and_runs_nothing(
     assert end.value.code == 0
     said = capsys.readouterr().out
     assert said.startswith("usage: ") and f"python -m {name.removesuffix('.__main__')}" in said
+
+
+def test_a_peer_is_called_with_the_fields_that_it_takes(tmp_path: Path) -> None:
+    words = adapter_words(8)
+    fields = settings(with_overrides(quickstart.recipe(), words), tmp_path, seed=0)
+    assert fields.keys() == inspect.signature(trl_grpo.train).parameters.keys()
+    assert (fields["adapter_rank"], fields["learning_rate"]) == (8, 2e-3)

@@ -17,6 +17,10 @@ servers take turns. TRL samples in float32 with transformers, the quickstart fro
 With `--vocabulary 151936`, which is Qwen's, both start from random weights, whose answers hardly
 end, and a batch is 8 x 4 answers. It shows what a step takes, and nothing is learned.
 
+With `--adapters 16` both train adapters (LoRA) of that rank on all linear layers, with the alpha
+and the learning rate of `quickstart_adapters`: TRL with peft over the float32 model, the quickstart
+over an INT4 base in groups of 32.
+
 A step is one batch. Seconds and CPU-seconds (of all processes, from the kernel) are those of the
 steps after the first `SKIPPED`; the phases of the quickstart's steps are medians. Memory is the sum
 of all processes' proportional set sizes after the last step. Accuracy is greedy, of both final
@@ -46,7 +50,7 @@ from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import load_prompts, set_aside
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.model.tokenizer import load_tokenizer
-from qurl_megatron.recipes import quickstart
+from qurl_megatron.recipes import quickstart, quickstart_adapters
 
 SKIPPED = 2  # first steps, in which both start threads, caches and connections
 CALL = (
@@ -75,6 +79,7 @@ def main() -> None:
         "--answers", type=int, nargs="+", choices=SETTING_OF, default=list(SETTING_OF)
     )
     parser.add_argument("--vocabulary", type=int, help="of a random start; more than 258")
+    parser.add_argument("--adapters", type=int, default=0, help="their rank; 0: train all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/peers"))
@@ -91,6 +96,8 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
     start, words = task(answers, output_dir, directory, arguments.vocabulary)
     words += [f"model={start}", f"steps={arguments.steps}"]
     words += ["evaluation.problems=0"]
+    if arguments.adapters:
+        words += adapter_words(arguments.adapters)
     config = with_overrides(quickstart.recipe(), words)
     sides: dict[str, Callable[[Path, int], list[str]]] = {
         "trl": lambda run, seed: peer(
@@ -158,6 +165,18 @@ def task(
     return start, words
 
 
+def adapter_words(rank: int) -> list[str]:
+    """Return the overrides that make the quickstart one of adapters."""
+    config = quickstart_adapters.recipe()
+    return [
+        f"adapters.rank={rank}",
+        f"quantization.format={config.quantization.format}",
+        f"quantization.group_size={config.quantization.group_size}",
+        f"quantization.uaq.scale={config.quantization.uaq.scale}",
+        f"optimizer.learning_rate={config.optimizer.learning_rate}",
+    ]
+
+
 def settings(config: Config, run: Path, seed: int) -> dict[str, Any]:
     """Return what `trl_grpo.train` is called with."""
     rollout, optimizer, objective = config.rollout, config.optimizer, config.objective
@@ -177,6 +196,8 @@ def settings(config: Config, run: Path, seed: int) -> dict[str, Any]:
         "eps_low": objective.eps_low,
         "eps_high": objective.eps_high,
         "seed": seed,
+        "adapter_rank": config.adapters.rank,
+        "adapter_alpha": config.adapters.alpha,
     }
 
 

@@ -19,19 +19,23 @@ def train(
     minibatches: int,
     prompts: int,
     completions: int,
-    response_length: int,
+    completion_length: int,
     learning_rate: float,
     warmup_steps: int,
     beta2: float,
     eps_low: float,
     eps_high: float,
     seed: int,
+    adapter_rank: int,
+    adapter_alpha: float,
 ) -> None:
     """Train `steps` batches, each with an optimizer step a minibatch; save the model.
 
-    After each batch a line with its mean reward is appended to the file `lines`.
+    After each batch a line with its mean reward is appended to the file `lines`. With a rank above
+    0, peft's adapters of all linear layers are trained, and merged in the end.
     """
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -62,7 +66,7 @@ def train(
             per_device_train_batch_size=sequences // minibatches,
             steps_per_generation=minibatches,
             num_generations=completions,
-            max_completion_length=response_length,
+            max_completion_length=completion_length,
             learning_rate=learning_rate,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=warmup_steps,
@@ -84,12 +88,21 @@ def train(
             [{"prompt": row["question"], "answer": row["answer"]} for row in rows]
         ),
         callbacks=[Lines()],
+        peft_config=LoraConfig(
+            r=adapter_rank, lora_alpha=adapter_alpha, target_modules="all-linear"
+        )
+        if adapter_rank
+        else None,
     )
     trainer.train()
-    trainer.save_model(directory)
+    if adapter_rank:
+        trainer.model.merge_and_unload().save_pretrained(directory)
+        trainer.processing_class.save_pretrained(directory)
+    else:
+        trainer.save_model(directory)
 
 
-def accuracy(*, model: str, problems: str, response_length: int) -> None:
+def accuracy(*, model: str, problems: str, completion_length: int) -> None:
     """Print the fraction of problems whose greedy answer is right."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -98,7 +111,7 @@ def accuracy(*, model: str, problems: str, response_length: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     inputs = tokenizer([row["question"] for row in rows], return_tensors="pt", padding=True)
-    tokens = policy.generate(**inputs, do_sample=False, max_new_tokens=response_length)
+    tokens = policy.generate(**inputs, do_sample=False, max_new_tokens=completion_length)
     answers = tokens[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     right = [text.strip() == row["answer"] for text, row in zip(texts, rows, strict=True)]
