@@ -1,0 +1,54 @@
+"""README's own run is one: its files and commands, as they are printed, up to the start of servers."""
+
+import re
+import shlex
+import textwrap
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qurl_megatron.cli import app
+from recipe_inputs import good_problems
+from tiny import build_tiny_model
+
+REPOSITORY = Path(__file__).parents[1]
+README = (REPOSITORY / "README.md").read_text()
+MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+def block(heading: str) -> str:
+    """Return the first indented block after a line of README."""
+    found = re.search(rf"^{re.escape(heading)}\n\n((?:    .*\n|\n)+)", README, re.MULTILINE)
+    assert found, heading
+    return textwrap.dedent(found[1]).strip() + "\n"
+
+
+def run(command: str) -> str:
+    program, *words = shlex.split(command)
+    assert program == ".venv/bin/qurl"
+    ended = CliRunner().invoke(app, words)
+    assert ended.exit_code == 0, ended.output
+    return ended.stdout
+
+
+def test_the_first_screen_is_short() -> None:
+    assert len(README.split()) <= 750
+
+
+def test_the_run_of_ones_own_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = build_tiny_model(tmp_path / "model", max_position_embeddings=4096)
+    settings = block("`my.yaml`:")
+    assert settings.count("\n") <= 12
+    Path("my.yaml").write_text(settings.replace(MODEL, str(model)))
+    reward = block("`mine.py`:")
+    assert reward.count("\n") <= 6
+    Path("mine.py").write_text(reward)
+    Path("problems.jsonl").write_text("\n".join(good_problems()))
+    train, launch = block("On one machine, and as a Slurm job:").splitlines()
+    summary = run(f"{train} --dry-run")
+    assert "700 entries" in summary and "first prompt" in summary
+    assert "#SBATCH" in run(f"{launch} --dry-run")
+    (plan,) = re.findall(r"`(qurl plan my\.yaml[^`]*)`", README)
+    assert "time of a step" in run(f".venv/bin/{plan}")
