@@ -53,7 +53,7 @@ def processor() -> str:
 
 
 def package_versions(packages: Collection[str]) -> dict[str, str]:
-    """Return the versions of these packages, "not installed" for those that are not there."""
+    """Return the versions of these packages, "not installed" for one that is not there."""
     versions = {}
     for package in packages:
         try:

@@ -17,7 +17,7 @@ After every publish the checksums of each server that serves are read back. The 
     prompts   how many were asked for; each was trained on once, or dropped as too old and asked for
               again, or was asked for ahead, for the step that was not taken when time was up
     answers   whose versions or log-probs are not those of published weights; must be none
-    checksums that were read back, and those that differ from what was sent; must be none
+    checksums that were read back, and how many differ from what was sent; must be none
     memory    how much that of each process grows per publish; `process_memory.py` says what is
               flat. Servers are measured in the last half of the publishes, in which no fault
               ends one. None may grow

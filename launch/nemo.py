@@ -40,7 +40,7 @@ OTHER_FIELDS = """additional_parameters container_env container_image container_
 class Context(run.cli.RunContext):
     """A `nemorun qurl` command, which takes the overrides of `qurl train`."""
 
-    given: tuple[str, ...] = ()  # the overrides, with those that the recipe has already
+    given: tuple[str, ...] = ()  # the overrides, also where the recipe has the same
 
     def parse_fn(self, fn, args, **_):  # type: ignore[no-untyped-def]  # like its parent
         """Return the recipe's Partial with overrides applied; exit if one of them is wrong."""

@@ -62,8 +62,8 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
     GPUs. With `num_gpus` 0 they have none.
 
     Raises:
-        ConfigError: the machine has too few GPUs, or those who share one of them ask for too much
-            of its memory.
+        ConfigError: the machine has too few GPUs, or the processes on one of them ask for too
+            much of its memory.
     """
     specs = server_specs(config)
     world_size = config.learner.world_size

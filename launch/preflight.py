@@ -167,7 +167,7 @@ def problems(plan: JobPlan, own: NodePlan, num_gpus: int) -> list[str]:
     """Return what a node, this one, lacks; torch sees `num_gpus` GPUs on it."""
     found = []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # Where Slurm counts no GPUs, a node has those that it should have.
+    # Where Slurm counts no GPUs, a node has what it should have.
     granted = len(visible.split(",")) if visible else int(os.environ.get("QURL_GPUS_PER_NODE", "0"))
     if granted < own.gpus:
         found.append(

@@ -202,8 +202,8 @@ def read_key(key_file: str, field: str) -> str:
 def check_servers_at(config: Config, *, resumes: bool = False) -> None:
     """Check that every server elsewhere answers, and can sample for the run.
 
-    A run that `resumes`, maybe in a job at night, goes on without those that do not answer. They
-    are asked again later.
+    A run that `resumes`, maybe in a job at night, goes on without the servers that do not answer.
+    They are asked again later.
 
     Raises:
         ConfigError: the first thing that is wrong.

@@ -193,7 +193,7 @@ class JobStep(subprocess.Popen[bytes]):
 
 
 def end_steps(steps: Sequence[JobStep]) -> None:
-    """End the tasks of several steps at once; Slurm ends those that remain, with the job."""
+    """End the tasks of several steps at once; Slurm ends what remains with the job."""
     for step in steps:
         step.send_signal(signal.SIGUSR2)
     wait_for(steps, END_TIMEOUT_S)
@@ -341,7 +341,7 @@ def node_groups(
 def gpus_of_node(environment: Mapping[str, str]) -> int:
     """Return how many GPUs the job has on a node; 0 if it has asked for none."""
     asked = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # such as 4 of h100:4
-    # An exclusive job counts all GPUs of its nodes, but its steps see those that it asked for.
+    # An exclusive job counts all GPUs of its nodes, but its steps see only what it asked for.
     counted = asked if asked.isdecimal() else environment.get("SLURM_GPUS_ON_NODE", "0")
     return int(environment.get("QURL_GPUS_PER_NODE", counted))
 

@@ -281,7 +281,7 @@ def watch(ranks: dict[int, Started], servers: Servers, signals: Signals, has_ran
 
 
 def end_ranks(ranks: Sequence[Started]) -> None:
-    """Ask ranks to end, and kill those that do not."""
+    """Ask ranks to end, and kill the ones that go on."""
     # A request is lost that comes while Python calls what ignores exceptions, such as logging's
     # functions after a fork.
     for _ in range(END_REQUESTS):

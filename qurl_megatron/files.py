@@ -88,7 +88,7 @@ def read_json_lines(
 
 
 def read_json_object(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
-    """Return the object of a JSON file; an empty one if there is none of the form `kind`.
+    """Return the object of a JSON file; an empty one if the file holds no `kind`.
 
     `write_whole` leaves no such file, but a full disk that loses what was written, or a copy that
     was interrupted, may. A line on standard error then says so, unless the file is empty or absent.

@@ -74,7 +74,7 @@ def make_key() -> str:
 def raise_open_file_limit() -> int:
     """Let this process have as many open files as it may, up to `OPEN_FILES`; return the number.
 
-    Many systems begin with 1,024 and permit more to those who ask.
+    Many systems begin with 1,024 and permit more on request.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     number = max(soft, min(hard, OPEN_FILES))

@@ -46,7 +46,7 @@ DROPS_THOUGHTS = _TEMPLATE.replace("DROPS", "true")
 def chat_tokenizer(template: str = KEEPS_THOUGHTS, directory: Path | None = None) -> Any:
     """Return a tokenizer of bytes and a few pairs of them; also write it to a directory.
 
-    Most text can therefore be written with other tokens than those that it would be encoded to.
+    Most text can therefore be written with other tokens than its encoding has.
     """
     from tokenizers import AddedToken, pre_tokenizers
     from transformers import Qwen2Tokenizer

@@ -325,7 +325,7 @@ def test_a_full_disk_is_named_with_the_last_whole_checkpoint(
         ("checkpoint.keep_last=2 checkpoint.keep_best=false", 0, 3),
         ("checkpoint.keep_last=2 evaluation.problems=0", 0, 3),  # nothing is evaluated
         ("checkpoint.every_steps=0", 0, 0),
-        ("checkpoint.keep_last=2", 2, 2),  # those that are there are not asked for again
+        ("checkpoint.keep_last=2", 2, 2),  # what is there is not asked for again
     ],
 )
 def test_a_run_asks_for_every_checkpoint_that_the_disk_holds_at_once(

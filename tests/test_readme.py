@@ -1,4 +1,4 @@
-"""README's own run is one: its files and commands, as they are printed, up to the start of servers."""
+"""The run of README starts: its files and commands as they are printed, up to the servers."""
 
 import re
 import shlex

@@ -98,7 +98,7 @@ def test_an_update_waits_for_the_gpu_only_where_it_may(
 def test_a_publish_of_all_tensors_reads_from_the_gpu_once_for_each_team(
     played: dict[str, Played], name: str, teams: int
 ) -> None:
-    """The ranks that share a layer are a team, and those that share an expert."""
+    """Ranks that share a layer are a team, and so are ranks that share an expert."""
     at = waits(played[name], "publish")
     assert at.total() == teams
     assert all(place.startswith("weight_sync/conversion.py") for place in at)

@@ -208,11 +208,15 @@ def test_a_server_of_another_kind_or_with_another_key_is_refused(
     wrong_types = json.dumps(dataclasses.asdict(description(model_dir)) | {"context_length": "x"})
     for status, text, message in (
         (401, "", "was started with another key; give both sides the same"),
-        (404, '{"detail": "Not Found"}', "is none of qurl serve: it answers /qurl with status 404"),
-        (200, "<html>", "is none of qurl serve"),
-        (200, "{}", "is none of qurl serve"),
-        (200, "[1]", "is none of qurl serve"),
-        (200, wrong_types, "is none of qurl serve"),
+        (
+            404,
+            '{"detail": "Not Found"}',
+            "is not a server of qurl serve: it answers /qurl with status 404",
+        ),
+        (200, "<html>", "is not a server of qurl serve"),
+        (200, "{}", "is not a server of qurl serve"),
+        (200, "[1]", "is not a server of qurl serve"),
+        (200, wrong_types, "is not a server of qurl serve"),
     ):
         address.status, address.text = status, text
         with pytest.raises(ConfigError, match=message):

@@ -39,7 +39,7 @@ class Turn:
     logprobs: list[float]  # one per token, natural
     finish: str  # "stop": the policy ended its turn; "length": it was cut off
     weight_versions: list[int]  # one per token
-    cached_tokens: int  # of the tokens before it, those that the server had in its cache
+    cached_tokens: int  # how many tokens before it the server had in its cache
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,7 @@ class Policy:
         Args:
             max_tokens: most tokens of the turn; None: `rollout.max_completion_length`, which
                 is also the limit of any number here.
-            stop: tokens that end the turn, besides those that end one anyway. A text must be that
-                of one token.
+            stop: more tokens that end the turn. A text must be one token.
 
         Raises:
             EpisodeOver: the episode has no turn left, or no room for a token.
@@ -216,8 +215,8 @@ class Policy:
         """Return the policy's next message in a conversation, as OpenAI's API has it.
 
         Args:
-            messages: the whole conversation so far. The policy's own messages are those that it
-                returned; their tokens stay those that it sampled.
+            messages: the whole conversation so far, with the messages that the policy
+                returned. Their tokens stay as sampled.
             tools: functions with type hints and a docstring, or their JSON schemas.
             max_tokens, stop: as of `generate`; the message has no token that ended it.
 

@@ -44,7 +44,7 @@ class Prompt:
 
 
 class SamplingMasks(NamedTuple):
-    """The tokens that each of some tokens was drawn from: those that top_p has kept."""
+    """The candidates of sampled tokens: what top_p kept when each was drawn."""
 
     sizes: Tensor  # [tokens] int32, how many tokens each was drawn from
     token_ids: Tensor  # [sum of sizes] int32, one token's behind another's

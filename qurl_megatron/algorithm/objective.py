@@ -366,7 +366,7 @@ def value_loss(
     Only `values` has a gradient, and positions with a loss weight of 0 contribute nothing.
 
     `stats` are sums over the tokens of positive weight: `tokens`, their number, and `clipped`,
-    those that have no gradient because of the clip.
+    how many the clip leaves without a gradient.
     """
     counted = loss_weights > 0
     values = _where(counted, values)

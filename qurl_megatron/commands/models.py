@@ -186,8 +186,8 @@ def uaq(
     if invariance.rounded_tensors:
         verb = "are" if undo else "will be, after an undo,"
         print(
-            f"Of the original, {invariance.exact_tensors} tensors {verb} exact: those that UAQ "
-            f"leaves or scales by a power of two. {invariance.rounded_tensors} {verb} the original "
+            f"Of the original, {invariance.exact_tensors} tensors {verb} exact: UAQ leaves them or "
+            f"scales them by a power of two. {invariance.rounded_tensors} {verb} the original "
             "up to one unit in the last place of the stored dtype."
         )
     else:

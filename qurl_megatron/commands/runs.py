@@ -26,7 +26,7 @@ Overrides = Annotated[
         metavar="FIELD=VALUE", help="Fields to change; `qurl config RECIPE` lists them."
     ),
 ]
-# Of `qurl launch`: those that make no sense on this machine.
+# Options of `qurl launch` that make no sense on this machine.
 SLURM_OPTIONS = """account partition time gpus_per_node gpu heterogeneous sbatch container_image
     container_mounts setup env""".split()
 

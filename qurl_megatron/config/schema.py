@@ -410,13 +410,13 @@ class ServerConfig:
 
     releases: Releases = "auto"
     """With `rollout.placement=colocated`, what a server gives back while it sleeps. cache: its KV
-    cache and CUDA graphs; learner ranks write new weights into those that stay. all: its weights
+    cache and CUDA graphs; the weights stay, and learner ranks write into them. all: its weights
     too, which then cross the host's memory in each publish. auto: the evaluation server all; a
     rollout server cache if its weights are planned to fit beside the learner, else all."""
 
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
-    true gives a flag. A refusal lists those that cannot falsify log-probs or weight versions."""
+    true gives a flag. A refusal lists the options that are safe for log-probs and versions."""
 
     environment: dict[VariableName, VariableText] = dataclasses.field(default_factory=dict)
     """Variables in the server's environment: environment.NAME=value. It gets no `SGLANG_*`,
@@ -488,8 +488,8 @@ class RolloutConfig(AgentConfig):
 
     top_p: TopP = 1.0
     """In training, draw each token from the likeliest ones only, up to this probability in all.
-    Below 1 a token carries the ids of those that it was drawn from, at most 512, and all its
-    log-probs are over these. 1: from the whole vocabulary."""
+    Below 1 a token carries the ids of its candidates, at most 512, and all its log-probs are
+    over these. 1: from the whole vocabulary."""
 
     max_prompt_length: Count = 1024
     """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""

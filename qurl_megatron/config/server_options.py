@@ -1,4 +1,4 @@
-"""The options of SGLang that `rollout.server.options` may set: those that were tried or are plain.
+"""The options of SGLang that `rollout.server.options` may set: each was tried, or is plain.
 
 An option may change how fast a server samples, but not what is known of a token: the log-prob of
 the distribution it was drawn from, and the version of the weights that computed it. SGLang has over

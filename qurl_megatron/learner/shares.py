@@ -5,8 +5,8 @@ replica its part once, to the replica's first rank, which passes it on to the re
 No other rank holds another replica's part.
 
 A replica lays its sequences out in micro batches. Every pass over the minibatch uses the same ones:
-the proximal pass, the reference's and the update. So scores stay on the ranks that computed them,
-which are those that need them, and they are bit for bit comparable. What is collected comes from
+the proximal pass, the reference's and the update. So scores stay on the ranks that computed them
+and need them, and they are bit for bit comparable. What is collected comes from
 the last pipeline stage of each replica.
 
 Megatron's parallel state says which ranks are a replica: those of one context-parallel group and

@@ -8,7 +8,7 @@ Invariants:
 - Groups are taken in the order of the stream, whichever is answered first: the length of an answer
   has no influence on whether it is trained on.
 - While step s is sampled, the groups of steps up to s + max_staleness are in flight. Apart from
-  those that dynamic sampling rejects or that are taken again, at most
+  groups that dynamic sampling rejects or that are taken again, at most
   (max_staleness + version + 1) x prompts_per_step groups have then been asked for, where
   `version` counts the steps done: the bound of AReaL.
 - No token of a taken group is more than `max_staleness` weight versions old, and the group has the

@@ -13,7 +13,7 @@ refused. A plan divides the time of its step into parts, and names the part that
     turns               with rollout.placement=colocated: the learner's way to the host's memory and
                         back
 
-A synchronous step is the sum of them all. With `rollout.max_staleness` it has those that decide:
+A synchronous step is the sum of them all. With `rollout.max_staleness` the longest way decides:
 the learner's four, or decoding, or the longest completion and the learner's four that follow it.
 """
 
@@ -522,7 +522,7 @@ def suggest(
 
 
 def placements(config: Config, given: Collection[str]) -> dict[str, Config]:
-    """Return the configuration in each placement, by its name, but those that `given` excludes.
+    """Return the configuration in each placement that `given` permits, by its name.
 
     Servers that sample ahead do so by one step.
     """

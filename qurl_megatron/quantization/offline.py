@@ -277,7 +277,7 @@ def _cut(source: Path, file: str) -> list[_Piece]:
 def _write_piece(
     source: Path, piece: _Piece, rewrite: Rewrite, known: set[str], path: Path
 ) -> None:
-    """Write the tensors of a piece; those that are not `known` are copied unchanged."""
+    """Write the tensors of a piece. A tensor that is not `known` is copied unchanged."""
     written: dict[str, Tensor] = {}
     with safe_open(source / piece.source_file, "pt") as opened:
         for name in piece.names:

@@ -107,7 +107,7 @@ class StepMetrics:
 
     completion_truncated_fraction: float
     """Fraction of sampled completions that were cut off at `rollout.max_completion_length`; of an
-    agent's episodes, those that `rollout.max_turns` or `rollout.max_episode_tokens` ended."""
+    agent's episodes, the share that `rollout.max_turns` or `rollout.max_episode_tokens` ended."""
 
     verifier_failures: int
     """Number of sampled completions whose verifier or reward function failed: it raised, took too

@@ -238,7 +238,7 @@ class RunLog:
             device.extend_environment(dict.fromkeys(names, str(directory)))
             session = wandb.setup(wandb.Settings(silent=True))
             mode: Literal["offline"] | None = None
-            # Asks the server who the user is, and waits 5 s for the answer. wandb.init() would wait
+            # Asks the server for the user, and waits 5 s for the answer. wandb.init() would wait
             # 90 s, and then end the run. A mode that the user has set is kept.
             if "mode" not in session.settings.model_fields_set and not session.viewer:
                 mode = "offline"
@@ -286,7 +286,7 @@ class RunLog:
     def _keep(self, name: str, kind: type, number: str, last: int) -> list[dict[str, Any]]:
         """Drop the lines of a file whose `number` is above `last`, and return the others.
 
-        Lines that are none of the `kind` are dropped too.
+        Lines of another kind are dropped too.
         """
         path = self._config.run_dir / name
         lines = [line for line in read_json_lines(path, kind, self.say) if line[number] <= last]

@@ -132,7 +132,7 @@ class Fleet:
         self._watching: Future[None] = Future()
         self._last_loss = "none was started"
         self._too_small_since: float | None = None
-        self._num_listed = len(servers)  # in the rosters: those that run or will be started again
+        self._num_listed = len(servers)  # in the rosters: they run, or will be started again
         self._members = {
             index: Member(index, server, "serving" if loaded else "joining")
             for index, server in servers.items()
@@ -308,7 +308,7 @@ class Fleet:
             await end(probes.values())
 
     def _compare(self, servers: Mapping[int, Server]) -> None:
-        """Add servers that are new in the rosters, and lose those that are no longer there."""
+        """Add the servers that are new in the rosters, and lose the ones that left them."""
         self._num_listed = len(servers)
         for index, member in list(self._members.items()):
             if index not in servers:

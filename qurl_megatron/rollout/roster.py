@@ -31,7 +31,7 @@ LOST = "lost"  # directory of reports, beside the logs
 
 
 def incarnation(set_name: str, index: int, server: Server) -> Incarnation:
-    """Return what tells a server's process from those that were in its place before."""
+    """Return what tells a server's process from an earlier one in its place."""
     return set_name, index, server.pid, server.start_ticks
 
 

@@ -1,7 +1,7 @@
 """Access to a server: which requests reach SGLang's routes, for whom, and with what bodies.
 
-SGLang has over a hundred routes, and each release adds some. `ROUTES` lists those that a run, or
-SGLang itself, asks for. All others are closed: they answer with status 404. Before it comes
+SGLang has over a hundred routes, and each release adds some. `ROUTES` lists the routes that a
+run, or SGLang itself, asks for. All others are closed: they answer with status 404. Before it comes
 SGLang's own, which asks every request for the key, but those of /health, /ready and /metrics.
 
 A server serves one run: the weights of a second one would silently replace those of the first. A

@@ -23,7 +23,7 @@ class CpuPlatform(CpuSRTPlatform):
     _enum = PlatformEnum.OOT
 
     def init_backend(self) -> None:
-        """Replace the slowest operators, and those that need a GPU."""
+        """Replace the slowest operators, and every operator that needs a GPU."""
         import torch
         from sglang.srt.layers import sampler
         from sglang.srt.layers.attention.attention_registry import register_attention_backend

@@ -204,7 +204,7 @@ class PartOfBucket:
 class ParameterWriter:
     """Writes a team's buckets into servers' parameters, as a `Gatherer`.
 
-    A rank writes its own parts, and those that others send to it (`routes.py`). All ranks count
+    A rank writes its own parts, and the parts that others send to it (`routes.py`). All ranks count
     buckets alike: the first of each rank's cross, then the second of each, and so on.
     """
 

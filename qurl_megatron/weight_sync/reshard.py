@@ -359,8 +359,8 @@ class Converter:
 
         Args:
             views: where the tensors go, by name.
-            shared: if blocks of the weight lie on several ranks, the absmax of those that this
-                rank's part touches, and the scales of all.
+            shared: if blocks of the weight lie on several ranks, the absmax of the blocks
+                in this rank's part, and the scales of all.
         """
         absmax, scale = shared or (None, None)
         codes_view, scale_view = (views[tensor.name] for tensor in weight.tensors)
@@ -394,8 +394,8 @@ class Converter:
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
 
-        Return for each weight that has such blocks, by name, the absmax of those that this rank's
-        part touches, and the scales of all.
+        Return for each weight that has such blocks, by name, the absmax of the blocks in this
+        rank's part, and the scales of all.
         """
         parts: list[TensorPart] = [
             weight.part

@@ -96,7 +96,7 @@ class Update:
     checksums: Mapping[str, int] = field(default_factory=dict)  # of all tensors
 
     async def end(self, checksums: Mapping[str, int]) -> None:
-        """Tell those who wait for it that all was sent."""
+        """Tell the ranks that wait for it that all was sent."""
         self.checksums = checksums
         self.sent.set()
 

@@ -169,7 +169,7 @@ def test_a_run_that_is_killed_in_every_phase_leaves_no_process_and_completes(
         _, alive = psutil.wait_procs(run.survivors(), timeout=30)
         assert alive == [], kill.phase
         assert_says_why_it_ended(kill, run)
-        # No checkpoint that was whole is lost, but those that newer ones replaced.
+        # No whole checkpoint is lost, but for the ones that newer ones replaced.
         assert steps_saved(run) >= saved, kill.phase
 
     run = begin()

@@ -129,7 +129,7 @@ async def describe(url: str, key: str) -> Description:
         return from_tree(Description, answer.fields())
     except ValueError:
         raise ConfigError(
-            f"{server} is none of qurl serve: it answers {DESCRIPTION_PATH} with status "
+            f"{server} is not a server of qurl serve: it answers {DESCRIPTION_PATH} with status "
             f"{answer.status}"
         ) from None
 
