@@ -219,9 +219,9 @@ class ObjectiveConfig:
 
     objective: ObjectiveName = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
-    sampling, Eq. 5. acr: adaptive clipping range, Eq. 9. sequence_tis: truncated importance
-    sampling by sequence; all its tokens have the weight of the product of their ratios.
-    FILE.py:NAME or MODULE:NAME: a function of your own."""
+    sampling, Eq. 5. acr: adaptive clipping range, Eq. 9, level with tis in every run here.
+    sequence_tis, experimental: truncated importance sampling by sequence; all its tokens have the
+    weight of the product of their ratios. FILE.py:NAME or MODULE:NAME: a function of your own."""
 
     eps_low: Annotated[Finite, Ge(0), Le(1)] = 0.2
     """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""
@@ -298,10 +298,8 @@ class CriticConfig:
 class UaqConfig:
     """Update-aware quantization (UAQ, QuRL Eq. 11): invariant scaling of the weights at load.
 
-    Measured, it is a larger step for the weights it divides, and nothing else: in the study larger
-    learning rates for these weights give the same without UAQ, within the errors. On the real
-    engines, with five seeds, s = 1.5 is 2.4 ± 1.8 points under `acr` without it. So it is off by
-    default.
+    It was measured to be a larger step for the weights that it divides, and nothing else
+    (docs/findings/objectives.md). So it is off by default, and on in the paper's recipes.
     """
 
     scale: Scale = 1.0
