@@ -60,7 +60,7 @@ def planned_row(
 ) -> Row:
     """Return the plan of the fastest placement with the `given` fields; None: of that in `config`.
 
-    Without `gpus` it is planned on those that it takes as it is configured.
+    Without `gpus` the plan is for the GPUs that `config` takes.
 
     Servers sample ahead only if `rollout.max_staleness` is given: what is trained on then differs.
 
