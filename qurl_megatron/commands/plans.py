@@ -108,14 +108,14 @@ def plan(
     from qurl_megatron.launch.experiment import checked_limit_s
     from qurl_megatron.planning.gpus import node_of
     from qurl_megatron.planning.job import objections_to_limit
+    from qurl_megatron.planning.plan import plan_run
 
     scaling.check_outputs(output or [])
     limit_s = checked_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
     architecture, config, given = plan_input(subject, overrides or [])
-    is_sized = gpus or given is not None  # or the recipe says how many servers there are
-    numbers = _numbers(gpus or "64") if is_sized else [None]
-    if is_sized and any(word.startswith("rollout.servers=") for word in overrides or []):
+    takes_own = not gpus and given is None  # a recipe says how many servers there are
+    if not takes_own and any(word.startswith("rollout.servers=") for word in overrides or []):
         raise ConfigError(
             "rollout.servers: servers get all of --gpus that the learner leaves; leave out one of "
             "the two"
@@ -123,11 +123,15 @@ def plan(
     check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
     workload = _workload(config, mean_prompt, mean_completion, log_deviation)
     rows, refusals = [], {}
-    for number in numbers:
-        try:
-            rows.append(scaling.planned_row(architecture, config, number, workload, node, given))
-        except ConfigError as error:
-            refusals[number or 0] = error
+    if takes_own:
+        rows.append(scaling.Row(plan_run(architecture, config, workload, node)))
+    else:
+        for number in _numbers(gpus or "64"):
+            try:
+                row = scaling.planned_row(architecture, config, number, workload, node, given)
+                rows.append(row)
+            except ConfigError as error:
+                refusals[number] = error
     if refusals and not rows:
         raise refusals[max(refusals)]
     rows += [scaling.measured_row(run, architecture, workload, node) for run in measured or []]

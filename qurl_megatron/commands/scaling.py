@@ -53,22 +53,18 @@ class Row:
 def planned_row(
     architecture: Architecture,
     config: Config,
-    gpus: int | None,
+    gpus: int,
     workload: Workload,
     node: Node,
     given: Collection[str] | None,
 ) -> Row:
     """Return the plan of the fastest placement with the `given` fields; None: of that in `config`.
 
-    Without `gpus` it is planned on those that it takes as it is configured.
-
     Servers sample ahead only if `rollout.max_staleness` is given: what is trained on then differs.
 
     Raises:
         ConfigError: none fits; the message is that of the last, which takes least memory.
     """
-    if gpus is None:
-        return Row(plan_run(architecture, config, workload, node))
     if given is None:
         return Row(plan_or_suggest(architecture, config, gpus, workload, node))
     plans: dict[str, Plan | None] = {}
