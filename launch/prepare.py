@@ -32,9 +32,9 @@ from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model import hub
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
 from qurl_megatron.planning.host import check_host, check_workers
-from qurl_megatron.planning.turns import plan_colocation, releases
 from qurl_megatron.rollout import toolkit
 
 

@@ -42,8 +42,8 @@ from qurl_megatron.launch.placement import check_colocated_gpus, choose_placemen
 from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
+from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
-from qurl_megatron.planning.turns import plan_colocation, releases
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
 from tiny import build_tiny_model

@@ -94,8 +94,8 @@ def plan(
 ) -> None:
     """Estimate the memory and time that a run needs; nothing is allocated.
 
-    For a model, choose the layout with the shortest step, and whether learner and servers take
-    turns. Beside it stands the step of servers that sample ahead, which is chosen only if
+    For a model, choose the layout with the shortest step, and whether learner and servers are
+    colocated. Beside it stands the step of servers that sample ahead, which is chosen only if
     rollout.max_staleness is given. Fields that are given keep their values.
 
     For a recipe, keep its own layout. With --gpus, servers get all that its learner leaves.

@@ -184,7 +184,7 @@ def _values(rows: list[Row], row: Row) -> dict[str, str | float]:
         "hours": hours,
         "gpu_hours": hours * plan.gpus,
         "limit": max(parts, key=lambda part: parts[part]),
-        **{f"{phase}_s": time_s for phase, time_s in plan.step_s.items() if phase != "turns"},
+        **{f"{phase}_s": time_s for phase, time_s in plan.step_s.items() if phase != "copies"},
         **{f"part_{part.replace(' ', '_')}_s": parts.get(part, 0.0) for part in REMEDIES},
         "run": row.run,
         "measured_step_s": row.measured_step_s if row.run else "",

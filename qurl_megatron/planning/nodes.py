@@ -15,7 +15,7 @@ def nodes_of_learner(ranks: int, gpus_per_node: int) -> int:
 
 
 def deal(servers: Sequence[T], num_nodes: int) -> list[Sequence[T]]:
-    """Return the servers of each rollout node: nodes take them in turn."""
+    """Return the servers of each rollout node: nodes take one after the other."""
     return [servers[node::num_nodes] for node in range(num_nodes)]
 
 

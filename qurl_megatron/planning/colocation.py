@@ -1,6 +1,6 @@
-"""Estimate memory and time of learner and servers that take turns on the same GPUs.
+"""Estimate memory and time of learner and servers that are colocated: they have the same GPUs.
 
-It is for `rollout.placement=colocated`. The parts are those of `memory`. On each GPU there are:
+The parts are those of `memory`. On each GPU there are:
 
     sample     a server's weights and KV cache with its runtime, and what the learner and the
                evaluation server leave there
@@ -10,7 +10,7 @@ It is for `rollout.placement=colocated`. The parts are those of `memory`. On eac
 
 What a process leaves on a GPU beside tensors is `LEFT_BYTES`. In the servers' turn the learner's
 weights, optimizer and reference wait in the host's memory; gradients are dropped, and 0 when it is
-back. The turns of a step take the time of these copies, there and back over PCIe, each GPU over its
+back. Between the turns of a step these are copied there and back over PCIe, each GPU over its
 own. Memory that a server takes again is mapped, not copied.
 """
 
@@ -44,8 +44,8 @@ class DoesNotFit(ConfigError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """What a GPU and its node hold in each turn of learner and servers."""
+class ColocationPlan:
+    """What a GPU and its node hold in the turns of learner and servers."""
 
     gpu_bytes: dict[str, int]  # by phase, on a rank of the fullest pipeline stage
     waiting_bytes: int  # of a rank, in the host's memory while the servers sample, at most
@@ -124,7 +124,7 @@ def releases(architecture: Architecture, config: Config, node: Node | None) -> R
     return "all" if node and most > node.gpu.memory_bytes else "cache"
 
 
-def plan_colocation(architecture: Architecture, config: Config, node: Node) -> Turns:
+def plan_colocation(architecture: Architecture, config: Config, node: Node) -> ColocationPlan:
     """Return what a GPU and its node hold in each turn.
 
     Raises:
@@ -167,7 +167,7 @@ def plan_colocation(architecture: Architecture, config: Config, node: Node) -> T
         )
     sample = {"sample": int(room * config.rollout.server.mem_fraction_static) + beside}
     fullest = max(stages, key=lambda stage: max(by_stage[stage].values()))
-    return Turns(
+    return ColocationPlan(
         gpu_bytes={**sample, **by_stage[fullest]},
         waiting_bytes=waiting,
         node_bytes=of_node,
