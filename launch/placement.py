@@ -17,41 +17,21 @@ from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     LearnerConfig,
-    ServerConfig,
-    WeightFormat,
 )
 from qurl_megatron.files import gigabytes, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import RUNTIME_BYTES, learner_memory, total_bytes
-from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
+from qurl_megatron.planning.nodes import (
+    ServerSpec,
+    deal,
+    fit_on_nodes,
+    nodes_of_learner,
+    server_specs,
+)
 from qurl_megatron.process import free_port, make_key
 
 Placed = tuple[str, int, int]  # set name, index within the set, and first GPU of a server
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerSpec:
-    """One of a run's servers, before it is started."""
-
-    set_name: str  # rollout or evaluation
-    index: int  # within its set
-    server: ServerConfig
-    weight_format: WeightFormat
-    keep: tuple[str, ...] = ()  # as in `quantization.keep`
-
-
-def server_specs(config: Config) -> list[ServerSpec]:
-    """Return all servers of a run: the rollout servers in order, then the evaluation server."""
-    rollout = config.rollout
-    weights = config.quantization
-    specs = [
-        ServerSpec("rollout", index, rollout.server, weights.weight_format, tuple(weights.keep))
-        for index in range(rollout.servers)
-    ]
-    if config.evaluation.enabled:
-        specs.append(ServerSpec("evaluation", 0, config.evaluation.server, "bf16"))
-    return specs
 
 
 def place_servers(config: Config, num_gpus: int) -> list[Placed]:

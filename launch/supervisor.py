@@ -28,16 +28,16 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, ConfigError
 from qurl_megatron.config.text import load
-from qurl_megatron.launch.placement import JobPlan, NodePlan, server_specs
+from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.planning.host import settle_run
+from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.process import address_towards, tail
 from qurl_megatron.rollout.preload import (
     PreloadFailed,
@@ -148,7 +148,7 @@ def start_servers(servers: Servers, node: NodePlan, signals: Signals) -> None:
     because each takes a fraction of the memory that it finds free.
     """
     config = servers.attempt.config
-    settle_run(config, Counter(name for name, _, _ in node.servers), node.ranks)
+    settle_run(config, [name for name, _, _ in node.servers], node.ranks)
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(config)}
     used = set(range(node.ranks))
     for set_name, index, first_gpu in node.servers:
