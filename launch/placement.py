@@ -38,8 +38,8 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
     """Place the servers of a run on this machine, in the order of `server_specs`.
 
     Each learner rank gets one GPU, from GPU 0 on. A server gets the consecutive GPUs that are
-    loaded least: free ones, if there are enough. Servers that take turns with the learner get its
-    GPUs. With `num_gpus` 0 they have none.
+    loaded least: free ones, if there are enough. Colocated servers get the learner's GPUs. With
+    `num_gpus` 0 they have none.
 
     Raises:
         ConfigError: the machine has too few GPUs, or those who share one of them ask for too much
@@ -82,7 +82,7 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
 
 
 def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Placed]:
-    """Place servers that take turns with the learner on its GPUs, each set from GPU 0 on.
+    """Place colocated servers on the GPUs of the learner, each set from GPU 0 on.
 
     Raises:
         ConfigError: a server has more ranks than the learner, or two of a set would share a GPU.
@@ -103,10 +103,10 @@ def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Place
 
 
 def choose_placement(config: Config, words: Sequence[str], num_gpus: int) -> str:
-    """Let learner and servers take turns where this machine has too few GPUs for both.
+    """Colocate learner and servers where this machine has too few GPUs for both.
 
-    Return a line that says so; an empty text if they cannot take turns, or `words`, the fields that
-    are given, have the placement.
+    Return a line that says so; an empty text if they cannot be colocated, or `words`, the fields
+    that are given, have the placement.
 
     Raises:
         ConfigError: as `place_servers`.
@@ -130,11 +130,11 @@ def choose_placement(config: Config, words: Sequence[str], num_gpus: int) -> str
     )
 
 
-def check_colocated_gpus(config: Config, placed: Sequence[Placed], gpu_bytes: int) -> None:
+def check_shared_gpus(config: Config, placed: Sequence[Placed], gpu_bytes: int) -> None:
     """Check that a learner rank and the servers on its GPU fit in its memory.
 
     Args:
-        placed: from `place_servers`; the servers do not take turns with the learner.
+        placed: from `place_servers`; learner and servers are not colocated.
         gpu_bytes: the memory of each GPU of this machine.
 
     Raises:
@@ -216,9 +216,9 @@ def plan_here(config: Config, num_gpus: int, attempt: int) -> JobPlan:
 def make_plan(
     config: Config, attempt: int, learner_nodes: list[str], rollout_nodes: list[str], port: int
 ) -> JobPlan:
-    """Spread ranks evenly over the learner nodes, and servers in turn over the rollout nodes.
+    """Spread ranks evenly over the learner nodes, and servers one by one over the rollout nodes.
 
-    Servers that take turns with the learner are on its nodes, and `rollout_nodes` is empty.
+    Colocated servers are on the nodes of the learner, and `rollout_nodes` is empty.
 
     Raises:
         ConfigError: the ranks do not divide evenly, a rollout node would have no server, weights
@@ -280,7 +280,7 @@ def sending_ranks(learner: LearnerConfig) -> list[int]:
 def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], list[NodePlan]]:
     """Return the fewest learner nodes and rollout nodes that give each rank a GPU of its own.
 
-    If learner and servers take turns there are no rollout nodes.
+    If learner and servers are colocated there are no rollout nodes.
 
     Raises:
         ConfigError: a server needs more than one node, or the learner's ranks do not divide evenly

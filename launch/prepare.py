@@ -26,7 +26,7 @@ from qurl_megatron.config.validate import check_weight_format, validate, validat
 from qurl_megatron.data.problems import REASONING_GYM, local_data
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import list_checkpoints, write_whole
-from qurl_megatron.launch.placement import check_colocated_gpus, choose_placement, place_servers
+from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
@@ -316,7 +316,7 @@ def _check(
         if node:
             plan_colocation(architecture, config, node)
     elif num_gpus:
-        check_colocated_gpus(config, placed, memory_bytes)
+        check_shared_gpus(config, placed, memory_bytes)
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)
