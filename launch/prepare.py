@@ -148,21 +148,19 @@ def prepare_resume_or_new(
     recipe: str,
     overrides: list[str],
     node: Node,
-    *,
-    writes: bool = True,
-    asks_servers: bool = True,
+    **how: bool,
 ) -> tuple[Config, str]:
-    """Resume the named run, or create it, for a job on such nodes."""
+    """Resume the named run, or create it, for a job on such nodes; `how` is as for both."""
     place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
     if not any(word.startswith("name=") for word in place):
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
     run_dir = with_overrides(Config(), place).run_dir
     if (run_dir / "config.yaml").is_file():
         others = [word for word in overrides if word not in place]
-        return prepare_resume(run_dir, others, node=node, writes=writes, asks_servers=asks_servers)
+        return prepare_resume(run_dir, others, node=node, **how)
     if run_dir.exists():
         raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-    return prepare_new(recipe, overrides, node=node, writes=writes, asks_servers=asks_servers)
+    return prepare_new(recipe, overrides, node=node, **how)
 
 
 def _write(config: Config, data_summary: str) -> None:

@@ -18,10 +18,10 @@ from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.planning import plan, step_time
-from qurl_megatron.planning.colocation import LEFT_BYTES, rollout_weights
+from qurl_megatron.planning.colocation import LEFT_BYTES
 from qurl_megatron.planning.gpus import DGX_H100, GIB, H100, node_of
 from qurl_megatron.planning.lengths import Workload
-from qurl_megatron.planning.memory import published_by_stage, total_bytes
+from qurl_megatron.planning.memory import published_by_stage, rollout_weights, total_bytes
 from qurl_megatron.planning.plan import REMEDIES, Plan, largest_part
 from qurl_megatron.planning.step_time import GLOO_BYTES_PER_S
 from qurl_megatron.recipes import scaling_32b
@@ -349,7 +349,7 @@ def test_turns_leave_each_phase_its_memory_and_copy_what_waits() -> None:
     assert 2 * run.colocation.node_bytes == pytest.approx(on_hosts, rel=0.1)
     assert sum(run.parts_s.values()) == pytest.approx(run.total_s)
     beside = run.colocation.gpu_bytes["train"] - total_bytes(parts)
-    stays = rollout_weights(QWEN2, run.config)
+    stays = sum(rollout_weights(QWEN2, run.config).values())
     kept = run.config.rollout.server.releases == "cache"
     assert beside == pytest.approx(LEFT_BYTES + (stays if kept else 0), abs=2**20)
 
@@ -407,7 +407,7 @@ def test_weights_cross_the_hosts_memory_where_nobody_writes_in_place() -> None:
     assert through_host.publish.time_s == pytest.approx(expected, rel=0.05)
     assert through_host.colocation and direct.colocation
     less = direct.colocation.gpu_bytes["train"] - through_host.colocation.gpu_bytes["train"]
-    assert less == rollout_weights(QWEN2, config)
+    assert less == sum(rollout_weights(QWEN2, config).values())
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 8])

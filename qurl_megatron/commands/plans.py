@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.planning.lengths import Workload
 
+Subject = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RECIPE",
+        help="A config.json or its directory, a known model such as Qwen2.5-32B, one of the "
+        "Hub, or a recipe: a name, FILE.yaml or FILE.py:NAME.",
+    ),
+]
+GpuName = Annotated[str, typer.Option(help="A100, H100, H200 or B200.")]
+GpusOfNode = Annotated[int, typer.Option(min=1, max=72, help="GPUs of a node.")]
 LAYOUT_FIELDS = (
     "learner.",
     "rollout.placement",
@@ -27,14 +37,7 @@ LAYOUT_FIELDS = (
 
 
 def plan(
-    subject: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|RECIPE",
-            help="A config.json or its directory, a known model such as Qwen2.5-32B, one of the "
-            "Hub, or a recipe: a name, FILE.yaml or FILE.py:NAME.",
-        ),
-    ],
+    subject: Subject,
     overrides: Overrides = None,
     gpus: Annotated[
         str | None,
@@ -44,8 +47,8 @@ def plan(
             "a table. Default: 64 for a model, and what it takes for a recipe.",
         ),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=72, help="GPUs of a node.")] = 8,
+    gpu: GpuName = "H100",
+    gpus_per_node: GpusOfNode = 8,
     mean_prompt: Annotated[
         float | None,
         typer.Option(help="Mean prompt length, in tokens. Default: half of max_prompt_length."),

@@ -130,10 +130,14 @@ def check_outputs(files: Iterable[Path]) -> None:
 
 def write(rows: list[Row], file: Path) -> None:
     """Write the rows as CSV or as a picture, by the ending of `file`."""
-    if file.suffix == ".csv":
-        _write_csv(rows, file)
-    else:
-        _draw(rows, file)
+    if file.suffix != ".csv":
+        return _draw(rows, file)
+    lines = [_values(rows, row) for row in rows]
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    write_whole(file, stream.getvalue())
 
 
 def print_rows(rows: list[Row], refusals: Mapping[int, ConfigError]) -> None:
@@ -191,15 +195,6 @@ def _values(rows: list[Row], row: Row) -> dict[str, str | float]:
         **{f"measured_{phase}_s": row.measured_s.get(phase, "") for phase in PHASES},
         "layout": " ".join(layout_overrides(plan.config)),
     }
-
-
-def _write_csv(rows: list[Row], file: Path) -> None:
-    lines = [_values(rows, row) for row in rows]
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(lines[0]))
-    writer.writeheader()
-    writer.writerows(lines)
-    write_whole(file, stream.getvalue())
 
 
 def _draw(rows: list[Row], file: Path) -> None:

@@ -24,9 +24,9 @@ from qurl_megatron.planning.gpus import GIB, Node
 from qurl_megatron.planning.memory import (
     OFFLOADED,
     RUNTIME_BYTES,
-    adapted,
     learner_memory,
     peaks,
+    rollout_weights,
     server_weight_bytes,
 )
 
@@ -58,20 +58,6 @@ def num_sets(config: Config) -> int:
     return 2 if config.evaluation.enabled else 1
 
 
-def rollout_weights(architecture: Architecture, config: Config) -> int:
-    """Return the bytes of weights on each GPU of a rollout server."""
-    weights, size = config.quantization, config.rollout.server.tensor_parallel_size
-    parts = server_weight_bytes(
-        adapted(architecture, config), weights.weight_format, size, tuple(weights.keep)
-    )
-    return sum(parts.values())
-
-
-def beside_servers(config: Config) -> int:
-    """Return the bytes of a GPU that a server which is awake must leave, beside its fraction."""
-    return RUNTIME_BYTES + LEFT_BYTES * num_sets(config)
-
-
 def learner_turn(
     architecture: Architecture, config: Config, stage: int, released: Releases
 ) -> dict[str, int]:
@@ -85,7 +71,7 @@ def learner_turn(
     config = dataclasses.replace(config, quantization=quantization)
     of_learner = peaks(learner_memory(architecture, config, stage))
     publish = of_learner.pop("publish")
-    own = rollout_weights(architecture, config)
+    own = sum(rollout_weights(architecture, config).values())
     sleeping = LEFT_BYTES * num_sets(config) + (own if released == "cache" else 0)
     loading = 0 if released == "cache" else own
     if config.evaluation.enabled:
@@ -146,7 +132,8 @@ def plan_colocation(architecture: Architecture, config: Config, node: Node) -> C
                     "or rollout.server.releases=all",
                     needed / room,
                 )
-    beside = beside_servers(config)
+    # What a server that is awake must leave of a GPU, beside its fraction.
+    beside = RUNTIME_BYTES + LEFT_BYTES * num_sets(config)
     for name in ("rollout", "evaluation")[: num_sets(config)]:
         fraction = getattr(config, name).server.mem_fraction_static
         if fraction * room + beside > room:

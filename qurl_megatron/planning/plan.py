@@ -45,11 +45,10 @@ from qurl_megatron.planning.colocation import (
 from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
 from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import (
-    adapted,
     kv_bytes_per_token,
     kv_value_bytes,
     learner_memory,
-    server_weight_bytes,
+    rollout_weights,
     total_bytes,
     with_cheapest_recomputation,
 )
@@ -372,10 +371,7 @@ def _server_memory(
         DoesNotFit: the weights and one sequence of maximum length do not fit.
     """
     server, longest = config.rollout.server, config.rollout.max_length
-    size, weight_format = server.tensor_parallel_size, config.quantization.weight_format
-    weights = server_weight_bytes(
-        adapted(architecture, config), weight_format, size, tuple(config.quantization.keep)
-    )
+    size, weights = server.tensor_parallel_size, rollout_weights(architecture, config)
     room = int(node.gpu.memory_bytes * server.mem_fraction_static)
     per_token = kv_bytes_per_token(architecture, size, kv_value_bytes(server))
     kv_tokens = max(0, (room - sum(weights.values())) // per_token)
@@ -387,8 +383,8 @@ def _server_memory(
         raise DoesNotFit(
             f"rollout.server.tensor_parallel_size={size}: {what} not fit: "
             f"mem_fraction_static={server.mem_fraction_static} of a GPU is {room / GIB:.1f} GiB, "
-            f"{weight_format} weights take {weights_gib:.1f} GiB and one sequence of "
-            f"{longest} tokens {longest * per_token / GIB:.1f} GiB",
+            f"{config.quantization.weight_format} weights take {weights_gib:.1f} GiB and one "
+            f"sequence of {longest} tokens {longest * per_token / GIB:.1f} GiB",
             (sum(weights.values()) + longest * per_token) / room,
         )
     unused = {"left for graphs and activations": node.gpu.memory_bytes - room}
