@@ -47,7 +47,7 @@ from qurl_megatron.rollout.preload import (
     preload,
     start,
 )
-from qurl_megatron.rollout.server import LOOPBACK, ServerFailed, wait_ready
+from qurl_megatron.rollout.server import LOOPBACK, ServerFailed
 
 LEARNER = "qurl_megatron.loop.train"
 START_FAILED = 3  # exit code of a job's supervisor with a server that failed in its first start
@@ -156,13 +156,11 @@ def start_servers(servers: Servers, node: NodePlan, signals: Signals) -> None:
             return
         spec = specs[set_name, index]
         gpus = range(first_gpu, first_gpu + spec.server.tensor_parallel_size)
-        server = servers.start(spec, gpus if device.num_gpus() else [])
-        if config.rollout.placement == "colocated":
-            while not (servers.are_ready or signals):
-                servers.check()
-                time.sleep(POLL_S)
-        elif device.num_gpus() and used & set(gpus):
-            wait_ready([server], spec.server.start_timeout_s, lambda: bool(signals))
+        servers.start(spec, gpus if device.num_gpus() else [])
+        is_shared = bool(device.num_gpus() and used & set(gpus))
+        while (is_shared or servers.are_colocated) and not (servers.are_ready or signals):
+            servers.check()
+            time.sleep(POLL_S)
         used |= set(gpus)
 
 
