@@ -6,7 +6,6 @@ script, whose words are all quoted, replaces its shell with the batch process, `
 that this process gets the signal before the time limit.
 """
 
-import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -302,23 +301,19 @@ def job_script(
         asked: dict[str, object] = {
             "job-name": f"qurl.{config.name}",
             "comment": config.run_dir.absolute(),  # `qurl status` finds the job by it
-            "chdir": Path.cwd(),  # paths are relative to it, from wherever the script is submitted
             "nodes": num_nodes,
             "gpus-per-node": gpus if has_gpu_gres else False,
             "ntasks-per-node": 1,
-            "exclusive": True,
-            "mem": 0,  # all of a node's; a cluster's default may be a few gigabytes
             "requeue": True,
             "no-kill": True,  # the run goes on without a lost rollout node
             "open-mode": "append",
-            "output": OUTPUT,
             "signal": f"B:USR1@{min(SIGNAL_LEAD_S, _limit_s(options) / 2):.0f}",
         }
-        asked |= _given(options)
-        if str(asked["nodes"]).isdecimal() and int(str(asked["nodes"])) < num_nodes:
-            raise ConfigError(f"nodes={asked['nodes']}: too few; the run takes {num_nodes} of them")
+        nodes = str(options.sbatch.get("nodes"))
+        if nodes.isdecimal() and int(nodes) < num_nodes:
+            raise ConfigError(f"nodes={nodes}: too few; the run takes {num_nodes} of them")
         lines += ["#SBATCH hetjob"] if number else []
-        lines += [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
+        lines += _sbatch_lines(asked, options)
     missing = shlex.quote(f"qurl: {code} is missing; launch the run again")
     lines += [f"test -d {shlex.quote(str(code))} || {{ echo {missing} >&2; exit 2; }}"]
     lines += _first_lines(options)
@@ -379,12 +374,6 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
                 raise ConfigError(f"--container-mounts: {what}, {place}, would be read only")
 
 
-def _given(options: JobOptions) -> dict[str, object]:
-    """Return the options of sbatch that the user gave, by their names."""
-    given = {name: value for name, value in options.sbatch.items() if value is not None}
-    return {name.replace("_", "-"): value for name, value in given.items()}
-
-
 def _first_lines(options: JobOptions) -> list[str]:
     """Return what a job does before anything else: the user's variables and lines of shell."""
     lines = [_export(name, value) for name, value in options.environment.items()]
@@ -394,9 +383,22 @@ def _first_lines(options: JobOptions) -> list[str]:
 
 def _limit_s(options: JobOptions) -> float:
     """Return the time limit of a job in seconds; infinity if it is the partition's."""
-    with contextlib.suppress(ValueError):  # `_sbatch_line` refuses what is no limit
-        return time_limit_s(str(options.sbatch.get("time")))
-    return float("inf")
+    time = options.sbatch.get("time")
+    return float("inf") if time in (None, False) else time_limit_s(str(time))
+
+
+def _sbatch_lines(asked: Mapping[str, object], options: JobOptions) -> list[str]:
+    """Return the lines of a group of nodes: what it asks for, and in its place what was given."""
+    everywhere = {
+        "chdir": Path.cwd(),  # paths are relative to it, from wherever the script is submitted
+        "exclusive": True,
+        "mem": 0,  # all of a node's; a cluster's default may be a few gigabytes
+        "output": OUTPUT,
+    }
+    given = {name: value for name, value in options.sbatch.items() if value is not None}
+    named = {name.replace("_", "-"): value for name, value in given.items()}
+    chosen = everywhere | dict(asked) | named
+    return [_sbatch_line(name, value) for name, value in chosen.items() if value is not False]
 
 
 def _sbatch_line(name: str, value: object) -> str:
@@ -408,22 +410,8 @@ def _sbatch_line(name: str, value: object) -> str:
             "character"
         )
     if name == "time":
-        checked_limit_s(str(value))
+        time_limit_s(str(value))
     return f"#SBATCH --{name}" + ("" if value is True else f"={shlex.quote(str(value))}")
-
-
-def checked_limit_s(time: str) -> float:
-    """Return the seconds of a time limit; infinity for none.
-
-    Raises:
-        ConfigError: it is not in Slurm's form.
-    """
-    try:
-        return time_limit_s(time)
-    except ValueError:
-        raise ConfigError(
-            f"time={time}: not a time limit of Slurm; give MINUTES, HH:MM:SS or D-HH:MM:SS"
-        ) from None
 
 
 def _export(name: str, value: object) -> str:
@@ -478,17 +466,12 @@ def command_script(words: Sequence[str], gpus: int, options: JobOptions) -> str:
     """
     asked: dict[str, object] = {
         "job-name": f"qurl.{words[1]}",
-        "chdir": Path.cwd(),
         "nodes": 1,
         "gpus-per-node": gpus if gpus and knows_gpus(options.sbatch.get("partition")) else False,
-        "exclusive": True,
-        "mem": 0,  # all of the node's; a cluster's default may be a few gigabytes
-        "output": OUTPUT,
     }
-    asked |= _given(options)
-    lines = [_sbatch_line(name, value) for name, value in asked.items() if value is not False]
+    lines = ["#!/bin/bash", *_sbatch_lines(asked, options)]
     # After a command sbatch reads no options, which a file of the user may have.
-    lines = ["#!/bin/bash", *lines, ":", *_first_lines(options), f"exec {shlex.join(words)}"]
+    lines += [":", *_first_lines(options), f"exec {shlex.join(words)}"]
     return "\n".join(lines) + "\n"
 
 

@@ -17,49 +17,29 @@ from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     LearnerConfig,
-    ServerConfig,
-    WeightFormat,
 )
 from qurl_megatron.files import gigabytes, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import RUNTIME_BYTES, learner_memory, total_bytes
-from qurl_megatron.planning.nodes import deal, fit_on_nodes, nodes_of_learner
+from qurl_megatron.planning.nodes import (
+    ServerSpec,
+    deal,
+    fit_on_nodes,
+    nodes_of_learner,
+    server_specs,
+)
 from qurl_megatron.process import free_port, make_key
 
 Placed = tuple[str, int, int]  # set name, index within the set, and first GPU of a server
 LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
 
 
-@dataclasses.dataclass(frozen=True)
-class ServerSpec:
-    """One of a run's servers, before it is started."""
-
-    set_name: str  # rollout or evaluation
-    index: int  # within its set
-    server: ServerConfig
-    weight_format: WeightFormat
-    keep: tuple[str, ...] = ()  # as in `quantization.keep`
-
-
-def server_specs(config: Config) -> list[ServerSpec]:
-    """Return all servers of a run: the rollout servers in order, then the evaluation server."""
-    rollout = config.rollout
-    weights = config.quantization
-    specs = [
-        ServerSpec("rollout", index, rollout.server, weights.weight_format, tuple(weights.keep))
-        for index in range(rollout.servers)
-    ]
-    if config.evaluation.enabled:
-        specs.append(ServerSpec("evaluation", 0, config.evaluation.server, "bf16"))
-    return specs
-
-
 def place_servers(config: Config, num_gpus: int) -> list[Placed]:
     """Place the servers of a run on this machine, in the order of `server_specs`.
 
     Each learner rank gets one GPU, from GPU 0 on. A server gets the consecutive GPUs that are
-    loaded least: free ones, if there are enough. Servers that take turns with the learner get its
-    GPUs. With `num_gpus` 0 they have none.
+    loaded least: free ones, if there are enough. Colocated servers get the learner's GPUs. With
+    `num_gpus` 0 they have none.
 
     Raises:
         ConfigError: the machine has too few GPUs, or the processes on one of them ask for too
@@ -102,7 +82,7 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
 
 
 def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Placed]:
-    """Place servers that take turns with the learner on its GPUs, each set from GPU 0 on.
+    """Place colocated servers on the GPUs of the learner, each set from GPU 0 on.
 
     Raises:
         ConfigError: a server has more ranks than the learner, or two of a set would share a GPU.
@@ -123,10 +103,10 @@ def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Place
 
 
 def choose_placement(config: Config, words: Sequence[str], num_gpus: int) -> str:
-    """Let learner and servers take turns where this machine has too few GPUs for both.
+    """Colocate learner and servers where this machine has too few GPUs for both.
 
-    Return a line that says so; an empty text if they cannot take turns, or `words`, the fields that
-    are given, have the placement.
+    Return a line that says so; an empty text if they cannot be colocated, or `words`, the fields
+    that are given, have the placement.
 
     Raises:
         ConfigError: as `place_servers`.
@@ -150,11 +130,11 @@ def choose_placement(config: Config, words: Sequence[str], num_gpus: int) -> str
     )
 
 
-def check_colocated_gpus(config: Config, placed: Sequence[Placed], gpu_bytes: int) -> None:
+def check_shared_gpus(config: Config, placed: Sequence[Placed], gpu_bytes: int) -> None:
     """Check that a learner rank and the servers on its GPU fit in its memory.
 
     Args:
-        placed: from `place_servers`; the servers do not take turns with the learner.
+        placed: from `place_servers`; learner and servers are not colocated.
         gpu_bytes: the memory of each GPU of this machine.
 
     Raises:
@@ -236,9 +216,9 @@ def plan_here(config: Config, num_gpus: int, attempt: int) -> JobPlan:
 def make_plan(
     config: Config, attempt: int, learner_nodes: list[str], rollout_nodes: list[str], port: int
 ) -> JobPlan:
-    """Spread ranks evenly over the learner nodes, and servers in turn over the rollout nodes.
+    """Spread ranks evenly over the learner nodes, and servers one by one over the rollout nodes.
 
-    Servers that take turns with the learner are on its nodes, and `rollout_nodes` is empty.
+    Colocated servers are on the nodes of the learner, and `rollout_nodes` is empty.
 
     Raises:
         ConfigError: the ranks do not divide evenly, a rollout node would have no server, weights
@@ -300,7 +280,7 @@ def sending_ranks(learner: LearnerConfig) -> list[int]:
 def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], list[NodePlan]]:
     """Return the fewest learner nodes and rollout nodes that give each rank a GPU of its own.
 
-    If learner and servers take turns there are no rollout nodes.
+    If learner and servers are colocated there are no rollout nodes.
 
     Raises:
         ConfigError: a server needs more than one node, or the learner's ranks do not divide evenly

@@ -26,15 +26,15 @@ from qurl_megatron.config.validate import check_weight_format, validate, validat
 from qurl_megatron.data.problems import REASONING_GYM, local_data
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import list_checkpoints, write_whole
-from qurl_megatron.launch.placement import check_colocated_gpus, choose_placement, place_servers
+from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model import hub
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
 from qurl_megatron.planning.host import check_host, check_workers
-from qurl_megatron.planning.turns import plan_colocation, releases
 from qurl_megatron.rollout import toolkit
 
 
@@ -148,21 +148,19 @@ def prepare_resume_or_new(
     recipe: str,
     overrides: list[str],
     node: Node,
-    *,
-    writes: bool = True,
-    asks_servers: bool = True,
+    **how: bool,
 ) -> tuple[Config, str]:
-    """Resume the named run, or create it, for a job on such nodes."""
+    """Resume the named run, or create it, for a job on such nodes; `how` is as for both."""
     place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
     if not any(word.startswith("name=") for word in place):
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
     run_dir = with_overrides(Config(), place).run_dir
     if (run_dir / "config.yaml").is_file():
         others = [word for word in overrides if word not in place]
-        return prepare_resume(run_dir, others, node=node, writes=writes, asks_servers=asks_servers)
+        return prepare_resume(run_dir, others, node=node, **how)
     if run_dir.exists():
         raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-    return prepare_new(recipe, overrides, node=node, writes=writes, asks_servers=asks_servers)
+    return prepare_new(recipe, overrides, node=node, **how)
 
 
 def _write(config: Config, data_summary: str) -> None:
@@ -316,7 +314,7 @@ def _check(
         if node:
             plan_colocation(architecture, config, node)
     elif num_gpus:
-        check_colocated_gpus(config, placed, memory_bytes)
+        check_shared_gpus(config, placed, memory_bytes)
     check_disk(config)
     if asks_servers:
         check_servers_at(config, resumes=resumes)

@@ -70,7 +70,11 @@ def load_recipe(recipe: str) -> Recipe:
         module = importlib.import_module(f"qurl_megatron.recipes.{recipe}")
         return Recipe(module.recipe(), recipe, {})
     if not is_own(recipe):
-        raise ConfigError(_no_such_recipe(recipe))
+        names = recipe_names()
+        close = difflib.get_close_matches(recipe, names, n=1)
+        known = f"there are {', '.join(names)}; {OWN_RECIPE}"
+        hint = f"did you mean {close[0]}?" if close else known
+        raise ConfigError(f"{recipe}: no such recipe; {hint}")
     place, _, function = recipe.rpartition(":")
     return _of_python(Path(place), function) if place.endswith(".py") else _of_yaml(Path(recipe))
 
@@ -85,13 +89,6 @@ def recipe_names() -> list[str]:
     from qurl_megatron import recipes
 
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
-
-
-def _no_such_recipe(name: str) -> str:
-    names = recipe_names()
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}; {OWN_RECIPE}"
-    return f"{name}: no such recipe; {hint}"
 
 
 def default_name(recipe: str) -> str:

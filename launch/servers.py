@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 
 from qurl_megatron.config.schema import AdaptersConfig, Config
-from qurl_megatron.launch.placement import ServerSpec
 from qurl_megatron.launch.status import logs_of, newest_attempt
+from qurl_megatron.planning.nodes import ServerSpec
 from qurl_megatron.process import GpuLock, make_key, tail
 from qurl_megatron.rollout.control import RELEASED, ServerControl
 from qurl_megatron.rollout.preload import exit_code, how_it_ended
@@ -128,18 +128,17 @@ class Servers:
     _slots: list[_Slot] = field(default_factory=list)
     _has_turn: bool = False  # while a server is started that shares its GPUs with a learner
 
-    def start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
+    def start(self, spec: ServerSpec, gpus: Sequence[int]) -> None:
         """Start a server for the first time; it becomes ready in the background."""
         self._may_start()
         server = self._start(spec, gpus)
         self._slots.append(_Slot(spec, gpus, server, listed=server))
-        return server
 
     def _may_start(self) -> bool:
         """Return whether a server may start: always, or if it is not the learner's turn."""
-        if self._is_colocated and not self._has_turn:
+        if self.are_colocated and not self._has_turn:
             self._has_turn = self._turn.try_to_take()
-        return self._has_turn or not self._is_colocated
+        return self._has_turn or not self.are_colocated
 
     @property
     def are_ready(self) -> bool:
@@ -168,7 +167,7 @@ class Servers:
             if slot.waits and not self._shares_gpu_with_a_start(slot) and self._may_start():
                 slot.server = self._start(slot.spec, slot.gpus)
                 slot.waits, slot.started_at = False, time.monotonic()
-                if not self._is_colocated:
+                if not self.are_colocated:
                     slot.listed = slot.server
         if before != [slot.listed for slot in self._slots]:
             self.save()
@@ -194,7 +193,7 @@ class Servers:
             seed=attempt.server_seed(spec.index, restarts),
             keep=spec.keep,
             adapters=config.adapters if spec.set_name == "rollout" else AdaptersConfig(),
-            releases=spec.server.releases if self._is_colocated else None,
+            releases=spec.server.releases if self.are_colocated else None,
             records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
             host=self.host,
             api_key=self.api_key,
@@ -214,7 +213,7 @@ class Servers:
             return f"died {starting}({how_it_ended(server.pid)})"
         timeout_s = slot.spec.server.start_timeout_s
         if not slot.is_ready and answers(server):
-            if self._is_colocated:
+            if self.are_colocated:
                 try:
                     control = ServerControl(server)
                     asyncio.run(control.sleep(RELEASED[slot.spec.server.releases]))
@@ -249,7 +248,8 @@ class Servers:
         return GpuLock(self.roster.parent)
 
     @property
-    def _is_colocated(self) -> bool:
+    def are_colocated(self) -> bool:
+        """Whether they have the learner's GPUs, in turn."""
         return self.attempt.config.rollout.placement == "colocated"
 
     def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:

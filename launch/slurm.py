@@ -55,6 +55,7 @@ from qurl_megatron.launch.supervisor import START_FAILED
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import H100, Node, node_of
 from qurl_megatron.planning.job import objections
+from qurl_megatron.planning.nodes import nodes_of_learner
 from qurl_megatron.process import NO_THREADS, free_port, installed_gpus
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
@@ -297,7 +298,7 @@ def nodes_of_job(job: str) -> list[str]:
 def node_groups(
     environment: Mapping[str, str], world_size: int, *, is_colocated: bool = False
 ) -> list[NodeGroup]:
-    """Return the job's learner nodes and rollout nodes, or one group if both take turns.
+    """Return the job's learner nodes and rollout nodes, or one group if they are colocated.
 
     A heterogeneous job has two groups of nodes. In one allocation the learner gets the first nodes,
     as many as its ranks fill with one GPU each.
@@ -325,7 +326,7 @@ def node_groups(
     gpus = gpus_of_node(environment)
     if not gpus:
         raise ConfigError("no GPUs in the allocation: ask for --gpus-per-node")
-    num_learner = -(-world_size // gpus)
+    num_learner = nodes_of_learner(world_size, gpus)
     if num_learner + (not is_colocated) > len(nodes):
         more = ", and at least one more is needed for the rollout servers"
         raise ConfigError(
@@ -531,13 +532,15 @@ def time_limit_s(text: str) -> float:
     """Return the seconds of a time limit in the words of sbatch and squeue; infinity for none.
 
     Raises:
-        ValueError: it has another form.
+        ConfigError: it has another form.
     """
     if text.lower() in ("infinite", "unlimited", "not_set", "0"):
         return float("inf")
     days, dash, clock = text.rpartition("-")
     if not re.fullmatch(r"\d{1,7}(:\d{1,2}){0,2}", clock) or not re.fullmatch(r"\d{0,4}", days):
-        raise ValueError(text)
+        raise ConfigError(
+            f"time={text}: not a time limit of Slurm; give MINUTES, HH:MM:SS or D-HH:MM:SS"
+        )
     numbers = [int(number) for number in clock.split(":")]
     if dash:  # D-H, D-H:M or D-H:M:S
         hours, minutes, seconds = [*numbers, 0, 0][:3]

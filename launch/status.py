@@ -26,7 +26,7 @@ from typing import Any, TextIO
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
-from qurl_megatron.launch.placement import server_specs
+from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.process import CONSOLE_LOG, start_ticks
 
 OWNER_FILE = "owner.json"

@@ -28,16 +28,16 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, ConfigError
 from qurl_megatron.config.text import load
-from qurl_megatron.launch.placement import JobPlan, NodePlan, server_specs
+from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.planning.host import settle_run
+from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.process import address_towards, tail
 from qurl_megatron.rollout.preload import (
     PreloadFailed,
@@ -47,7 +47,7 @@ from qurl_megatron.rollout.preload import (
     preload,
     start,
 )
-from qurl_megatron.rollout.server import LOOPBACK, ServerFailed, wait_ready
+from qurl_megatron.rollout.server import LOOPBACK, ServerFailed
 
 LEARNER = "qurl_megatron.loop.train"
 START_FAILED = 3  # exit code of a job's supervisor with a server that failed in its first start
@@ -148,7 +148,7 @@ def start_servers(servers: Servers, node: NodePlan, signals: Signals) -> None:
     because each takes a fraction of the memory that it finds free.
     """
     config = servers.attempt.config
-    settle_run(config, Counter(name for name, _, _ in node.servers), node.ranks)
+    settle_run(config, [name for name, _, _ in node.servers], node.ranks)
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(config)}
     used = set(range(node.ranks))
     for set_name, index, first_gpu in node.servers:
@@ -156,13 +156,11 @@ def start_servers(servers: Servers, node: NodePlan, signals: Signals) -> None:
             return
         spec = specs[set_name, index]
         gpus = range(first_gpu, first_gpu + spec.server.tensor_parallel_size)
-        server = servers.start(spec, gpus if device.num_gpus() else [])
-        if config.rollout.placement == "colocated":
-            while not (servers.are_ready or signals):
-                servers.check()
-                time.sleep(POLL_S)
-        elif device.num_gpus() and used & set(gpus):
-            wait_ready([server], spec.server.start_timeout_s, lambda: bool(signals))
+        servers.start(spec, gpus if device.num_gpus() else [])
+        is_shared = bool(device.num_gpus() and used & set(gpus))
+        while (is_shared or servers.are_colocated) and not (servers.are_ready or signals):
+            servers.check()
+            time.sleep(POLL_S)
         used |= set(gpus)
 
 

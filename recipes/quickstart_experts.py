@@ -24,7 +24,7 @@ _DIMENSIONS: dict[str, int | bool] = {
 
 def recipe() -> Config:
     config = quickstart.recipe()
-    config.model_builder = "qurl_megatron.recipes.quickstart_experts:build_taught_model"
+    config.model_builder = "qurl_megatron.recipes.quickstart_experts:build_model"
     learner = config.learner
     learner.tensor_parallel_size, learner.data_parallel_size = learner.data_parallel_size, 1
     learner.expert_parallel_size = learner.tensor_parallel_size
@@ -34,15 +34,10 @@ def recipe() -> Config:
     return config
 
 
-def build_taught_model(directory: Path, seed: int) -> Callable[[Config], None]:
-    """Write the model of `build_model`; return what shows it some right answers."""
-    build_model(directory, seed)
-    return quickstart.teach
-
-
-def build_model(directory: Path, seed: int, **dimensions: int) -> None:
+def build_model(directory: Path, seed: int) -> Callable[[Config], None]:
     """Write a randomly initialized Qwen3-MoE and its tokenizer as a Hugging Face directory.
 
-    `dimensions` override fields of its config.json.
+    Return what shows it some right answers.
     """
-    quickstart.write_model(directory, seed, "qwen3_moe", **(_DIMENSIONS | dimensions))
+    quickstart.write_model(directory, seed, "qwen3_moe", **_DIMENSIONS)
+    return quickstart.teach

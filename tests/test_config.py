@@ -38,12 +38,12 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
-from qurl_megatron.launch.placement import check_colocated_gpus, choose_placement, place_servers
+from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
+from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
-from qurl_megatron.planning.turns import plan_colocation, releases
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
 from tiny import build_tiny_model
@@ -495,7 +495,7 @@ def test_the_planned_memory_of_the_learner_counts_on_a_gpu_that_servers_share(
     def check(fraction: float) -> None:
         word = f"rollout.server.mem_fraction_static={fraction}"
         config = with_overrides(Config(), [*words, word])
-        check_colocated_gpus(config, place_servers(config, 4), H100.memory_bytes)
+        check_shared_gpus(config, place_servers(config, 4), H100.memory_bytes)
 
     with pytest.raises(ConfigError, match=r"rank 0 is planned to take \d.* GB of GPU 0") as refused:
         check(0.8)

@@ -26,7 +26,6 @@ from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
-from qurl_megatron.launch.placement import server_specs
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.launch.status import claim
@@ -35,6 +34,7 @@ from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import host
 from qurl_megatron.planning.gpus import Node
 from qurl_megatron.planning.memory import kv_bytes_per_token
+from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.planning.plan import plan
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES
@@ -519,7 +519,8 @@ def test_caches_without_a_gpu_share_what_the_learner_leaves_of_the_free_memory(
     def settled(free: int, *words: str) -> list[int | None]:
         monkeypatch.setattr(host.device, "free_memory_bytes", lambda: free)
         changed = with_overrides(config, list(words))
-        host.settle_run(changed, host.servers_here(changed), changed.learner.world_size)
+        here = [spec.set_name for spec in server_specs(changed)]
+        host.settle_run(changed, here, changed.learner.world_size)
         return [changed.rollout.server.max_total_tokens, changed.evaluation.server.max_total_tokens]
 
     evaluation = config.evaluation.server.max_total_tokens

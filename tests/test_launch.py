@@ -30,12 +30,12 @@ from qurl_megatron.launch.placement import (
     NodeGroup,
     NodePlan,
     make_plan,
-    server_specs,
     smallest_plan,
 )
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.planning.gpus import DGX_H100
+from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.process import CONSOLE_LOG, NO_THREADS, outlive_output
 from qurl_megatron.rollout.preload import Started
 from tiny import build_tiny_model

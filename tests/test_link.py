@@ -17,10 +17,12 @@ import torch.distributed as dist
 from fleets import make_server
 from qurl_megatron.process import die_with_parent
 from qurl_megatron.quantization.checksum import part_key
-from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.weight_sync import link as link_module
 from qurl_megatron.weight_sync.broadcast import Broadcast, GroupChannel, GroupDestination
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.link import PublishError, verify
+from qurl_megatron.weight_sync.link import Link, PublishError, verify
 from waiting import wait_until
 
 TIMEOUT_S = 100.0
@@ -84,6 +86,60 @@ def test_a_server_with_fewer_more_or_other_tensors_does_not_hold_what_was_sent(
     asyncio.run(verify(control, {"a": 1}))
     with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {first}$"):
         asyncio.run(verify(control, sent))
+
+
+class Wire:
+    """Stands for a transport, and for the requests that control its server."""
+
+    meets_senders = True
+    destination = "there"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.asked: list[str] = []
+        self.refused = ""  # the request that the server refuses
+
+    def __getattr__(self, request: str) -> Any:
+        async def ask(*_: Any) -> None:
+            self.asked.append(request)
+            if request == self.refused:
+                raise UpdateRefused(f"refused to {request}")
+
+        return ask
+
+
+@pytest.mark.parametrize(("refused", "state"), [("load", "serving"), ("pause", "lost")])
+def test_a_server_is_paused_once_and_may_refuse_a_delta_but_not_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, state: str
+) -> None:
+    async def verified(*_: Any) -> None:
+        pass
+
+    wire = Wire()
+    monkeypatch.setattr(link_module, "transport_to", lambda *_, **__: Wire)
+    monkeypatch.setattr(link_module, "verify", verified)
+    fleet = Fleet("rollout", {0: make_server(0, tmp_path)}, loaded=True)
+    (member,) = fleet.members("serving")
+    link = Link(fleet, member, TIMEOUT_S, "retract", None)
+    link._control = link._transport = wire  # type: ignore[assignment]
+
+    async def update(base: int | None) -> None:
+        request: Any = SimpleNamespace(
+            in_place=False, base=base, version=2, num_senders=1, checksums={}
+        )
+        await link.begin(request)
+        await link.updated()
+
+    with asyncio.Runner() as runner:
+        wire.refused = refused
+        runner.run(update(base=1))
+        assert member.state == state and member.is_paused and not link.holds(2)
+        if state == "lost":
+            return
+        link._transport = wire  # type: ignore[assignment]
+        wire.refused = ""
+        runner.run(update(base=None))
+    assert link.holds(2) and not member.is_paused
+    assert wire.asked == ["pause", "load", "leave", "load", "resume"]
 
 
 class NcclGroup:

@@ -18,12 +18,12 @@ from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.planning import plan, step_time
+from qurl_megatron.planning.colocation import LEFT_BYTES
 from qurl_megatron.planning.gpus import DGX_H100, GIB, H100, node_of
 from qurl_megatron.planning.lengths import Workload
-from qurl_megatron.planning.memory import published_by_stage, total_bytes
+from qurl_megatron.planning.memory import published_by_stage, rollout_weights, total_bytes
 from qurl_megatron.planning.plan import REMEDIES, Plan, largest_part
 from qurl_megatron.planning.step_time import GLOO_BYTES_PER_S
-from qurl_megatron.planning.turns import LEFT_BYTES, rollout_weights
 from qurl_megatron.recipes import scaling_32b
 from qurl_megatron.recipes.scaling_32b import LAYOUTS, study
 from tiny import build_tiny_model
@@ -337,19 +337,19 @@ def test_turns_leave_each_phase_its_memory_and_copy_what_waits() -> None:
     """32B on two nodes: weights, reference, masters and moments of 16 ranks wait in the hosts."""
     config = study("", 16, "int8")
     run = plan.plan(QWEN2, config, 16)
-    assert run.turns and run.config.rollout.servers == 4
-    assert all(needed <= H100.memory_bytes for needed in run.turns.gpu_bytes.values())
+    assert run.colocation and run.config.rollout.servers == 4
+    assert all(needed <= H100.memory_bytes for needed in run.colocation.gpu_bytes.values())
     parts = run.learner_bytes
     waiting = parts["weights"] + parts["reference"] + parts["optimizer, between passes"]
-    assert run.turns.waiting_bytes == pytest.approx(waiting, rel=1e-4)  # of its fullest stage
-    copies_s = 2 * run.turns.waiting_bytes / H100.host_bytes_per_s
-    assert run.turns.copies_s == run.parts_s["turns"] == copies_s
+    assert run.colocation.waiting_bytes == pytest.approx(waiting, rel=1e-4)  # of its fullest stage
+    copies_s = 2 * run.colocation.waiting_bytes / H100.host_bytes_per_s
+    assert run.colocation.copies_s == run.parts_s["copies"] == copies_s
     # A parameter has 2 B twice and 12 B.
     on_hosts = 16 * num_parameters(QWEN2)
-    assert 2 * run.turns.node_bytes == pytest.approx(on_hosts, rel=0.1)
+    assert 2 * run.colocation.node_bytes == pytest.approx(on_hosts, rel=0.1)
     assert sum(run.parts_s.values()) == pytest.approx(run.total_s)
-    beside = run.turns.gpu_bytes["train"] - total_bytes(parts)
-    stays = rollout_weights(QWEN2, run.config)
+    beside = run.colocation.gpu_bytes["train"] - total_bytes(parts)
+    stays = sum(rollout_weights(QWEN2, run.config).values())
     kept = run.config.rollout.server.releases == "cache"
     assert beside == pytest.approx(LEFT_BYTES + (stays if kept else 0), abs=2**20)
 
@@ -405,9 +405,9 @@ def test_weights_cross_the_hosts_memory_where_nobody_writes_in_place() -> None:
     byte_s = 1 / GLOO_BYTES_PER_S + 2 / node.gpu.host_bytes_per_s
     expected = byte_s * direct.publish.num_bytes
     assert through_host.publish.time_s == pytest.approx(expected, rel=0.05)
-    assert through_host.turns and direct.turns
-    less = direct.turns.gpu_bytes["train"] - through_host.turns.gpu_bytes["train"]
-    assert less == rollout_weights(QWEN2, config)
+    assert through_host.colocation and direct.colocation
+    less = direct.colocation.gpu_bytes["train"] - through_host.colocation.gpu_bytes["train"]
+    assert less == sum(rollout_weights(QWEN2, config).values())
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 8])

@@ -141,6 +141,22 @@ def test_ranks_are_told_their_numbers_their_peers_and_the_rosters_of_all_nodes(n
     assert [program.arguments[1:] for program in node.programs] == [[roster]] * 2
 
 
+def test_a_server_on_the_gpu_of_a_rank_is_up_before_the_ranks_start(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks_when_asked: list[int] = []
+
+    def answers(server: Server) -> bool:
+        ranks_when_asked.append(len(node.ranks))
+        return len(ranks_when_asked) >= 3
+
+    monkeypatch.setattr(supervisor.device, "num_gpus", lambda: 2)
+    monkeypatch.setattr("qurl_megatron.launch.servers.answers", answers)
+    node.at["ranks"] = lambda: os.kill(os.getpid(), END)
+    assert node.supervise() == 128 + END
+    assert ranks_when_asked == [0, 0, 0]
+
+
 def test_ranks_that_have_said_why_they_end_are_waited_for_and_no_log_is_shown(
     node: Node, capsys: pytest.CaptureFixture[str]
 ) -> None:

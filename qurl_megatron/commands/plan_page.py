@@ -58,7 +58,7 @@ def print_plan(plan: Plan, placements_s: Mapping[str, float | None]) -> None:
 
 
 def _compare(plan: Plan, placements_s: Mapping[str, float | None]) -> Iterator[str]:
-    """Yield what other placements would take, and what turns do."""
+    """Yield what other placements would take, and what colocation does."""
     if len(placements_s) > 1:
         times = [
             f"{name} {'does not fit' if time_s is None else f'{time_s:.1f} s'}"
@@ -68,17 +68,17 @@ def _compare(plan: Plan, placements_s: Mapping[str, float | None]) -> Iterator[s
             f"A step by placement: {', '.join(times)}. ahead is separate with "
             "rollout.max_staleness=1."
         )
-    if plan.turns:
-        server, turns = plan.config.rollout.server, plan.turns
-        phases = ", ".join(f"{name} {size / GIB:.1f}" for name, size in turns.gpu_bytes.items())
+    if own := plan.colocation:
+        server = plan.config.rollout.server
+        phases = ", ".join(f"{name} {size / GIB:.1f}" for name, size in own.gpu_bytes.items())
         what = "KV cache and graphs" if server.releases == "cache" else "weights too"
         yield (
-            f"Learner and servers take turns; of {plan.node.gpu.memory_bytes / GIB:.1f} GiB of a "
-            f"GPU they take: {phases}. Servers that sleep give back their {what} "
+            f"Learner and servers are colocated. Of {plan.node.gpu.memory_bytes / GIB:.1f} GiB of "
+            f"a GPU they take: {phases}. Servers that sleep give back their {what} "
             f"(rollout.server.releases={server.releases}). While they sample, the learner waits in "
-            f"{gigabytes(turns.node_bytes)} of each node's memory; each step copies up to "
-            f"{gigabytes(turns.waiting_bytes)} of a GPU there and back over PCIe, in "
-            f"{turns.copies_s:.1f} s."
+            f"{gigabytes(own.node_bytes)} of each node's memory; each step copies up to "
+            f"{gigabytes(own.waiting_bytes)} of a GPU there and back over PCIe, in "
+            f"{own.copies_s:.1f} s."
         )
 
 

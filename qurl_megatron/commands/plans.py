@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.planning.lengths import Workload
 
+Subject = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL|RECIPE",
+        help="A config.json or its directory, a known model such as Qwen2.5-32B, one of the "
+        "Hub, or a recipe: a name, FILE.yaml or FILE.py:NAME.",
+    ),
+]
+GpuName = Annotated[str, typer.Option(help="A100, H100, H200 or B200.")]
+GpusOfNode = Annotated[int, typer.Option(min=1, max=72, help="GPUs of a node.")]
 LAYOUT_FIELDS = (
     "learner.",
     "rollout.placement",
@@ -27,14 +37,7 @@ LAYOUT_FIELDS = (
 
 
 def plan(
-    subject: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|RECIPE",
-            help="A config.json or its directory, a known model such as Qwen2.5-32B, one of the "
-            "Hub, or a recipe: a name, FILE.yaml or FILE.py:NAME.",
-        ),
-    ],
+    subject: Subject,
     overrides: Overrides = None,
     gpus: Annotated[
         str | None,
@@ -44,8 +47,8 @@ def plan(
             "a table. Default: 64 for a model, and what it takes for a recipe.",
         ),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=72, help="GPUs of a node.")] = 8,
+    gpu: GpuName = "H100",
+    gpus_per_node: GpusOfNode = 8,
     mean_prompt: Annotated[
         float | None,
         typer.Option(help="Mean prompt length, in tokens. Default: half of max_prompt_length."),
@@ -94,8 +97,8 @@ def plan(
 ) -> None:
     """Estimate the memory and time that a run needs; nothing is allocated.
 
-    For a model, choose the layout with the shortest step, and whether learner and servers take
-    turns. Beside it stands the step of servers that sample ahead, which is chosen only if
+    For a model, choose the layout with the shortest step, and whether learner and servers are
+    colocated. Beside it stands the step of servers that sample ahead, which is chosen only if
     rollout.max_staleness is given. Fields that are given keep their values.
 
     For a recipe, keep its own layout. With --gpus, servers get all that its learner leaves.
@@ -105,17 +108,17 @@ def plan(
     from qurl_megatron.commands import plan_page, rehearse_page, scaling
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.validate import check_weight_format
-    from qurl_megatron.launch.experiment import checked_limit_s
+    from qurl_megatron.launch.slurm import time_limit_s
     from qurl_megatron.planning.gpus import node_of
     from qurl_megatron.planning.job import objections_to_limit
+    from qurl_megatron.planning.plan import plan_run
 
     scaling.check_outputs(output or [])
-    limit_s = checked_limit_s(time or "unlimited")
+    limit_s = time_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
     architecture, config, given = plan_input(subject, overrides or [])
-    is_sized = gpus or given is not None  # or the recipe says how many servers there are
-    numbers = _numbers(gpus or "64") if is_sized else [None]
-    if is_sized and any(word.startswith("rollout.servers=") for word in overrides or []):
+    takes_own = not gpus and given is None  # a recipe says how many servers there are
+    if not takes_own and any(word.startswith("rollout.servers=") for word in overrides or []):
         raise ConfigError(
             "rollout.servers: servers get all of --gpus that the learner leaves; leave out one of "
             "the two"
@@ -123,11 +126,15 @@ def plan(
     check_weight_format(config.quantization.format, [node.gpu.capability], f"--gpu {gpu}")
     workload = _workload(config, mean_prompt, mean_completion, log_deviation)
     rows, refusals = [], {}
-    for number in numbers:
-        try:
-            rows.append(scaling.planned_row(architecture, config, number, workload, node, given))
-        except ConfigError as error:
-            refusals[number or 0] = error
+    if takes_own:
+        rows.append(scaling.Row(plan_run(architecture, config, workload, node)))
+    else:
+        for number in _numbers(gpus or "64"):
+            try:
+                row = scaling.planned_row(architecture, config, number, workload, node, given)
+                rows.append(row)
+            except ConfigError as error:
+                refusals[number] = error
     if refusals and not rows:
         raise refusals[max(refusals)]
     rows += [scaling.measured_row(run, architecture, workload, node) for run in measured or []]

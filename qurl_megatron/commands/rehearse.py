@@ -7,19 +7,12 @@ from typing import Annotated
 
 import typer
 
-from qurl_megatron.commands.plans import plan_input
+from qurl_megatron.commands.plans import GpuName, GpusOfNode, Subject, plan_input
 from qurl_megatron.commands.runs import Overrides
 
 
 def rehearse(
-    subject: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL|RECIPE",
-            help="A config.json or its directory, a known model such as Qwen2.5-32B, one of the "
-            "Hub, or a recipe: a name, FILE.yaml or FILE.py:NAME.",
-        ),
-    ],
+    subject: Subject,
     overrides: Overrides = None,
     all_ranks: Annotated[
         bool,
@@ -32,8 +25,8 @@ def rehearse(
     changed: Annotated[
         float, typer.Option(min=0.001, max=0.2, help="Share of elements that a delta changes.")
     ] = 0.02,
-    gpu: Annotated[str, typer.Option(help="A100, H100, H200 or B200.")] = "H100",
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=72, help="GPUs of a node.")] = 8,
+    gpu: GpuName = "H100",
+    gpus_per_node: GpusOfNode = 8,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a rank a line.")] = False,
 ) -> None:
     """Play the learner's ranks at their true size without a GPU: memory, waits, collectives.

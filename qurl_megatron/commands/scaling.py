@@ -53,22 +53,18 @@ class Row:
 def planned_row(
     architecture: Architecture,
     config: Config,
-    gpus: int | None,
+    gpus: int,
     workload: Workload,
     node: Node,
     given: Collection[str] | None,
 ) -> Row:
     """Return the plan of the fastest placement with the `given` fields; None: of that in `config`.
 
-    Without `gpus` the plan is for the GPUs that `config` takes.
-
     Servers sample ahead only if `rollout.max_staleness` is given: what is trained on then differs.
 
     Raises:
         ConfigError: none fits; the message is that of the last, which takes least memory.
     """
-    if gpus is None:
-        return Row(plan_run(architecture, config, workload, node))
     if given is None:
         return Row(plan_or_suggest(architecture, config, gpus, workload, node))
     plans: dict[str, Plan | None] = {}
@@ -134,10 +130,14 @@ def check_outputs(files: Iterable[Path]) -> None:
 
 def write(rows: list[Row], file: Path) -> None:
     """Write the rows as CSV or as a picture, by the ending of `file`."""
-    if file.suffix == ".csv":
-        _write_csv(rows, file)
-    else:
-        _draw(rows, file)
+    if file.suffix != ".csv":
+        return _draw(rows, file)
+    lines = [_values(rows, row) for row in rows]
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    write_whole(file, stream.getvalue())
 
 
 def print_rows(rows: list[Row], refusals: Mapping[int, ConfigError]) -> None:
@@ -188,22 +188,13 @@ def _values(rows: list[Row], row: Row) -> dict[str, str | float]:
         "hours": hours,
         "gpu_hours": hours * plan.gpus,
         "limit": max(parts, key=lambda part: parts[part]),
-        **{f"{phase}_s": time_s for phase, time_s in plan.step_s.items() if phase != "turns"},
+        **{f"{phase}_s": time_s for phase, time_s in plan.step_s.items() if phase != "copies"},
         **{f"part_{part.replace(' ', '_')}_s": parts.get(part, 0.0) for part in REMEDIES},
         "run": row.run,
         "measured_step_s": row.measured_step_s if row.run else "",
         **{f"measured_{phase}_s": row.measured_s.get(phase, "") for phase in PHASES},
         "layout": " ".join(layout_overrides(plan.config)),
     }
-
-
-def _write_csv(rows: list[Row], file: Path) -> None:
-    lines = [_values(rows, row) for row in rows]
-    stream = io.StringIO()
-    writer = csv.DictWriter(stream, list(lines[0]))
-    writer.writeheader()
-    writer.writerows(lines)
-    write_whole(file, stream.getvalue())
 
 
 def _draw(rows: list[Row], file: Path) -> None:

@@ -340,7 +340,7 @@ def validate_resume(saved: Config, config: Config) -> None:
 
 
 def validate_colocated(config: Config) -> None:
-    """Check what learner and servers that take turns cannot do.
+    """Check what colocated learner and servers cannot do.
 
     Raises:
         ConfigError: the run asks for it.

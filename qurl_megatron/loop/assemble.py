@@ -262,7 +262,7 @@ def _fleet(
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
     is_colocated = config.rollout.placement == "colocated"
-    # Those that take turns are listed once they are up, and sleep.
+    # Colocated servers are listed once they are up, and sleep.
     own = [server for server in servers.values() if not (server.is_remote or is_colocated)]
     wait_ready(own, start_timeout_s, ready=say_ready)
     for server in revive(server for server in servers.values() if server.is_remote):

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
@@ -20,6 +20,7 @@ from qurl_megatron.planning.memory import (
     server_weight_bytes,
     total_bytes,
 )
+from qurl_megatron.planning.nodes import server_specs
 
 # What a process takes beside weights, without the pages that it shares with others: learner and
 # server on a model of 2 layers, a worker with math-verify.
@@ -105,41 +106,31 @@ def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None =
         one.server.max_total_tokens = min(one.tokens(one.server.max_running_requests), room)
 
 
-def settle_run(config: Config, servers: Mapping[str, int], ranks: int) -> None:
+def settle_run(config: Config, servers: Iterable[str], ranks: int) -> None:
     """Set the size of KV caches as `settle_caches`, of a run's servers on this machine.
 
     Args:
         config: the run's; changed.
-        servers: the number of servers here of each set, rollout and evaluation.
+        servers: the set of each server here, rollout or evaluation.
         ranks: the number of learner ranks here.
     """
-    architecture = Architecture.from_directory(config.model)
-    weights, max_length = config.quantization, config.rollout.max_length
-    length_field = "rollout.max_completion_length"
-    sets = {
-        "rollout": ServerSet(
-            config.rollout.server,
+    architecture, numbers = Architecture.from_directory(config.model), Counter(servers)
+    sets = [
+        ServerSet(
+            spec.server,
             architecture,
-            weights.weight_format,
-            max_length,
-            weights.keep,
-            section="rollout.server",
-            number_field="rollout.servers",
-            length_field=length_field,
-        ),
-        "evaluation": ServerSet(
-            config.evaluation.server,
-            architecture,
-            "bf16",
-            max_length,
-            section="evaluation.server",
-            number_field="evaluation.server",
-            length_field=length_field,
-        ),
-    }
-    for name, number in servers.items():
-        sets[name].number = number
-    settle_caches([sets[name] for name in servers], learner_bytes(config, architecture, ranks))
+            spec.weight_format,
+            config.rollout.max_length,
+            spec.keep,
+            numbers[name],
+            section=f"{name}.server",
+            number_field="rollout.servers" if name == "rollout" else "evaluation.server",
+            length_field="rollout.max_completion_length",
+        )
+        for name, spec in {spec.set_name: spec for spec in server_specs(config)}.items()
+        if numbers[name]
+    ]
+    settle_caches(sets, learner_bytes(config, architecture, ranks))
 
 
 def check_host(config: Config) -> None:
@@ -148,22 +139,15 @@ def check_host(config: Config) -> None:
     Raises:
         ConfigError: it cannot; the message has the estimate.
     """
-    ranks, servers = config.learner.world_size, servers_here(config)
-    settle_run(copy.deepcopy(config), servers, ranks)
-    sizes = {name: getattr(config, name).server.tensor_parallel_size for name in servers}
-    own = sum(number * sizes[name] for name, number in servers.items())
+    ranks, specs = config.learner.world_size, server_specs(config)
+    settle_run(copy.deepcopy(config), [spec.set_name for spec in specs], ranks)
+    own = sum(spec.server.tensor_parallel_size for spec in specs)
     cores = len(os.sched_getaffinity(0))
     if ranks + own > MAX_PROCESSES_PER_CORE * cores:
         raise ConfigError(
             f"learner: without a GPU, {ranks} learner ranks and {own} of servers compute on "
             f"{cores} cores; give at most {MAX_PROCESSES_PER_CORE} a core"
         )
-
-
-def servers_here(config: Config) -> dict[str, int]:
-    """Return the number of servers of each set, if all are on this machine."""
-    servers = {"rollout": config.rollout.servers, "evaluation": int(config.evaluation.enabled)}
-    return {name: number for name, number in servers.items() if number}
 
 
 def check_workers(scoring_workers: int) -> None:

@@ -8,10 +8,10 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import read_json_lines
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.colocation import DoesNotFit
 from qurl_megatron.planning.gpus import Node
 from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.plan import Plan, plan_run
-from qurl_megatron.planning.turns import DoesNotFit
 
 
 def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> list[str]:

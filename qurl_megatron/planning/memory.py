@@ -297,6 +297,13 @@ def server_weight_bytes(
     return num_bytes
 
 
+def rollout_weights(architecture: Architecture, config: Config) -> dict[str, int]:
+    """Return the bytes of weights on each GPU of a rollout server, as `server_weight_bytes`."""
+    weights, size = config.quantization, config.rollout.server.tensor_parallel_size
+    with_adapters = adapted(architecture, config)
+    return server_weight_bytes(with_adapters, weights.weight_format, size, tuple(weights.keep))
+
+
 def kv_value_bytes(server: ServerConfig) -> int:
     """Return the bytes of a value in a server's KV cache."""
     return 1 if "fp8" in str(server.options.get("kv_cache_dtype")) else 2

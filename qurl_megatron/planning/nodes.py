@@ -1,12 +1,39 @@
-"""How the learner's ranks and the servers of a run are dealt out to nodes.
+"""The servers of a run, and how they and the learner's ranks are dealt out to nodes.
 
-`qurl plan` and the launcher of Slurm jobs both ask here.
+`qurl plan` and the launchers ask here.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
 
+from qurl_megatron.config.schema import Config, ServerConfig, WeightFormat
+
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerSpec:
+    """One of a run's servers, before it is started."""
+
+    set_name: str  # rollout or evaluation
+    index: int  # within its set
+    server: ServerConfig
+    weight_format: WeightFormat
+    keep: tuple[str, ...] = ()  # as in `quantization.keep`
+
+
+def server_specs(config: Config) -> list[ServerSpec]:
+    """Return all servers of a run: the rollout servers in order, then the evaluation server."""
+    rollout = config.rollout
+    weights = config.quantization
+    specs = [
+        ServerSpec("rollout", index, rollout.server, weights.weight_format, tuple(weights.keep))
+        for index in range(rollout.servers)
+    ]
+    if config.evaluation.enabled:
+        specs.append(ServerSpec("evaluation", 0, config.evaluation.server, "bf16"))
+    return specs
 
 
 def nodes_of_learner(ranks: int, gpus_per_node: int) -> int:
@@ -15,7 +42,7 @@ def nodes_of_learner(ranks: int, gpus_per_node: int) -> int:
 
 
 def deal(servers: Sequence[T], num_nodes: int) -> list[Sequence[T]]:
-    """Return the servers of each rollout node: nodes take them in turn."""
+    """Return the servers of each rollout node: nodes take one after the other."""
     return [servers[node::num_nodes] for node in range(num_nodes)]
 
 

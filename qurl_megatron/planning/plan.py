@@ -10,7 +10,7 @@ refused. A plan divides the time of its step into parts, and names the part that
     pipeline bubble     time in which pipeline stages wait for each other
     gradients           sum of the gradients over replicas, and the optimizer's step
     publish             the weights on their way to the servers; grows with their number
-    turns               with rollout.placement=colocated: the learner's way to the host's memory and
+    copies              with rollout.placement=colocated: the learner's way to the host's memory and
                         back
 
 A synchronous step is the sum of them all. With `rollout.max_staleness` the longest way decides:
@@ -34,14 +34,21 @@ from qurl_megatron.config.validate import (
     validate_colocated,
 )
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.planning.colocation import (
+    LEFT_BYTES,
+    ColocationPlan,
+    DoesNotFit,
+    num_sets,
+    plan_colocation,
+    releases,
+)
 from qurl_megatron.planning.gpus import DGX_H100, GIB, Node
 from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import (
-    adapted,
     kv_bytes_per_token,
     kv_value_bytes,
     learner_memory,
-    server_weight_bytes,
+    rollout_weights,
     total_bytes,
     with_cheapest_recomputation,
 )
@@ -60,14 +67,6 @@ from qurl_megatron.planning.step_time import (
     learner_time,
     plan_publish,
 )
-from qurl_megatron.planning.turns import (
-    LEFT_BYTES,
-    DoesNotFit,
-    Turns,
-    num_sets,
-    plan_colocation,
-    releases,
-)
 
 REMEDIES = {
     "decoding": "more GPUs for servers shorten it",
@@ -76,7 +75,7 @@ REMEDIES = {
     "pipeline bubble": "fewer or virtual pipeline stages and more prompts_per_step shorten it",
     "gradients": "fewer minibatches_per_step or a larger tensor_parallel_size shorten it",
     "publish": "it grows with the number of servers: fewer and larger ones shorten it",
-    "turns": "more GPUs shorten them, and separate placement has none",
+    "copies": "more GPUs shorten them, and separate placement has none",
 }
 """What shortens each part."""
 
@@ -98,7 +97,7 @@ class Plan:
     learner: LearnerTime
     step_s: dict[str, float]  # seconds by phase; rollout as if the servers did nothing else
     asynchronous: SteadyState | None  # None: synchronous
-    turns: Turns | None  # None: learner and servers have GPUs of their own
+    colocation: ColocationPlan | None  # None: learner and servers have GPUs of their own
 
     @property
     def total_s(self) -> float:
@@ -120,8 +119,8 @@ class Plan:
         }
         if state is None:
             decoding_s = step_s["rollout"] - longest_s
-            turns = {"turns": self.turns.copies_s} if self.turns else {}
-            return {"decoding": decoding_s, "longest completion": longest_s, **learner, **turns}
+            copies = {"copies": self.colocation.copies_s} if self.colocation else {}
+            return {"decoding": decoding_s, "longest completion": longest_s, **learner, **copies}
         if state.limit == "servers":
             return {"decoding": state.step_s}
         if state.limit == "learner":
@@ -149,8 +148,8 @@ def plan(
     """Return the memory and time of the layout of `config` on `gpus` GPUs.
 
     Rollout servers take all GPUs that the learner and the evaluation server leave. On more than
-    one node the learner and the servers have nodes of their own, as in a Slurm job. If they take
-    turns, both have all GPUs.
+    one node the learner and the servers have nodes of their own, as in a Slurm job. If they are
+    colocated, both have all GPUs.
 
     Args:
         gpus: up to those of one node, or those of whole nodes.
@@ -211,14 +210,14 @@ def _planned(
     Raises:
         DoesNotFit: it does not fit the memory of a GPU.
     """
-    turns, copies = None, {}
+    colocation, copies = None, {}
     if config.rollout.placement == "colocated":
         released = releases(architecture, config, node)
         server = dataclasses.replace(config.rollout.server, releases=released)
         rollout = dataclasses.replace(config.rollout, server=server)
         config = dataclasses.replace(config, rollout=rollout)
-        turns = plan_colocation(architecture, config, node)
-        copies = {"turns": turns.copies_s}
+        colocation = plan_colocation(architecture, config, node)
+        copies = {"copies": colocation.copies_s}
     rollout = config.rollout
     learner_bytes = _fullest_stage(architecture, config, node)
     server_bytes, kv_tokens = _server_memory(architecture, config, node)
@@ -250,7 +249,7 @@ def _planned(
         learner=learner,
         step_s=step_s,
         asynchronous=asynchronous,
-        turns=turns,
+        colocation=colocation,
     )
 
 
@@ -372,10 +371,7 @@ def _server_memory(
         DoesNotFit: the weights and one sequence of maximum length do not fit.
     """
     server, longest = config.rollout.server, config.rollout.max_length
-    size, weight_format = server.tensor_parallel_size, config.quantization.weight_format
-    weights = server_weight_bytes(
-        adapted(architecture, config), weight_format, size, tuple(config.quantization.keep)
-    )
+    size, weights = server.tensor_parallel_size, rollout_weights(architecture, config)
     room = int(node.gpu.memory_bytes * server.mem_fraction_static)
     per_token = kv_bytes_per_token(architecture, size, kv_value_bytes(server))
     kv_tokens = max(0, (room - sum(weights.values())) // per_token)
@@ -387,8 +383,8 @@ def _server_memory(
         raise DoesNotFit(
             f"rollout.server.tensor_parallel_size={size}: {what} not fit: "
             f"mem_fraction_static={server.mem_fraction_static} of a GPU is {room / GIB:.1f} GiB, "
-            f"{weight_format} weights take {weights_gib:.1f} GiB and one sequence of "
-            f"{longest} tokens {longest * per_token / GIB:.1f} GiB",
+            f"{config.quantization.weight_format} weights take {weights_gib:.1f} GiB and one "
+            f"sequence of {longest} tokens {longest * per_token / GIB:.1f} GiB",
             (sum(weights.values()) + longest * per_token) / room,
         )
     unused = {"left for graphs and activations": node.gpu.memory_bytes - room}
@@ -409,7 +405,7 @@ def layouts(
     and as many data-parallel replicas as fit. Experts are whole, on expert-parallel ranks of one
     node. Micro batches have the tokens of one longest sequence, and the cheapest recomputation that
     fits is taken. Servers decode up to 256 or 512 sequences at once. The fields in `given` keep
-    their values. If learner and servers take turns, the learner has a rank on each GPU.
+    their values. If learner and servers are colocated, the learner has a rank on each GPU.
     """
     learner, rollout = config.learner, config.rollout
     is_colocated = rollout.placement == "colocated"

@@ -1,11 +1,11 @@
-"""Estimate the time of rollouts, before the learner's turn or while it trains.
+"""Estimate the time of rollouts, before the learner trains or while it does.
 
-In turn (`rollout_s`), a server decodes `slots` sequences at a time. While sequences wait, the batch
+Before (`rollout_s`), a server decodes `slots` sequences at a time. While sequences wait, the batch
 is full and its sequences have their mean age. Then the last batch shrinks until its longest
 completion ends, which is integrated numerically. More servers have fewer sequences each, but no
 rollout is shorter than its longest completion.
 
-At the same time (`steady_state`, with `max_staleness` > 0), the prompts of a batch are issued
+While it trains (`steady_state`, with `max_staleness` > 0), the prompts of a batch are issued
 `max_staleness` publishes before the learner trains on them, so up to `max_staleness` + 1 batches
 are in flight. In the steady state a step takes the longest of:
 
@@ -98,8 +98,8 @@ def rollout_s(load: ServerLoad) -> float:
     longest, batch = load.lengths.maximum, min(load.sequences, load.slots)
     time_s = load.prompts_s
     if load.sequences > load.slots:
-        turns = (load.sequences - load.slots) * load.lengths.mean / load.slots
-        time_s += turns * load.token_s(batch, load.lengths.mean_age)
+        tokens = (load.sequences - load.slots) * load.lengths.mean / load.slots
+        time_s += tokens * load.token_s(batch, load.lengths.mean_age)
     for step in range(_INTEGRATION_STEPS):
         length = (step + 0.5) / _INTEGRATION_STEPS * longest
         running = batch * load.lengths.fraction_longer(length)

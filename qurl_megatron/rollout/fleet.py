@@ -79,7 +79,7 @@ class ServerBusy(Exception):
 
 @dataclass(eq=False)
 class Member:
-    """One process of a server in a fleet. Only the fleet changes it, but for `is_paused`."""
+    """One process of a server in a fleet. Only the fleet changes it, its link pauses it."""
 
     index: int  # within the set
     server: Server
@@ -88,7 +88,7 @@ class Member:
     requests: set[asyncio.Future[Any]] = field(default_factory=set)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
     answered_at: float = field(default_factory=time.monotonic)  # a prompt, or began to owe one
-    is_paused: bool = False  # no sign of life is expected
+    is_paused: bool = False  # by its link: no sign of life is expected
     has_answered: bool = False  # a prompt
 
 

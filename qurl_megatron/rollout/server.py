@@ -340,17 +340,16 @@ def say_dropped(names: set[str]) -> None:
 def wait_ready(
     servers: Sequence[Server],
     timeout_s: float,
-    given_up: Callable[[], bool] = lambda: False,
     ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
-    """Wait until every server answers, or `given_up` returns True; call `ready` for each at once.
+    """Wait until every server answers, and call `ready` for each at once.
 
     Raises:
         ServerFailed: a server died, or did not answer within `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     waiting = list(servers)
-    while waiting and not given_up():
+    while waiting:
         for server in list(waiting):
             if answers(server):
                 waiting.remove(server)

@@ -58,11 +58,10 @@ class Link:
         self._version: int | None = None  # that the server was verified to hold
         self._tags = list(RELEASED[releases]) if releases else []
         self._asleep = list(self._tags)  # what the server has given back
-        self._is_paused = bool(self._tags)
         self._fleet = fleet
         self._member = member
         self._control = ServerControl(member.server, pause_mode, timeout_s)
-        member.is_paused = self._is_paused
+        member.is_paused = bool(self._tags)
 
     @property
     def server(self) -> Server:
@@ -104,7 +103,7 @@ class Link:
         """Have the server stop sampling and give memory back; a lost one does once it has ended."""
         if not self.is_lost:
             async with self._losing():
-                self._member.is_paused = self._is_paused = True
+                self._member.is_paused = True
                 self._asleep = list(self._tags)
                 if "weights" in self._tags:
                     self._version = None
@@ -131,21 +130,21 @@ class Link:
 
     async def _update(self, update: Update) -> None:
         try:
-            async with self._losing(unless_refused=update.base is not None):
+            async with self._losing():
                 transport = await self._reach(update)
                 self._reachable.set()
-                await transport.load(update)
-                await verify(self._control, update.checksums)
-                self._version = update.version
-                if not self._asleep:
-                    await self._resume()
-                self._fleet.joined(self._member)
+                async with self._losing(unless_refused=update.base is not None):
+                    await transport.load(update)
+                    await verify(self._control, update.checksums)
+                    self._version = update.version
+                    if not self._asleep:
+                        await self._resume()
+                    self._fleet.joined(self._member)
         finally:
             self._reachable.set()
 
     async def _reach(self, update: Update) -> Transport:
         """Pause the server, and connect it with the senders if it is not."""
-        self._member.is_paused = True
         kind = transport_to(self.server, in_place=update.in_place)
         transport = self._transport
         is_new = not isinstance(transport, kind) or transport.destination is None
@@ -156,9 +155,9 @@ class Link:
         assert transport is not None
         if kind.meets_senders:
             self._reachable.set()
-        if not self._is_paused:
+        if not self._member.is_paused:
+            self._member.is_paused = True
             await self._control.pause()
-            self._is_paused = True
         if "weights" in self._asleep:
             await self._control.wake(["weights"])
             self._asleep.remove("weights")
@@ -168,7 +167,6 @@ class Link:
 
     async def _resume(self) -> None:
         await self._control.resume()
-        self._is_paused = False
         self._fleet.expect_answers(self._member)
 
     @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
-"""Estimate memory and time of learner and servers that take turns on the same GPUs.
+"""Estimate memory and time of learner and servers that are colocated: they have the same GPUs.
 
-It is for `rollout.placement=colocated`. The parts are those of `memory`. On each GPU there are:
+The parts are those of `memory`. On each GPU there are:
 
     sample     a server's weights and KV cache with its runtime, and what the learner and the
                evaluation server leave there
@@ -10,7 +10,7 @@ It is for `rollout.placement=colocated`. The parts are those of `memory`. On eac
 
 What a process leaves on a GPU beside tensors is `LEFT_BYTES`. In the servers' turn the learner's
 weights, optimizer and reference wait in the host's memory; gradients are dropped, and 0 when it is
-back. The turns of a step take the time of these copies, there and back over PCIe, each GPU over its
+back. Between the turns of a step these are copied there and back over PCIe, each GPU over its
 own. Memory that a server takes again is mapped, not copied.
 """
 
@@ -24,9 +24,9 @@ from qurl_megatron.planning.gpus import GIB, Node
 from qurl_megatron.planning.memory import (
     OFFLOADED,
     RUNTIME_BYTES,
-    adapted,
     learner_memory,
     peaks,
+    rollout_weights,
     server_weight_bytes,
 )
 
@@ -44,8 +44,8 @@ class DoesNotFit(ConfigError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """What a GPU and its node hold in each turn of learner and servers."""
+class ColocationPlan:
+    """What a GPU and its node hold in the turns of learner and servers."""
 
     gpu_bytes: dict[str, int]  # by phase, on a rank of the fullest pipeline stage
     waiting_bytes: int  # of a rank, in the host's memory while the servers sample, at most
@@ -56,20 +56,6 @@ class Turns:
 def num_sets(config: Config) -> int:
     """Return how many servers a GPU has at most: one of each set."""
     return 2 if config.evaluation.enabled else 1
-
-
-def rollout_weights(architecture: Architecture, config: Config) -> int:
-    """Return the bytes of weights on each GPU of a rollout server."""
-    weights, size = config.quantization, config.rollout.server.tensor_parallel_size
-    parts = server_weight_bytes(
-        adapted(architecture, config), weights.weight_format, size, tuple(weights.keep)
-    )
-    return sum(parts.values())
-
-
-def beside_servers(config: Config) -> int:
-    """Return the bytes of a GPU that a server which is awake must leave, beside its fraction."""
-    return RUNTIME_BYTES + LEFT_BYTES * num_sets(config)
 
 
 def learner_turn(
@@ -85,7 +71,7 @@ def learner_turn(
     config = dataclasses.replace(config, quantization=quantization)
     of_learner = peaks(learner_memory(architecture, config, stage))
     publish = of_learner.pop("publish")
-    own = rollout_weights(architecture, config)
+    own = sum(rollout_weights(architecture, config).values())
     sleeping = LEFT_BYTES * num_sets(config) + (own if released == "cache" else 0)
     loading = 0 if released == "cache" else own
     if config.evaluation.enabled:
@@ -124,7 +110,7 @@ def releases(architecture: Architecture, config: Config, node: Node | None) -> R
     return "all" if node and most > node.gpu.memory_bytes else "cache"
 
 
-def plan_colocation(architecture: Architecture, config: Config, node: Node) -> Turns:
+def plan_colocation(architecture: Architecture, config: Config, node: Node) -> ColocationPlan:
     """Return what a GPU and its node hold in each turn.
 
     Raises:
@@ -146,7 +132,8 @@ def plan_colocation(architecture: Architecture, config: Config, node: Node) -> T
                     "or rollout.server.releases=all",
                     needed / room,
                 )
-    beside = beside_servers(config)
+    # What a server that is awake must leave of a GPU, beside its fraction.
+    beside = RUNTIME_BYTES + LEFT_BYTES * num_sets(config)
     for name in ("rollout", "evaluation")[: num_sets(config)]:
         fraction = getattr(config, name).server.mem_fraction_static
         if fraction * room + beside > room:
@@ -167,7 +154,7 @@ def plan_colocation(architecture: Architecture, config: Config, node: Node) -> T
         )
     sample = {"sample": int(room * config.rollout.server.mem_fraction_static) + beside}
     fullest = max(stages, key=lambda stage: max(by_stage[stage].values()))
-    return Turns(
+    return ColocationPlan(
         gpu_bytes={**sample, **by_stage[fullest]},
         waiting_bytes=waiting,
         node_bytes=of_node,
