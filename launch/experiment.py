@@ -6,6 +6,7 @@ script, whose words are all quoted, replaces its shell with the batch process, `
 that this process gets the signal before the time limit.
 """
 
+import contextlib
 import csv
 import dataclasses
 import hashlib
@@ -383,8 +384,9 @@ def _first_lines(options: JobOptions) -> list[str]:
 
 def _limit_s(options: JobOptions) -> float:
     """Return the time limit of a job in seconds; infinity if it is the partition's."""
-    time = options.sbatch.get("time")
-    return float("inf") if time in (None, False) else time_limit_s(str(time))
+    with contextlib.suppress(ConfigError):  # `_sbatch_line` refuses what is no limit
+        return time_limit_s(str(options.sbatch.get("time")))
+    return float("inf")
 
 
 def _sbatch_lines(asked: Mapping[str, object], options: JobOptions) -> list[str]:

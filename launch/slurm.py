@@ -536,13 +536,14 @@ def time_limit_s(text: str) -> float:
     """
     if text.lower() in ("infinite", "unlimited", "not_set", "0"):
         return float("inf")
-    days, dash, clock = text.rpartition("-")
-    if not re.fullmatch(r"\d{1,7}(:\d{1,2}){0,2}", clock) or not re.fullmatch(r"\d{0,4}", days):
+    form = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,7}(?::\d{1,2}){0,2})", text)
+    if not form:
         raise ConfigError(
             f"time={text}: not a time limit of Slurm; give MINUTES, HH:MM:SS or D-HH:MM:SS"
         )
+    days, clock = form.groups()
     numbers = [int(number) for number in clock.split(":")]
-    if dash:  # D-H, D-H:M or D-H:M:S
+    if days:  # D-H, D-H:M or D-H:M:S
         hours, minutes, seconds = [*numbers, 0, 0][:3]
         return 86_400 * int(days) + 3600 * hours + 60 * minutes + seconds
     # M, M:S or H:M:S

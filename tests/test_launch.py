@@ -240,7 +240,7 @@ def test_a_time_limit_is_read_as_sbatch_and_squeue_write_it(text: str, seconds: 
 
 @pytest.mark.parametrize("text", ["", "-5", "1-", "4h", "1:2:3:4", "1-2:3:4:5", "INVALID"])
 def test_what_is_no_time_limit_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ConfigError, match=f"^time={text}: not a time limit of Slurm"):
         slurm.time_limit_s(text)
 
 

@@ -562,6 +562,11 @@ class RolloutConfig(AgentConfig):
     completions can then be read and changed on the way."""
 
     @property
+    def completions_per_step(self) -> int:
+        """Number of completions that a step trains on."""
+        return self.prompts_per_step * self.completions_per_prompt
+
+    @property
     def longest_completion(self) -> int:
         """Maximum completion length over all stages, in tokens."""
         later = [stage.max_completion_length for stage in self.stages.values()]

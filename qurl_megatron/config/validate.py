@@ -507,7 +507,7 @@ def _validate_stage(config: Config, first_step: int) -> int:
             "(advantage_estimator=gae) learns from groups of equal rewards too, and with one "
             "completion every group is one; set it to 0"
         )
-    completions = rollout.prompts_per_step * rollout.completions_per_prompt
+    completions = rollout.completions_per_step
     if completions % (optimizer.minibatches_per_step * learner.data_parallel_size):
         raise ConfigError(
             f"optimizer.minibatches_per_step={optimizer.minibatches_per_step}: a step's "

@@ -382,7 +382,7 @@ def num_micro_batches(config: Config, mean_length: float) -> int:
     `mean_length` is that of prompt plus completion, in tokens.
     """
     learner, rollout = config.learner, config.rollout
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    rows = rollout.completions_per_step
     rows //= config.optimizer.minibatches_per_step * learner.data_parallel_size
     budget, needed = float(learner.micro_batch_size), float(rows)
     if learner.tokens_per_micro_batch:

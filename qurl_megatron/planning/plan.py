@@ -314,7 +314,7 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
                 f"{name}.tensor_parallel_size={size}: must divide the {node.gpus} GPUs of a "
                 "node, so that all-reduces stay on NVLink"
             )
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    rows = rollout.completions_per_step
     parts = config.optimizer.minibatches_per_step * learner.data_parallel_size
     if rows % parts:
         raise ConfigError(
@@ -422,7 +422,7 @@ def layouts(
     )
     kept = {field.removeprefix("learner.") for field in given if field.startswith("learner.")}
     budget = None if "micro_batch_size" in kept else rollout.max_length
-    rows = rollout.prompts_per_step * rollout.completions_per_prompt
+    rows = rollout.completions_per_step
     parts = config.optimizer.minibatches_per_step
     for tensor, stages, context in itertools.product(
         values("learner.tensor_parallel_size", sizes),

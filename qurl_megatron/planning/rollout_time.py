@@ -68,7 +68,7 @@ def server_load(
     rollout, architecture = config.rollout, adapted(architecture, config)
     size, weight_format = rollout.server.tensor_parallel_size, config.quantization.weight_format
     lengths, value_bytes = workload.completions(config), kv_value_bytes(rollout.server)
-    sequences_per_step = rollout.prompts_per_step * rollout.completions_per_prompt / rollout.servers
+    sequences_per_step = rollout.completions_per_step / rollout.servers
 
     def token_s(sequences: float, mean_age: float) -> float:
         context = sequences * (workload.mean_prompt + mean_age)

@@ -180,7 +180,7 @@ def pass_flops(
     only completions pass through.
     """
     rollout = config.rollout
-    sequences = rollout.prompts_per_step * rollout.completions_per_prompt
+    sequences = rollout.completions_per_step
     length, square = workload.mean_length, workload.mean_square_length(config)
     layers = sequences * architecture.forward_flops(length, square)
     experts = 0.0
@@ -206,8 +206,7 @@ def _forward_s(
     dense, experts, output = pass_flops(architecture, config, workload)
     layer_s = (dense + experts / EXPERT_RATE) / rate / num_layers
     # Each tensor-parallel group has the layers of its stage and the sequences of its replica.
-    sequences = rollout.prompts_per_step * rollout.completions_per_prompt
-    tokens = sequences * workload.mean_length
+    tokens = rollout.completions_per_step * workload.mean_length
     tokens /= learner.data_parallel_size * learner.context_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
     layer_s += 2 * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size, node)

@@ -214,7 +214,7 @@ def rules(
             "favours short answers; raise rollout.max_completion_length (rule: more than 20%)",
         )
     rollout = config.rollout.at(step["step"])
-    failed = now["verifier_failures"] / (rollout.prompts_per_step * rollout.completions_per_prompt)
+    failed = now["verifier_failures"] / rollout.completions_per_step
     if failed > 0.01:
         yield (
             "verifier failures",
