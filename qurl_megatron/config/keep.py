@@ -29,7 +29,7 @@ def fused_layers(architecture: Architecture) -> list[tuple[str, ...]]:
     for layer in range(architecture.num_layers):
         experts: list[str] = []
         for rule in weight_map.rules(architecture):
-            if rule.quantized:
+            if rule.quantized and layer in rule.layers(architecture):
                 names = [name.removesuffix(".weight") for name in rule.hugging_face_names(layer)]
                 if rule.of_experts:
                     experts += names

@@ -321,19 +321,19 @@ def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tupl
         for rule in weight_map.rules(architecture)
         if rule.is_adapter == (config.adapters.rank > 0)
     ]
-    in_layer = {
-        layered: [rule for rule in rules if rule.layered == layered] for layered in (False, True)
+    groups = {
+        layer: [rule for rule in rules if layer in rule.layers(architecture)]
+        for layer in (None, *range(architecture.num_layers))
     }
     sizes = {
-        layered: sum(num_values(part, architecture) for rule in group for part in rule.tensors)
-        for layered, group in in_layer.items()
+        layer: sum(num_values(part, architecture) for rule in group for part in rule.tensors)
+        for layer, group in groups.items()
     }
-    done, total = 0, sizes[False] + architecture.num_layers * sizes[True]  # values
-    for layer in (None, *range(architecture.num_layers)):
-        group = in_layer[layer is not None]
+    done, total = 0, sum(sizes.values())  # values
+    for layer, group in groups.items():
         if group:
             yield _read(checkpoint, group, layer, architecture, prefix)
-        done += sizes[layer is not None]
+        done += sizes[layer]
         progress(4 * done, 4 * total)
 
 

@@ -1,10 +1,12 @@
 """The transformer layers of the learner: Transformer Engine's on a GPU, torch's elsewhere."""
 
+import copy
 import functools
 import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,11 +18,14 @@ from megatron.core.tensor_parallel import (
     CheckpointWithoutOutput,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer import TransformerConfig, TransformerLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
@@ -31,6 +36,7 @@ from qurl_megatron.config.validate import check_context_parallel, check_fp8
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.adapters import freeze
 from qurl_megatron.learner.cpu_runtime import import_layer_specs
+from qurl_megatron.learner.delta_net import GatedDeltaNet
 from qurl_megatron.learner.packing import zigzag
 from qurl_megatron.model.architecture import Architecture
 
@@ -57,6 +63,50 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps, device=device(), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """An RMSNorm that multiplies by 1 + weight, in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(dtype)
+        return torch.nn.functional.rms_norm(x.to(dtype), self.normalized_shape, scale, self.eps).to(
+            x.dtype
+        )
+
+
+class GatedSelfAttention(gpt_layer_specs.SelfAttention):  # type: ignore[name-defined]
+    """Attention with a gate for each channel of its output, which q_proj computes too.
+
+    The rows of a key-value head's group are those of each query head, each followed by those of its
+    gate, then the key head and the value head: the order of the checkpoint.
+    """
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        mixed, _ = self.linear_qkv(hidden_states)
+        channels = self.hidden_size_per_attention_head
+        groups, ranks = self.config.num_query_groups, self.world_size
+        queries = self.num_attention_heads_per_partition // self.num_query_groups_per_partition
+        if groups < ranks:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)
+            width = mixed.size(-1) // groups
+            group = self.tp_group.rank() // (ranks // groups)
+            mixed = mixed[..., group * width : (group + 1) * width]
+        mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1, channels))
+        query, key, value = mixed.split([2 * queries, 1, 1], dim=-2)
+        query, gate = query.unflatten(-2, (queries, 2)).unbind(-2)
+        query, gate = query.flatten(2, 3), gate.flatten(2, 3)
+        if groups < ranks:
+            own = queries // (ranks // groups)
+            first = self.tp_group.rank() % (ranks // groups) * own
+            query, gate = (t[:, :, first : first + own] for t in (query, gate))
+        key, value = key.squeeze(-2), value.squeeze(-2)
+        return self.q_layernorm(query), self.k_layernorm(key), value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Megatron compiles this, which a server's process that becomes a learner cannot do."""
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class CausalAttention(torch.nn.Module):
@@ -273,12 +323,16 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
             qk_layernorm=config.qk_layernorm,
             normalization="RMSNorm",
         )
-        layer.submodules.input_layernorm = RMSNorm
-        layer.submodules.pre_mlp_layernorm = RMSNorm
+        hybrid = config.linear_attention_freq is not None
+        norm = ZeroCentredRMSNorm if hybrid else RMSNorm
+        layer.submodules.input_layernorm = norm
+        layer.submodules.pre_mlp_layernorm = norm
+        if hybrid:
+            layer.submodules.self_attention.module = GatedSelfAttention
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            attention.q_layernorm = attention.k_layernorm = norm
         if config.num_moe_experts:
             # Transformer Engine fuses the norm before a dense layer's MLP into it, and checkpoints
             # have its name for it. The norm before experts has a name of its own.
@@ -292,9 +346,28 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.recompute_granularity == "selective" and not config.num_moe_experts:
         layer.module = SelectiveLayer
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
+    layers = [layer] * get_num_layers_to_build(config, virtual_stage)
+    if isinstance(config.linear_attention_freq, list):
+        first = get_transformer_layer_offset(config, virtual_stage)
+        linear = _linear_layer(layer)
+        kinds = config.linear_attention_freq[first : first + len(layers)]
+        layers = [linear if kind else layer for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _linear_layer(layer: ModuleSpec) -> ModuleSpec:
+    """Return the specification of a layer with gated DeltaNet in place of attention."""
+    linear = copy.deepcopy(layer)
+    attention = linear.submodules.self_attention
+    linear.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=SimpleNamespace(
+            in_proj=attention.submodules.linear_qkv,
+            out_norm=RMSNorm,
+            out_proj=attention.submodules.linear_proj,
+        ),
     )
+    return linear
 
 
 def fuse_gradients(model: torch.nn.Module) -> None:

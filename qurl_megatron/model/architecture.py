@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen3_5_text", "qwen3_5_moe_text"]
 
 
 class ArchitectureError(ValueError):
@@ -32,6 +32,7 @@ class _FamilyTraits:
     key_value_heads: int | None = None  # None: as many as attention heads
     head_dim: int | None = None  # None: hidden size / attention heads
     has_experts: bool = False
+    is_hybrid: bool = False  # gated DeltaNet layers, gated attention, zero-centred norms
 
 
 # Extend this table for a new architecture. Its weights must fit `weight_map.RULES`.
@@ -44,6 +45,17 @@ SUPPORTED_ARCHITECTURES: dict[str, _FamilyTraits] = {
         "qwen3_moe", qkv_bias=False, qk_norm=True, key_value_heads=4, has_experts=True
     ),
     "LlamaForCausalLM": _FamilyTraits("llama", qkv_bias=False, qk_norm=False),
+    "Qwen3_5MoeForCausalLM": _FamilyTraits(
+        "qwen3_5_moe_text",
+        qkv_bias=False,
+        qk_norm=True,
+        head_dim=256,
+        has_experts=True,
+        is_hybrid=True,
+    ),
+    "Qwen3_5ForCausalLM": _FamilyTraits(
+        "qwen3_5_text", qkv_bias=False, qk_norm=True, head_dim=256, is_hybrid=True
+    ),
 }
 
 
@@ -55,6 +67,27 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """The gated DeltaNet layers of a hybrid model, with what else differs in it."""
+
+    layers: tuple[bool, ...]  # which layers are linear attention
+    key_heads: int
+    value_heads: int
+    key_dim: int  # of one head
+    value_dim: int
+    conv_width: int
+    rotary_factor: float  # the share of an attention head's channels that is rotated
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -86,6 +119,8 @@ class Architecture:
     moe_intermediate_size: int = 0  # channels of one expert; `intermediate_size` is not used then
     normalize_topk: bool = False  # the weights of a token's experts add up to 1
     adapter_rank: int = 0  # of a learner's adapters over this model; 0: it has none
+    shared_intermediate_size: int = 0  # channels of the expert that every token passes through
+    delta_net: DeltaNet | None = None
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Architecture:
@@ -109,7 +144,7 @@ class Architecture:
         config = read_json(file)
         traits = _traits(config, file)
         num_layers = _size(config, "num_hidden_layers", file)
-        _check_features(config, num_layers, file)
+        _check_features(config, num_layers, file, traits)
         num_heads = _size(config, "num_attention_heads", file)
         num_key_value_heads = _key_value_heads(config, file, traits, num_heads)
         if num_heads % num_key_value_heads:
@@ -124,7 +159,9 @@ class Architecture:
             family=traits.family,
             num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=_size(config, "intermediate_size", file),
+            intermediate_size=_size(
+                config, "intermediate_size", file, config.get("moe_intermediate_size")
+            ),
             num_attention_heads=num_heads,
             num_key_value_heads=num_key_value_heads,
             head_dim=_head_dim(config, file, traits, hidden_size, num_heads),
@@ -138,6 +175,7 @@ class Architecture:
             max_position_embeddings=_size(config, "max_position_embeddings", file),
             eos_token_ids=_eos_token_ids(config, directory, vocab_size),
             **(_experts(config, file) if traits.has_experts else {}),
+            delta_net=_delta_net(config, num_layers, file) if traits.is_hybrid else None,
         )
 
     @property
@@ -442,7 +480,9 @@ def _traits(config: dict[str, Any], file: Path) -> _FamilyTraits:
     return traits
 
 
-def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None:
+def _check_features(
+    config: dict[str, Any], num_layers: int, file: Path, traits: _FamilyTraits
+) -> None:
     """Check that the model needs nothing that the learner lacks."""
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
@@ -465,10 +505,32 @@ def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None
             f"{file}: sliding window attention is not supported; "
             "only full attention is (use_sliding_window false)"
         )
+    if traits.is_hybrid:
+        return
     if layer_types is not None and layer_types != ["full_attention"] * num_layers:
         raise ArchitectureError(
             f"{file}: 'layer_types' must be 'full_attention' for each of the {num_layers} layers"
         )
+
+
+def _delta_net(config: dict[str, Any], num_layers: int, file: Path) -> DeltaNet:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        every = config.get("full_attention_interval", 4)
+        kinds = [
+            "linear_attention" if (n + 1) % every else "full_attention" for n in range(num_layers)
+        ]
+    fields = config.get("rope_parameters") or {}
+    factor = fields.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
+    return DeltaNet(
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+        key_heads=_size(config, "linear_num_key_heads", file),
+        value_heads=_size(config, "linear_num_value_heads", file),
+        key_dim=_size(config, "linear_key_head_dim", file),
+        value_dim=_size(config, "linear_value_head_dim", file),
+        conv_width=_size(config, "linear_conv_kernel_dim", file, 4),
+        rotary_factor=float(factor),
+    )
 
 
 def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -477,7 +539,9 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
     Raises:
         ArchitectureError: a layer has no experts, or has some that every token passes through.
     """
-    if config.get("shared_expert_intermediate_size"):
+    shared = config.get("shared_expert_intermediate_size")
+    is_hybrid = str(config.get("model_type")).startswith("qwen3_5")
+    if shared and not is_hybrid:
         raise ArchitectureError(
             f"{file}: shared experts (shared_expert_intermediate_size) are not supported"
         )
@@ -493,7 +557,7 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
     # transformers 5 writes the second name.
     num_experts = _size(config, "num_experts", file, config.get("num_local_experts"))
     experts_per_token = _size(config, "num_experts_per_tok", file)
-    normalize_topk = _flag(config, "norm_topk_prob", file)
+    normalize_topk = _flag(config, "norm_topk_prob", file) or is_hybrid
     if experts_per_token > num_experts:
         raise ArchitectureError(
             f"{file}: num_experts_per_tok is {experts_per_token}, but num_experts {num_experts}"
@@ -508,6 +572,7 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
         "experts_per_token": experts_per_token,
         "moe_intermediate_size": _size(config, "moe_intermediate_size", file),
         "normalize_topk": normalize_topk,
+        "shared_intermediate_size": shared if is_hybrid else 0,
     }
 
 
@@ -559,7 +624,9 @@ def _rope(config: dict[str, Any], file: Path) -> tuple[float, Llama3RopeScaling 
     scalings = [_rope_scaling(fields, file) for fields in named] or [None]
     if any(scaling != scalings[0] for scaling in scalings):
         raise ArchitectureError(f"{file}: rope_parameters and rope_scaling differ; give one")
-    if config.get("partial_rotary_factor") not in (None, 1):
+    if config.get("partial_rotary_factor") not in (None, 1) and not str(
+        config.get("model_type")
+    ).startswith("qwen3_5"):
         raise ArchitectureError(f"{file}: partial_rotary_factor is not supported, only 1")
     return theta, scalings[0]
 
@@ -581,7 +648,15 @@ def _rope_scaling(fields: dict[str, Any], file: Path) -> Llama3RopeScaling | Non
         raise ArchitectureError(f"{file}: rope scaling is both 'default' and 'llama3'; give one")
     kind = kinds.pop()
     scaling_fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
-    allowed = {"rope_type", "type", "rope_theta", *(scaling_fields if kind == "llama3" else ())}
+    allowed = {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "mrope_section",
+        "mrope_interleaved",
+        *(scaling_fields if kind == "llama3" else ()),
+    }
     unknown = sorted(
         name
         for name, value in fields.items()

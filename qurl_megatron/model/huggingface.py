@@ -59,10 +59,13 @@ class Weights:
                 )
         self._check_others()
 
-        expected = weight_map.hugging_face_names(architecture)
+        self._architecture = architecture
+        names = weight_map.hugging_face_names(architecture)
+        expected = {weight_map.in_file(name, architecture)[0] for name in names}
         # Some checkpoints store tensors that others determine.
         given = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
         given -= {"lm_head.weight"} if architecture.tie_word_embeddings else set()
+        given = {name for name in given if not name.startswith("mtp.")}
         for problem, names in (("lacks", expected - given), ("has unknown", given - expected)):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -70,10 +73,16 @@ class Weights:
                     f"'{directory}' {problem} tensor '{min(names)}'{more}, according to its "
                     "config.json"
                 )
-        for name in sorted(expected):
+        shapes: dict[str, list[int]] = {}
+        for name in sorted(names):
             rule, layer = weight_map.find_hugging_face(name)
             hf_tensor = rule.tensors[rule.hugging_face_names(layer).index(name)]
-            expected_shape = list(weight_map.full_shape(hf_tensor, architecture))
+            shape = list(weight_map.full_shape(hf_tensor, architecture))
+            name = weight_map.in_file(name, architecture)[0]
+            if name in shapes:
+                shape[0] += shapes[name][0]
+            shapes[name] = shape
+        for name, expected_shape in shapes.items():
             stored = self._stored(name)
             if stored.get_dtype() not in _DTYPES:
                 raise ArchitectureError(
@@ -81,6 +90,8 @@ class Weights:
                     f"in {', '.join(_DTYPES)}, not quantized"
                 )
             stored_shape = list(stored.get_shape())
+            if name.endswith(".conv1d.weight"):
+                expected_shape.insert(1, 1)
             if stored_shape != expected_shape:
                 raise ArchitectureError(
                     f"'{directory}' has tensor '{name}' of shape {stored_shape}; "
@@ -151,7 +162,14 @@ class Weights:
         Raises:
             ArchitectureError: it holds NaN or infinity.
         """
+        name, first, rows = weight_map.in_file(name, self._architecture)
+        if rows is not None:
+            own = index[0] if index else slice(0, rows)
+            index = (slice(first + own.start, first + own.stop), *index[1:])
+        if name.endswith(".conv1d.weight"):
+            index = (*(index or (slice(None),))[:1], slice(None), slice(None))
         tensor = self._stored(name)[index]
+        tensor = tensor.squeeze(1) if tensor.dim() == 3 else tensor
         check_finite(self._directory / self._file_of[name], name, tensor)
         return tensor
 

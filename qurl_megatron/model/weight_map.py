@@ -44,11 +44,12 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import Architecture, DeltaNet
 
 # Tensor parallelism divides these sizes. Every rank has all of any other size.
 _PARTITIONED_SIZES = frozenset(
-    {"vocabulary", "query", "key_value", "intermediate", "moe_intermediate"}
+    {"vocabulary", "query", "query_gate", "key_value", "intermediate", "moe_intermediate"}
+    | {"shared_intermediate", "linear_keys", "linear_values", "linear_heads"}
 )
 
 
@@ -86,6 +87,19 @@ class Rule:
     fed_by: str | None = None
     expert: int | None = None  # the number of the expert; None: no expert's, or that of any
     is_adapter: bool = False  # A or B of an adapter, see `learner.adapters`
+    mixer: str | None = None  # "attention" or "linear": of these layers only; None: of all
+
+    def layers(self, architecture: Architecture) -> list[int | None]:
+        """Return the layers that have such a parameter; [None] for one outside the layers."""
+        if not self.layered:
+            return [None]
+        hybrid = architecture.delta_net
+        return [
+            layer
+            for layer in range(architecture.num_layers)
+            if self.mixer is None
+            or (self.mixer == "linear") == (hybrid is not None and hybrid.layers[layer])
+        ]
 
     @property
     def of_experts(self) -> bool:
@@ -156,14 +170,18 @@ def _rule(
     merge: Merge = Merge.SINGLE,
     quantized: bool = False,
     fed_by: str | None = None,
+    mixer: str | None = None,
 ) -> Rule:
     names = (megatron_names,) if isinstance(megatron_names, str) else megatron_names
-    return Rule(names, tuple(HuggingFaceTensor(*t) for t in tensors), merge, quantized, fed_by)
+    return Rule(
+        names, tuple(HuggingFaceTensor(*t) for t in tensors), merge, quantized, fed_by, mixer=mixer
+    )
 
 
 _M = "decoder.layers.{layer}."
 _BEFORE_MLP = _M + "pre_mlp_layernorm.weight"
 _H = "model.layers.{layer}."
+_L = _H + "linear_attn."
 
 RULES: tuple[Rule, ...] = (
     _rule(
@@ -171,7 +189,11 @@ RULES: tuple[Rule, ...] = (
         ("model.embed_tokens.weight", ("vocabulary", "hidden")),
     ),
     _rule(
-        (_M + "input_layernorm.weight", _M + "self_attention.linear_qkv.layer_norm_weight"),
+        (
+            _M + "input_layernorm.weight",
+            _M + "self_attention.linear_qkv.layer_norm_weight",
+            _M + "self_attention.in_proj.layer_norm_weight",
+        ),
         (_H + "input_layernorm.weight", ("hidden",)),
     ),
     _rule(
@@ -182,6 +204,7 @@ RULES: tuple[Rule, ...] = (
         merge=Merge.GROUPED_QKV,
         quantized=True,
         fed_by=_H + "input_layernorm.weight",
+        mixer="attention",
     ),
     _rule(
         _M + "self_attention.linear_qkv.bias",
@@ -189,19 +212,64 @@ RULES: tuple[Rule, ...] = (
         (_H + "self_attn.k_proj.bias", ("key_value",)),
         (_H + "self_attn.v_proj.bias", ("key_value",)),
         merge=Merge.GROUPED_QKV,
+        mixer="attention",
     ),
     _rule(
         _M + "self_attention.q_layernorm.weight",
         (_H + "self_attn.q_norm.weight", ("head",)),
+        mixer="attention",
     ),
     _rule(
         _M + "self_attention.k_layernorm.weight",
         (_H + "self_attn.k_norm.weight", ("head",)),
+        mixer="attention",
     ),
     _rule(
         _M + "self_attention.linear_proj.weight",
         (_H + "self_attn.o_proj.weight", ("hidden", "query")),
         quantized=True,
+        mixer="attention",
+    ),
+    _rule(
+        _M + "self_attention.in_proj.weight",
+        # One tensor of the file, whose rows are queries, keys and values; ranks divide each.
+        (_L + "in_proj_qkv:query.weight", ("linear_keys", "hidden")),
+        (_L + "in_proj_qkv:key.weight", ("linear_keys", "hidden")),
+        (_L + "in_proj_qkv:value.weight", ("linear_values", "hidden")),
+        (_L + "in_proj_z.weight", ("linear_values", "hidden")),
+        merge=Merge.STACKED,
+        quantized=True,
+        fed_by=_H + "input_layernorm.weight",
+        mixer="linear",
+    ),
+    _rule(
+        _M + "self_attention.gates.weight",
+        (_L + "in_proj_b.weight", ("linear_heads", "hidden")),
+        (_L + "in_proj_a.weight", ("linear_heads", "hidden")),
+        merge=Merge.STACKED,
+        fed_by=_H + "input_layernorm.weight",
+        mixer="linear",
+    ),
+    _rule(
+        _M + "self_attention.conv1d.weight",
+        (_L + "conv1d:query.weight", ("linear_keys", "conv")),
+        (_L + "conv1d:key.weight", ("linear_keys", "conv")),
+        (_L + "conv1d:value.weight", ("linear_values", "conv")),
+        merge=Merge.STACKED,
+        mixer="linear",
+    ),
+    _rule(_M + "self_attention.A_log", (_L + "A_log", ("linear_heads",)), mixer="linear"),
+    _rule(_M + "self_attention.dt_bias", (_L + "dt_bias", ("linear_heads",)), mixer="linear"),
+    _rule(
+        _M + "self_attention.out_norm.weight",
+        (_L + "norm.weight", ("linear_value",)),
+        mixer="linear",
+    ),
+    _rule(
+        _M + "self_attention.out_proj.weight",
+        (_L + "out_proj.weight", ("hidden", "linear_values")),
+        quantized=True,
+        mixer="linear",
     ),
     _rule(
         (_BEFORE_MLP, _M + "mlp.linear_fc1.layer_norm_weight"),
@@ -244,6 +312,24 @@ RULES: tuple[Rule, ...] = (
         (_H + "mlp.experts.{expert}.down_proj.weight", ("hidden", "moe_intermediate")),
         quantized=True,
     ),
+    _rule(
+        _M + "mlp.shared_experts.linear_fc1.weight",
+        (_H + "mlp.shared_expert.gate_proj.weight", ("shared_intermediate", "hidden")),
+        (_H + "mlp.shared_expert.up_proj.weight", ("shared_intermediate", "hidden")),
+        merge=Merge.STACKED,
+        quantized=True,
+        fed_by=_H + "post_attention_layernorm.weight",
+    ),
+    _rule(
+        _M + "mlp.shared_experts.linear_fc2.weight",
+        (_H + "mlp.shared_expert.down_proj.weight", ("hidden", "shared_intermediate")),
+        quantized=True,
+    ),
+    _rule(
+        _M + "mlp.shared_experts.gate_weight",
+        (_H + "mlp.shared_expert_gate.weight", ("one", "hidden")),
+        fed_by=_H + "post_attention_layernorm.weight",
+    ),
     _rule("decoder.final_layernorm.weight", ("model.norm.weight", ("hidden",))),
     _rule("output_layer.weight", ("lm_head.weight", ("vocabulary", "hidden"))),
 )
@@ -280,6 +366,10 @@ def rules(architecture: Architecture) -> list[Rule]:
         absent.add("decoder.layers.{layer}.self_attention.linear_qkv.bias")
     if not architecture.qk_norm:
         absent |= {f"decoder.layers.{{layer}}.self_attention.{x}_layernorm.weight" for x in "qk"}
+    if not architecture.shared_intermediate_size:
+        absent |= {n for rule in RULES for n in rule.megatron_names if ".shared_experts." in n}
+    if architecture.delta_net is None:
+        absent |= {rule.megatron_names[0] for rule in RULES if rule.mixer == "linear"}
     if architecture.tie_word_embeddings:
         absent.add("output_layer.weight")
     if architecture.num_experts:
@@ -294,6 +384,10 @@ def rules(architecture: Architecture) -> list[Rule]:
         elif rule.of_experts:
             applicable += map(rule.of_expert, range(architecture.num_experts))
         elif rule.megatron_names[0] not in absent:
+            if architecture.delta_net and rule.merge is Merge.GROUPED_QKV:
+                query, *rest = rule.tensors  # each head's query rows, then the rows of its gate
+                sizes = ("query_gate", *query.sizes[1:])
+                rule = replace(rule, tensors=(replace(query, sizes=sizes), *rest))
             applicable.append(rule)
     if architecture.adapter_rank:
         layers = {rule.megatron_names[0].removesuffix("weight") for rule in applicable}
@@ -307,7 +401,7 @@ def hugging_face_names(architecture: Architecture) -> set[str]:
     """Return the names of all tensors in a checkpoint of this architecture."""
     names: set[str] = set()
     for rule in rules(architecture):
-        for layer in range(architecture.num_layers) if rule.layered else [None]:
+        for layer in rule.layers(architecture):
             names.update(rule.hugging_face_names(layer))
     return names
 
@@ -359,9 +453,17 @@ def _find(
 
 def full_shape(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> tuple[int, ...]:
     """Return the shape of a full tensor."""
+    hybrid = architecture.delta_net
+    query = architecture.num_attention_heads * architecture.head_dim
+    if hybrid is not None and hf_tensor.name.endswith("q_proj.weight"):
+        query *= 2
     sizes = {
+        **({} if hybrid is None else _linear_sizes(hybrid)),
+        "one": 1,
+        "shared_intermediate": architecture.shared_intermediate_size,
         "vocabulary": architecture.vocab_size,
-        "query": architecture.num_attention_heads * architecture.head_dim,
+        "query": query,
+        "query_gate": query,
         "key_value": architecture.num_key_value_heads * architecture.head_dim,
         "intermediate": architecture.intermediate_size,
         "moe_intermediate": architecture.moe_intermediate_size,
@@ -373,6 +475,32 @@ def full_shape(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> tupl
     return tuple(sizes[symbol] for symbol in hf_tensor.sizes)
 
 
+def _linear_sizes(hybrid: DeltaNet) -> dict[str, int]:
+    return {
+        "linear_keys": hybrid.keys,
+        "linear_values": hybrid.values,
+        "linear_heads": hybrid.value_heads,
+        "linear_value": hybrid.value_dim,
+        "conv": hybrid.conv_width,
+    }
+
+
+def in_file(name: str, architecture: Architecture) -> tuple[str, int, int | None]:
+    """Return the tensor of a file that has a tensor's rows, the first of them, and their number."""
+    module, _, part = name.removesuffix(".weight").partition(":")
+    if not part:
+        return name, 0, None
+    hybrid = architecture.delta_net
+    assert hybrid is not None
+    first = {"query": 0, "key": hybrid.keys, "value": 2 * hybrid.keys}[part]
+    return f"{module}.weight", first, hybrid.values if part == "value" else hybrid.keys
+
+
+def sent_dtype(name: str) -> torch.dtype:
+    """Return the dtype in which a server holds a tensor that is not quantized."""
+    return torch.float32 if name.endswith(".A_log") else torch.bfloat16
+
+
 def num_values(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
     """Return the number of values in a full tensor."""
     return math.prod(full_shape(hf_tensor, architecture))
@@ -381,7 +509,7 @@ def num_values(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
 def num_parameters(architecture: Architecture) -> int:
     """Return the number of values in a checkpoint."""
     return sum(
-        num_values(hf_tensor, architecture) * (architecture.num_layers if rule.layered else 1)
+        num_values(hf_tensor, architecture) * len(rule.layers(architecture))
         for rule in rules(architecture)
         for hf_tensor in rule.tensors
     )

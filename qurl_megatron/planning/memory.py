@@ -223,7 +223,7 @@ def published_tensors(
                 codes = math.prod(shape) // quantize.packing(weight_format)
                 in_format = codes // ranks + scales
             kept = _kept_in(part, architecture, keep)
-            for layer in range(architecture.num_layers) if rule.layered else (None,):
+            for layer in rule.layers(architecture):
                 tensors.append((rule, layer, count * (in_bf16 if layer in kept else in_format)))
     return tensors
 

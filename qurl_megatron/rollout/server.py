@@ -261,6 +261,10 @@ class ServerPlan:
         }
         if config.max_total_tokens is not None:
             options["max_total_tokens"] = config.max_total_tokens
+        hybrid = Architecture.from_directory(self.model_dir).delta_net
+        if hybrid is not None and device.accelerator() == "cpu":
+            # SGLang gives states of linear attention nearly half of the machine's free memory.
+            options["max_mamba_cache_size"] = 3 * config.max_running_requests
         if self.weight_format != "bf16" and not self.loads:  # a quantized directory names its own
             method = options["quantization"] = ENGINE_METHODS[self.weight_format]
             quantization: dict[str, object] = {"quant_method": method}

@@ -232,7 +232,8 @@ class QurlConfig(QuantizationConfig):
             return QuantizedExpertsMethod(self.linear_method(self))
         if not isinstance(layer, LinearBase):
             return None
-        if is_layer_skipped(prefix, self.kept_layers):
+        # Two rows for each head, which decide how long a state lasts: no format's gain is worth it.
+        if prefix.endswith(".in_proj_ba") or is_layer_skipped(prefix, self.kept_layers):
             return UnquantizedLinearMethod()
         return self.linear_method(self)
 

@@ -97,6 +97,10 @@ def _memory_of(model_runner: Any, tags: Sequence[str]) -> Iterator[Tensor]:
     """Yield the tensors of a CPU server that these tags stand for; it has no graphs."""
     if "kv_cache" in tags:
         pool = model_runner.token_to_kv_pool
+        pool = getattr(pool, "full_kv_pool", pool)
         yield from (*pool.k_buffer, *pool.v_buffer)
+        states = getattr(model_runner.req_to_token_pool, "mamba_pool", None)
+        if states is not None:  # of linear attention
+            yield from (*states.mamba_cache.conv, states.mamba_cache.temporal)
     if "weights" in tags:
         yield from (parameter.detach() for parameter in model_runner.model.parameters())

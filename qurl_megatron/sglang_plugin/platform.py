@@ -40,6 +40,9 @@ class CpuPlatform(CpuSRTPlatform):
         from qurl_megatron.sglang_plugin.formats import apply_unquantized_experts
         from qurl_megatron.sglang_plugin.sampling import SamplersTorch
 
+        from qurl_megatron.sglang_plugin import delta_net
+
+        delta_net.install()
         register_attention_backend("torch_native")(BatchedAttentionBackend)
         UnquantizedLinearMethod.apply = lambda method, layer, x, bias=None: multiply_unquantized(
             x, layer.weight, bias

@@ -30,6 +30,7 @@ after SGLang's own loaders have fused and sharded what was sent.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -71,6 +72,8 @@ from qurl_megatron.weight_sync.direct import describe
 LEARNER_TIMEOUT_S = 120.0
 
 _ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # and the names that are sent
+# SGLang's Qwen3.5 has a full attention layer's modules in the layer itself.
+_ATTENTION = re.compile(r"(?<=\d)\.(qkv_proj|o_proj|q_norm|k_norm)\b")
 
 HeldPart = tuple[str, Part]  # the name of a Hugging Face tensor, and the part that this rank holds
 
@@ -320,12 +323,25 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
     parts: dict[str, list[Part]] | None = getattr(model, "_qurl_held_parts", None)
     if parts is None:
         parts = {}
+        for _, module in model.named_modules():
+            if hasattr(module, "conv1d") and hasattr(module, "key_dim"):
+                module.conv1d._qurl_sizes = (module.key_dim, module.value_dim)
+        seen: set[int] = set()  # RadixLinearAttention has its layer's parameters once more
         for path, module in model.named_modules():
+            path = _ATTENTION.sub(r".self_attn.\1", path)
             for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
                 for sent_name, part in _cut(module, path, name, parameter.detach()):
                     parts.setdefault(sent_name, []).append(part)
         object.__setattr__(model, "_qurl_held_parts", parts)
     return parts
+
+
+def module_sizes(conv: Any) -> tuple[int, int]:
+    """Return the key and value channels of the layer of a convolution, of all ranks."""
+    return conv._qurl_sizes
 
 
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
@@ -345,6 +361,8 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
             row += rows
     elif isinstance(module, FusedMoE):
         yield from _cut_experts(module, path, name, tensor, shares_columns=width is not None)
+    elif name in ("A_log", "dt_bias"):
+        yield f"{path}.{name}", Part(tensor, module.attn_tp_rank * len(tensor), 0)
     elif isinstance(module, RowParallelLinear) and name.startswith("weight") and width:
         yield f"{path}.{name}", Part(tensor, 0, _tp_rank(module) * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
@@ -355,20 +373,36 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
         yield f"{path}.{name}", Part(tensor, 0, 0)
 
 
+_MERGED = {
+    "gate_up_proj": ["gate_proj", "up_proj"],
+    "in_proj_qkvz": [*(f"in_proj_qkv:{part}" for part in ("query", "key", "value")), "in_proj_z"],
+    "in_proj_ba": ["in_proj_b", "in_proj_a"],
+}
+
+
 def _projections(module: torch.nn.Module, path: str) -> list[tuple[str, int, int]]:
     """Return what is fused in a module: path, rows on a rank, and number of this rank's part."""
-    parent = path.rpartition(".")[0]
+    parent, _, last = path.rpartition(".")
     rank, size = get_group_rank_size(getattr(module, "tp_group", None))
     if isinstance(module, QKVParallelLinear):
         kv_rank = get_group_rank_size(module.kv_tp_group)[0] // module.num_kv_head_replicas
         return [
             (f"{parent}.q_proj", module.q_proj_shard_size, rank),
             (f"{parent}.k_proj", module.kv_proj_shard_size, kv_rank),
-            (f"{parent}.v_proj", module.v_proj_shard_size, kv_rank),
+            (f"{parent}.v_proj", module.kv_proj_shard_size, kv_rank),
         ]
     if isinstance(module, MergedColumnParallelLinear):
-        gate, up = (rows // size for rows in module.output_sizes)
-        return [(f"{parent}.gate_proj", gate, rank), (f"{parent}.up_proj", up, rank)]
+        rows = [rows // size for rows in module.output_sizes]
+        return [
+            (f"{parent}.{name}", number, rank)
+            for name, number in zip(_MERGED[last], rows, strict=True)
+        ]
+    if last == "conv1d":
+        keys, values = (number // size for number in module_sizes(module))
+        return [
+            (f"{path}:{part}", number, rank)
+            for part, number in (("query", keys), ("key", keys), ("value", values))
+        ]
     return []
 
 

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from qurl_megatron.config.keep import adapted_layers
@@ -159,6 +160,7 @@ class _Writer:
         self._dtype = stored_dtype(source)
         self.file_of: dict[str, str] = {}
         self._num_files = 0
+        self._pieces: dict[str, dict[str, Tensor]] = {}
 
     def write_file(self, masters: Iterable[tuple[str, Tensor]]) -> None:
         """Write float32 weights, given by name, to the next file."""
@@ -166,6 +168,15 @@ class _Writer:
             name: self._unscale(name, master.cpu()).to(self._dtype).contiguous()
             for name, master in masters
         }
+        for name in list(tensors):  # rows of one tensor, which may come in several buckets
+            module, _, part = name.removesuffix(".weight").partition(":")
+            if part:
+                pieces = self._pieces.setdefault(module, {})
+                pieces[part] = tensors.pop(name)
+                if len(pieces) == 3:
+                    whole = torch.cat([pieces[each] for each in ("query", "key", "value")])
+                    is_conv = module.endswith("conv1d")
+                    tensors[f"{module}.weight"] = whole.unsqueeze(1) if is_conv else whole
         self._num_files += 1
         file = f"model{self._infix}-{self._num_files:05}.safetensors"
         write_tensors(tensors, self._directory / file)

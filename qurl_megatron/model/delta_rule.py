@@ -1,0 +1,159 @@
+"""The gated delta rule of packed sequences, in chunks, in plain torch: Qwen3.5's linear attention.
+
+A head's state S [key channels, value channels] starts at 0 with each sequence. For each token
+
+    S = exp(g) S                     decay, g <= 0
+    S = S + k (beta (v - S^T k))^T   delta rule: only what the state does not predict is written
+    o = S^T q                        after the write
+
+Chunks of 64 tokens turn this into matrix products (WY form): within a chunk all tokens at once, by
+one triangular solve, and one step from chunk to chunk. Sequences are laid out in whole chunks, all
+first chunks, then all second chunks, so a step computes all sequences that go on at once.
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+_EPS = 1e-6  # of the L2 norm of queries and keys, as in flash-linear-attention
+
+
+@dataclass(frozen=True)
+class _ChunkPlan:
+    tokens: (
+        Tensor  # [chunks, CHUNK] int64, the token at each place; padding is the number of tokens
+    )
+    places: Tensor  # [tokens] int64, the place of each token in the flat chunks
+    active: tuple[int, ...]  # how many sequences have a first chunk, a second one, ...
+    since: Tensor  # [tokens] int64, tokens of the sequence before each
+    order: Tensor  # [sequences] int64, those with most chunks first
+
+
+@functools.lru_cache(maxsize=1)  # all layers of a pass ask for the same
+def chunk_plan(bounds: tuple[int, ...], device: torch.device) -> _ChunkPlan:
+    starts = torch.tensor(bounds[:-1])
+    lengths = torch.tensor(bounds[1:]) - starts
+    counts = -(-lengths // CHUNK)
+    order = counts.argsort(descending=True, stable=True)
+    starts, lengths, counts = starts[order], lengths[order], counts[order]
+    active = tuple(int((counts > step).sum()) for step in range(int(counts.max())))
+    tokens = []
+    for step, number in enumerate(active):
+        offset = step * CHUNK + torch.arange(CHUNK)
+        own = starts[:number, None] + offset
+        tokens.append(torch.where(offset < lengths[:number, None], own, bounds[-1]))
+    flat = torch.cat(tokens)
+    places = torch.empty(bounds[-1] + 1, dtype=torch.int64)
+    places[flat.flatten()] = torch.arange(flat.numel())
+    since = torch.arange(bounds[-1]) - torch.repeat_interleave(
+        torch.tensor(bounds[:-1]), torch.tensor([b - a for a, b in itertools.pairwise(bounds)])
+    )
+    return _ChunkPlan(
+        flat.to(device), places[:-1].to(device), active, since.to(device), order.to(device)
+    )
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    plan: _ChunkPlan,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return [tokens, value heads, value channels] of packed sequences, and their last states.
+
+    Args:
+        query, key: [tokens, key heads, key channels], not normalized.
+        value: [tokens, value heads, value channels].
+        decay: [tokens, value heads], logarithms, <= 0.
+        beta: [tokens, value heads], 0 to 1.
+        state: [sequences, value heads, key channels, value channels]; None: zeros.
+    """
+    dtype = torch.promote_types(torch.float32, query.dtype)
+    query, key = (_l2norm(t.to(dtype)) for t in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    repeats = value.shape[1] // key.shape[1]
+    if repeats > 1:
+        query, key = (t.repeat_interleave(repeats, dim=1) for t in (query, key))
+
+    def chunks(t: Tensor) -> Tensor:  # [tokens, heads, ...] -> [chunks, heads, CHUNK, ...]
+        padded = torch.cat([t.to(dtype), t.new_zeros(1, *t.shape[1:], dtype=dtype)])
+        return padded[plan.tokens].transpose(1, 2)
+
+    query, key, value, beta = (chunks(t) for t in (query, key, value, beta))
+    total = chunks(decay).cumsum(-1)  # [chunks, heads, CHUNK], from the start of the chunk
+    beta = beta[..., None]
+    between = total[..., :, None] - total[..., None, :]
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+    between = between.masked_fill(later, -torch.inf).exp()
+    grown = total.exp()[..., None]
+    system = (key * beta) @ key.mT * between  # the diagonal is not read
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([value * beta, key * beta * grown], -1), upper=False, unitriangular=True
+    )
+    written, read = solved.split([value.shape[-1], key.shape[-1]], -1)
+    inside = query @ key.mT * between
+    query = query * grown
+    key = key * (total[..., -1:] - total).exp()[..., None]
+    whole = total[..., -1].exp()[..., None, None]
+    outputs, ended = [], []
+    if state is not None:
+        state = state.to(dtype)[plan.order]
+    first = 0
+    for number in plan.active:
+        now = slice(first, first + number)
+        first += number
+        new = written[now]
+        if state is None:
+            outputs.append(inside[now] @ new)
+            state = key[now].mT @ new
+            continue
+        ended.append(state[number:])
+        state = state[:number]
+        new = new - read[now] @ state
+        outputs.append(query[now] @ state + inside[now] @ new)
+        state = state * whole[now] + key[now].mT @ new
+    assert state is not None
+    last = torch.cat([state, *reversed(ended)])[plan.order.argsort()]
+    return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[plan.places], last
+
+
+def step(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return outputs [sequences, value heads, value channels] of one token each, and the states."""
+    query, key = (_l2norm(t.float()) for t in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    query, key = (t.repeat_interleave(value.shape[1] // t.shape[1], dim=1) for t in (query, key))
+    state = state.float() * decay.float().exp()[..., None, None]
+    known = (key[..., None, :] @ state).squeeze(-2)
+    new = (value.float() - known) * beta.float()[..., None]
+    state = state + key[..., None] * new[..., None, :]
+    return (query[..., None, :] @ state).squeeze(-2), state
+
+
+def _l2norm(t: Tensor) -> Tensor:
+    return t * torch.rsqrt((t * t).sum(-1, keepdim=True) + _EPS)
+
+
+def causal_conv(tokens: Tensor, weight: Tensor, since: Tensor) -> Tensor:
+    """Return the depthwise causal convolution of packed [tokens, channels], within sequences.
+
+    Args:
+        weight: [channels, width]; the last column is the token's own.
+        since: [tokens], tokens of the sequence before each.
+    """
+    width = weight.shape[-1]
+    out = tokens * weight[:, -1]
+    for back in range(1, width):
+        if back >= len(tokens):
+            break
+        earlier = tokens[:-back].masked_fill((since[back:] < back)[:, None], 0)
+        out = out + torch.nn.functional.pad(earlier * weight[:, -1 - back], (0, 0, back, 0))
+    return out
