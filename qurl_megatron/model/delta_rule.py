@@ -65,6 +65,7 @@ def gated_delta_rule(
     beta: Tensor,
     plan: _ChunkPlan,
     state: Tensor | None = None,
+    before: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return [tokens, value heads, value channels] of packed sequences, and their last states.
 
@@ -74,6 +75,7 @@ def gated_delta_rule(
         decay: [tokens, value heads], logarithms, <= 0.
         beta: [tokens, value heads], 0 to 1.
         state: [sequences, value heads, key channels, value channels]; None: zeros.
+        before: is filled with the states before each chunk, in the order of the plan.
     """
     dtype = torch.promote_types(torch.float32, query.dtype)
     query, key = (_l2norm(t.to(dtype)) for t in (query, key))
@@ -116,6 +118,8 @@ def gated_delta_rule(
             continue
         ended.append(state[number:])
         state = state[:number]
+        if before is not None:
+            before.append(state)
         new = new - read[now] @ state
         outputs.append(query[now] @ state + inside[now] @ new)
         state = state * whole[now] + key[now].mT @ new

@@ -40,9 +40,6 @@ class CpuPlatform(CpuSRTPlatform):
         from qurl_megatron.sglang_plugin.formats import apply_unquantized_experts
         from qurl_megatron.sglang_plugin.sampling import SamplersTorch
 
-        from qurl_megatron.sglang_plugin import delta_net
-
-        delta_net.install()
         register_attention_backend("torch_native")(BatchedAttentionBackend)
         UnquantizedLinearMethod.apply = lambda method, layer, x, bias=None: multiply_unquantized(
             x, layer.weight, bias
@@ -67,6 +64,9 @@ class CpuPlatform(CpuSRTPlatform):
         """
         gc.collect()
         trim_heap()
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True  # see `delta_net.py`
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
