@@ -252,7 +252,7 @@ RULES: tuple[Rule, ...] = (
         of_linear=True,
     ),
     _rule(
-        _M + "self_attention.conv1d.weight",
+        _M + "self_attention.conv_weight",
         (_L + "conv1d:query.weight", ("linear_keys", "conv")),
         (_L + "conv1d:key.weight", ("linear_keys", "conv")),
         (_L + "conv1d:value.weight", ("linear_values", "conv")),
