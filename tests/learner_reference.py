@@ -4,12 +4,14 @@ All dimensions differ (hidden, intermediate, heads x head_dim). The vocabulary n
 query heads share a key-value head, rows differ in length and do not divide evenly among replicas.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from batches import Rows, random_rows, score, share_of, with_masks
@@ -28,6 +30,14 @@ DIMS: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 EXPERTS: dict[str, Any] = {**DIMS, "moe_intermediate_size": 40, "num_experts": 8}
+HYBRID: dict[str, Any] = {
+    **DIMS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 DP2: dict[str, Any] = {"data_parallel_size": 2}
@@ -91,8 +101,23 @@ def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
     return LearnerConfig(**{"dtype": "float32", "micro_batch_size": 2, **layout, **fields})
 
 
+def gradients(learner: Any) -> Iterator[tuple[Any, int | None, Tensor]]:
+    """Yield rule, layer and gradient of this rank's parameters, of all replicas. Collective."""
+    from megatron.core import parallel_state
+
+    for _, rule, layer, parameter in learner._parameters():
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if rule.of_experts:
+            group = parallel_state.get_expert_data_parallel_group()
+        start, stop = learner._optimizer_shards._range(parameter)  # the others are not reduced
+        own = torch.zeros_like(parameter.main_grad)
+        own.view(-1)[start:stop] = parameter.main_grad.view(-1)[start:stop]
+        dist.all_reduce(own, group=group)
+        yield rule, layer, own
+
+
 def parts_of(learner: Any, weights: Iterable[Any]) -> list[weight_map.TensorPart]:
-    """Return the parts of what `Learner.shards` or `Learner.masters` yields; nothing is empty."""
+    """Return the parts of what `Learner.shards` yields, or `gradients`; nothing is empty."""
     from qurl_megatron.learner.model import tensor_parallel_place
 
     return [
@@ -112,6 +137,7 @@ class Measurement:
     scores: dict[float, tuple[Tensor, ...]]
     first_weights: list[weight_map.TensorPart]
     updates: list[Any]
+    gradients: list[weight_map.TensorPart]  # of the first update, clipped
     last_weights: list[weight_map.TensorPart]
 
 
@@ -134,8 +160,13 @@ def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measure
     share, with_kept = (share_of(learner, each) for each in (batch, with_masks(batch, kept)))
     learner.score(share, ["proximal_logprobs"], temperature=0.7)
     shares = [share] * (STEPS - 1) + [with_kept]
-    updates = [learner.update(each, policy_gradient, temperature=0.7) for each in shares]
-    measurement = Measurement(scores, first_weights, updates, parts_of(learner, learner.shards()))
+    updates: list[Any] = []
+    first_gradients: list[weight_map.TensorPart] = []
+    for each in shares:
+        updates.append(learner.update(each, policy_gradient, temperature=0.7))
+        first_gradients = first_gradients or parts_of(learner, gradients(learner))
+    last_weights = parts_of(learner, learner.shards())
+    measurement = Measurement(scores, first_weights, updates, first_gradients, last_weights)
     learner.close()
     return measurement
 
@@ -148,6 +179,7 @@ class Reference:
     losses: list[float]
     grad_norms: list[float]
     first_weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # of the first step, clipped
     last_weights: dict[str, Tensor]
 
 
@@ -182,7 +214,7 @@ def make_reference(directory: Path) -> Reference:
         betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
         eps=OPTIMIZER.epsilon,
     )
-    losses, norms = [], []
+    losses, norms, first_gradients = [], [], {}
     for step in range(1, STEPS + 1):
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER.learning_rate * min(1.0, step / OPTIMIZER.warmup_steps)
@@ -193,9 +225,15 @@ def make_reference(directory: Path) -> Reference:
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
         losses.append(float(loss.detach()))
+        if step == 1:
+            of = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
+            names: Any = SimpleNamespace(named_parameters=of.items, config=model.config)
+            first_gradients = dict(checkpoint_tensors(names))
         optimizer.step()
     last_weights = {name: tensor.detach() for name, tensor in checkpoint_tensors(model)}
-    return Reference(scores, losses, norms, first_weights, last_weights)
+    return Reference(scores, losses, norms, first_weights, first_gradients, last_weights)
 
 
 def assert_scores_match(measurement: Measurement, reference: Reference) -> None:
