@@ -65,7 +65,7 @@ def test_ranks_hold_what_was_sent_whole_and_as_a_delta(
             write_bucket(model, Bucket.pack(second))
             assert held_parts(model).keys() <= second.keys()
         assert same_bytes(sglang_loader.whole_tensors(ranks, second), second)
-        changes = [delta.compare(name, (0, 0), first[name], second[name]) for name in first]
+        changes = [delta.compare(name, (0, 0), second[name], first[name]) for name in first]
         message = delta.pack([change for change in changes if change], torch.device("cpu"))
         for model in ranks:
             write_bucket(model, delta_bucket(1, message))

@@ -57,7 +57,8 @@ def add_shared_expert(x: Tensor, gate: Tensor, shared: Tensor, out: Tensor) -> N
 
     `gate` is the weight [hidden] that gives each token its gate.
     """
-    out += (shared.float() * (x.float() @ gate.float()).sigmoid()[:, None]).to(out.dtype)
+    share = (x.float() @ gate.float()).sigmoid()
+    out.copy_(out.float() + share[:, None] * shared.float())
 
 
 def convolve_prompts(
