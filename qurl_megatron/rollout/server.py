@@ -283,7 +283,7 @@ class ServerPlan:
             options["max_total_tokens"] = config.max_total_tokens or needed
             options["mem_fraction_static"] = 1.0
             if Architecture.from_directory(self.model_dir).delta_net:
-                # Its choice on a GPU, with which completions of one prompt share the prompt's state.
+                # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
                 options["mamba_radix_cache_strategy"] = "extra_buffer"
                 options["max_mamba_cache_size"] = STATES_PER_REQUEST * requests
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.

@@ -122,11 +122,13 @@ class Reference:
         mixed = [self._linear(hidden, f"{path}.in_proj_qkv:{part}") for part in MIXED]
         mixed = [self._convolve(x, f"{path}.conv1d:{p}") for x, p in zip(mixed, MIXED, strict=True)]
         sizes = key_dim, key_dim, value_dim
-        heads = (x.unflatten(1, (-1, size)) for x, size in zip(mixed, sizes, strict=True))
+        query, key, value = (
+            x.unflatten(1, (-1, size)) for x, size in zip(mixed, sizes, strict=True)
+        )
         decay = self._decay(self._linear(hidden, f"{path}.in_proj_a"), path)
         beta = sigmoid(self._linear(hidden, f"{path}.in_proj_b")).float()
         plan = chunk_plan((0, len(hidden)), hidden.device)
-        out = gated_delta_rule(*heads, decay, beta, plan)[0].bfloat16()
+        out = gated_delta_rule(query, key, value, decay, beta, plan)[0].bfloat16()
         gate = self._linear(hidden, f"{path}.in_proj_z").unflatten(1, (-1, value_dim))
         out = self._gated_norm(out, gate, f"{path}.norm").flatten(1)
         return self._row_parallel(out, f"{path}.out_proj").sum(dim=0)

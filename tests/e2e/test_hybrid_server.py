@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ CORRUPTED_EXPERTS = [
     "model.layers.0.mlp.shared_expert_gate.weight",
     "model.layers.3.mlp.experts.5.down_proj.weight",
 ]
-# An activation's code that flips changes a state, and so all later tokens: by 0.0001 to 0.005 on the
+# An activation's code that flips changes a state, and so all later tokens: by up to 0.005 on the
 # mean. Other weights, or states of other weights, change log-probs by 0.1 to 0.5.
 LARGEST_MEAN = 0.02
 
