@@ -63,7 +63,7 @@ def test_chunks_compute_the_recurrence_and_its_gradients(begins: str) -> None:
         *tensors, before = given
         if chunked:
             used = None if begins == "with zeros" else before
-            outputs, last = gated_delta_rule(*tensors, plan, used)  # type: ignore[misc]
+            outputs, last = gated_delta_rule(*tensors, plan=plan, state=used)
         else:
             outputs, last = recurrence(tensors, before)
         ((outputs * weights).sum() + (last * state.cos()).sum()).backward()
@@ -78,7 +78,7 @@ def test_float32_and_bfloat16_inputs_are_computed_in_float32() -> None:
     state = torch.zeros(len(LENGTHS), VALUE_HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         rounded = inputs(dtype)
-        outputs, last = gated_delta_rule(*rounded, plan)  # type: ignore[arg-type]
+        outputs, last = gated_delta_rule(*rounded, plan=plan)
         assert outputs.dtype == last.dtype == torch.float32
         expected, _ = recurrence([tensor.double() for tensor in rounded], state)
         torch.testing.assert_close(outputs.double(), expected, rtol=0, atol=1e-5)
@@ -90,9 +90,9 @@ def test_single_steps_continue_a_state() -> None:
     state = torch.randn(1, VALUE_HEADS, KEY_DIM, VALUE_DIM, generator=generator)
     plan = chunk_plan((0, 20), torch.device("cpu"))
     first = [tensor[:20] for tensor in tensors]
-    expected, last = gated_delta_rule(*first, plan, state)  # type: ignore[misc]
+    expected, last = gated_delta_rule(*first, plan=plan, state=state)
     for token in range(20):
-        output, state = step(*(tensor[token : token + 1] for tensor in tensors), state)  # type: ignore[misc]
+        output, state = step(*(tensor[token : token + 1] for tensor in tensors), state=state)
         torch.testing.assert_close(output[0], expected[token], rtol=0, atol=1e-5)
     torch.testing.assert_close(state, last, rtol=0, atol=1e-5)
 
