@@ -248,12 +248,14 @@ def make_reference(directory: Path) -> Reference:
     return Reference(scores, losses, norms, first_weights, first_gradients, last_weights)
 
 
-def assert_scores_match(measurement: Measurement, reference: Reference) -> None:
+def assert_scores_match(
+    measurement: Measurement, reference: Reference, tolerance: float = 1e-5
+) -> None:
     for temperature, (logprobs, entropy) in measurement.scores.items():
         expected = reference.scores[temperature]
         assert logprobs.dtype == entropy.dtype == torch.float32
-        torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(entropy, expected[1], rtol=0, atol=tolerance)
 
 
 def gathered(parts_by_rank: list[list[weight_map.TensorPart]]) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ def train(
     from qurl_megatron.quantization import uaq
 
     config = config_of(directory, dtype, layout)
-    transform = uaq.transform(config.quantization.uaq)
+    transform = uaq.transform(config.quantization.uaq, is_hybrid=False)
     learner = Learner(Path(config.model), config.learner, config.optimizer, transform=transform)
     critic = Critic(config)
     checkpoints = Checkpoints(config, learner, critic)

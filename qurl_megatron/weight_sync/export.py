@@ -155,10 +155,11 @@ class _Writer:
     def __init__(self, source: Path, directory: Path, config: UaqConfig, infix: str = "") -> None:
         self._source = source
         self._directory = directory
-        self._unscale = uaq.inverse(config)
         self._infix = infix  # tells the files of several writers apart
         self._dtype = stored_dtype(source)
         self._architecture = Architecture.from_directory(source)
+        is_hybrid = self._architecture.delta_net is not None
+        self._unscale = uaq.inverse(config, is_hybrid=is_hybrid)
         self.file_of: dict[str, str] = {}
         self._num_files = 0
         # Stored tensors that hold several full tensors, and how many of their values are missing.
