@@ -101,23 +101,35 @@ def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
     return LearnerConfig(**{"dtype": "float32", "micro_batch_size": 2, **layout, **fields})
 
 
-def gradients(learner: Any) -> Iterator[tuple[Any, int | None, Tensor]]:
-    """Yield rule, layer and gradient of this rank's parameters, of all replicas. Collective."""
+def of_optimizer(learner: Any, name: str) -> Iterator[tuple[Any, int | None, Tensor]]:
+    """Yield rule, layer, and what all replicas have together for each parameter of this rank.
+
+    `name` is `gradient`, `master`, or one of Adam's moments. Collective.
+    """
     from megatron.core import parallel_state
 
-    for _, rule, layer, parameter in learner._parameters():
+    shards = learner._optimizer_shards
+    for full_name, rule, layer, parameter in learner._parameters():
+        if full_name == "output_layer.weight" and learner.architecture.tie_word_embeddings:
+            continue
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if rule.of_experts:
             group = parallel_state.get_expert_data_parallel_group()
-        start, stop = learner._optimizer_shards._range(parameter)  # the others are not reduced
-        own = torch.zeros_like(parameter.main_grad)
-        own.view(-1)[start:stop] = parameter.main_grad.view(-1)[start:stop]
-        dist.all_reduce(own, group=group)
-        yield rule, layer, own
+        start, stop = shards._range(parameter)
+        whole = torch.zeros(parameter.shape)
+        if name == "gradient":
+            whole.view(-1)[start:stop] = parameter.main_grad.view(-1)[start:stop]
+        elif name == "master":
+            whole.view(-1)[start:stop] = shards.master(parameter)
+        elif start < stop:
+            state = shards._part_of[parameter].optimizer.state[shards._updated[parameter]]
+            whole.view(-1)[start:stop] = state[name]
+        dist.all_reduce(whole, group=group)
+        yield rule, layer, whole
 
 
 def parts_of(learner: Any, weights: Iterable[Any]) -> list[weight_map.TensorPart]:
-    """Return the parts of what `Learner.shards` yields, or `gradients`; nothing is empty."""
+    """Return the parts of what `Learner.shards` or `of_optimizer` yields; nothing is empty."""
     from qurl_megatron.learner.model import tensor_parallel_place
 
     return [
@@ -164,7 +176,7 @@ def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measure
     first_gradients: list[weight_map.TensorPart] = []
     for each in shares:
         updates.append(learner.update(each, policy_gradient, temperature=0.7))
-        first_gradients = first_gradients or parts_of(learner, gradients(learner))
+        first_gradients = first_gradients or parts_of(learner, of_optimizer(learner, "gradient"))
     last_weights = parts_of(learner, learner.shards())
     measurement = Measurement(scores, first_weights, updates, first_gradients, last_weights)
     learner.close()
@@ -236,12 +248,14 @@ def make_reference(directory: Path) -> Reference:
     return Reference(scores, losses, norms, first_weights, first_gradients, last_weights)
 
 
-def assert_scores_match(measurement: Measurement, reference: Reference) -> None:
+def assert_scores_match(
+    measurement: Measurement, reference: Reference, tolerance: float = 1e-5
+) -> None:
     for temperature, (logprobs, entropy) in measurement.scores.items():
         expected = reference.scores[temperature]
         assert logprobs.dtype == entropy.dtype == torch.float32
-        torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(entropy, expected[1], rtol=0, atol=tolerance)
 
 
 def gathered(parts_by_rank: list[list[weight_map.TensorPart]]) -> dict[str, Tensor]:

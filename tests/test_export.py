@@ -24,7 +24,7 @@ def run_and_export(
     from qurl_megatron.weight_sync.export import export
 
     optimizer = OptimizerConfig(learning_rate=1e-2)
-    learner = Learner(source, config, optimizer, transform=uaq.transform(scaling))
+    learner = Learner(source, config, optimizer, transform=uaq.transform(scaling, is_hybrid=False))
     weights = torch.full((TOKENS.numel(),), 1 / TOKENS.numel())
     for _ in range(updates):
         update(learner, ragged(TOKENS), weights, negative_log_likelihood)

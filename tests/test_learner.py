@@ -150,6 +150,11 @@ class Case:
     ranks: list[Measurement]
     reference: Reference
 
+    @property
+    def tolerance(self) -> float:
+        """How far float32 results may differ: a hybrid adds up more values in another order."""
+        return 3e-5 if "hybrid" in self.model.name else 1e-5
+
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def cases(
@@ -165,7 +170,7 @@ def cases(
 def test_logprobs_and_entropy_match_transformers(cases: list[Case]) -> None:
     for case in cases:
         for rank in case.ranks:
-            assert_scores_match(rank, case.reference)
+            assert_scores_match(rank, case.reference, case.tolerance)
 
 
 def test_shards_of_all_ranks_equal_the_checkpoint_bit_for_bit(cases: list[Case]) -> None:
@@ -196,7 +201,7 @@ def test_optimizer_steps_match_torch(cases: list[Case]) -> None:
         assert all(rank.updates == case.ranks[0].updates for rank in case.ranks), case.model
         updates, reference = case.ranks[0].updates, case.reference
         assert [u.learning_rate for u in updates] == pytest.approx([5e-4, 1e-3, 1e-3])
-        assert [u.loss for u in updates] == pytest.approx(reference.losses, abs=1e-5)
+        assert [u.loss for u in updates] == pytest.approx(reference.losses, abs=case.tolerance)
         assert [u.grad_norm for u in updates] == pytest.approx(reference.grad_norms, rel=1e-4)
         assert all(norm > OPTIMIZER.clip_grad for norm in reference.grad_norms), (
             "nothing is clipped"
@@ -205,7 +210,7 @@ def test_optimizer_steps_match_torch(cases: list[Case]) -> None:
             after = reference.last_weights[name]
             change = (after - reference.first_weights[name]).abs().max()
             assert change > 1e-4, f"{name} does not change"
-            torch.testing.assert_close(tensor, after, rtol=0, atol=1e-5, msg=name)
+            torch.testing.assert_close(tensor, after, rtol=0, atol=case.tolerance, msg=name)
 
 
 def test_current_equals_proximal_until_the_first_update(cases: list[Case]) -> None:

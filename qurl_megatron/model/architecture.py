@@ -628,8 +628,8 @@ def _delta_net(config: dict[str, Any], num_layers: int, head_dim: int, file: Pat
     factor = _positive(config, "partial_rotary_factor", file, 0.25)
     if factor > 1 or head_dim * factor % 2:
         raise ArchitectureError(
-            f"{file}: partial_rotary_factor {factor} of a head's {head_dim} channels is not an even "
-            "number of them"
+            f"{file}: partial_rotary_factor {factor} of a head's {head_dim} channels is no even "
+            "number"
         )
     delta_net = DeltaNet(
         layers=layers,

@@ -131,9 +131,11 @@ def scale_directory(
         raise ConfigError(
             f"{source} is scaled already ({UAQ_FIELD} in its config.json); undo that first"
         )
-    check_scales(config, Architecture.from_directory(source))
+    architecture = Architecture.from_directory(source)
+    check_scales(config, architecture)
     changes = {UAQ_FIELD: dataclasses.asdict(config)}
-    return _scale(source, destination, uaq.transform(config), changes, progress)
+    transform = uaq.transform(config, is_hybrid=architecture.delta_net is not None)
+    return _scale(source, destination, transform, changes, progress)
 
 
 def unscale_directory(source: Path, destination: Path, progress: Progress) -> Invariance:
@@ -147,7 +149,9 @@ def unscale_directory(source: Path, destination: Path, progress: Progress) -> In
     if fields is None:
         raise ConfigError(f"{source} is not scaled: its config.json has no {UAQ_FIELD}")
     config = from_tree(UaqConfig, fields)
-    return _scale(source, destination, uaq.inverse(config), {UAQ_FIELD: None}, progress)
+    is_hybrid = Architecture.from_directory(source).delta_net is not None
+    inverse = uaq.inverse(config, is_hybrid=is_hybrid)
+    return _scale(source, destination, inverse, {UAQ_FIELD: None}, progress)
 
 
 def _scale(
