@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.model.architecture import Family
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture, Family
 
 VOCAB_SIZE = 256
 EOS_TOKEN_ID = 1
@@ -26,6 +27,7 @@ HYBRID = {  # three layers of linear attention to one of attention; all sizes di
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+    "partial_rotary_factor": 0.5,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 1e4,
@@ -158,20 +160,23 @@ def quantized(
 
     The layers named in `kept` stay in BF16.
     """
-    from safetensors.torch import load_file
-
+    from qurl_megatron.model.huggingface import Weights
     from qurl_megatron.quantization import quantize
 
+    architecture = Architecture.from_directory(model_dir)
+    weights = Weights(model_dir, architecture)
     tensors: dict[str, Tensor] = {}
-    for name, stored in load_file(model_dir / "model.safetensors").items():
-        weight = transform(name, stored.float())
-        is_linear = name.endswith("_proj.weight") and name.removesuffix(".weight") not in kept
-        if weight_format != "bf16" and is_linear:
+    for name in weight_map.hugging_face_names(architecture):
+        weight = transform(name, weights.read(name, ()).float())
+        module = name.removesuffix(".weight")
+        is_linear = module.partition(":")[0].endswith(("_proj", ".in_proj_qkv", ".in_proj_z"))
+        if weight_format != "bf16" and is_linear and module not in kept:
             codes = quantize.quantize(weight, weight_format)
             tensors[name] = codes.codes
             tensors[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)
         else:
-            tensors[name] = weight.to(torch.bfloat16)
+            dtype = torch.float32 if name.endswith(".A_log") else torch.bfloat16
+            tensors[name] = weight.to(dtype)
     return tensors
 
 
