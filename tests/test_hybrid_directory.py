@@ -35,7 +35,9 @@ def test_a_published_directory_is_read_as_its_text(
     assert stored_dtype(published) == torch.bfloat16
     for name, tensor in checkpoint_tensors(random_model(family)):
         assert torch.equal(weights.read(name, ()), tensor), name
-    assert check_model(text) and not capsys.readouterr().err
+    capsys.readouterr()  # what transformers says
+    check_model(text)
+    assert not capsys.readouterr().err
     load_tokenizer(published)
 
 
