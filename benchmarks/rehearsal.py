@@ -55,7 +55,7 @@ LAYOUTS = {
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
         advantage_estimator=gae quantization.format=int4""",
     "hybrid": """Qwen3.5-27B 8 0 learner.tensor_parallel_size=4
-        learner.tokens_per_micro_batch=9216 learner.recompute=full optimizer.minibatches_per_step=1""",
+        learner.tokens_per_micro_batch=9216 optimizer.minibatches_per_step=1""",
     "adapters": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=2 adapters.rank=16
         learner.tokens_per_micro_batch=9216 learner.recompute=full quantization.format=int4""",
 }

@@ -115,6 +115,17 @@ def stage_layers(architecture: Architecture, learner: LearnerConfig) -> list[int
     )
 
 
+def _layers_of_stage(
+    architecture: Architecture, learner: LearnerConfig, stage: int
+) -> Iterator[int]:
+    """Yield the numbers of a stage's layers, which are next to each other in a virtual stage."""
+    virtual = learner.virtual_pipeline_parallel_size
+    sizes = [layers // virtual for layers in stage_layers(architecture, learner)]
+    for chunk in range(virtual):
+        first = chunk * sum(sizes) + sum(sizes[:stage])
+        yield from range(first, first + sizes[stage])
+
+
 def _rank_parameters(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> Iterator[tuple[Rule, int, int]]:
@@ -122,8 +133,8 @@ def _rank_parameters(
 
     `stage` is the rank's pipeline stage.
     """
-    layers = stage_layers(architecture, learner)
-    last = stage == len(layers) - 1
+    own = set(_layers_of_stage(architecture, learner, stage))
+    last = stage == learner.pipeline_parallel_size - 1
     for rule in _rules(architecture):
         ranks, of_layer = _division(rule, architecture, learner)
         if rule.tensors[0].sizes[0] == "vocabulary":
@@ -139,7 +150,8 @@ def _rank_parameters(
             for part in rule.tensors
         )
         if rule.layered:
-            yield rule, numel, layers[stage] * of_layer
+            number = sum(layer in own for layer in rule.layers(architecture))
+            yield rule, numel, number * of_layer
         elif last:  # the final norm
             yield rule, numel, 1
 
