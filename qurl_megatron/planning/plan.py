@@ -421,8 +421,9 @@ def layouts(
     pipeline stages, all equal or with a shorter last one, one, two or four context-parallel ranks
     (of a hybrid one), and as many data-parallel replicas as fit. Experts are whole, on
     expert-parallel ranks of one node. Micro batches have the tokens of one longest sequence, and
-    the cheapest recomputation that fits is taken. Servers decode up to 256 or 512 sequences at once. The fields in `given` keep
-    their values. If learner and servers take turns, the learner has a rank on each GPU.
+    the cheapest recomputation that fits is taken. Servers decode up to 256 or 512 sequences at
+    once. The fields in `given` keep their values. If learner and servers take turns, the learner
+    has a rank on each GPU.
     """
     learner, rollout = config.learner, config.rollout
     is_colocated = rollout.placement == "colocated"
