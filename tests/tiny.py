@@ -19,6 +19,25 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
+HYBRID = {  # three layers of linear attention to one of attention; all sizes differ
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],  # of half the rotated channels; all are one in a text
+        "mrope_interleaved": True,
+    },
+}
+FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 80},
+}
 # All widths differ. Four ranks share two key-value heads, and no layout divides the vocabulary.
 UNEVEN: dict[str, Any] = {
     "vocab_size": 251,
@@ -48,8 +67,8 @@ def random_model(
     """Return a tiny causal language model of transformers.
 
     The standard deviation of 0.1 is large enough for the model to prefer some tokens. Biases and
-    norms are random too, so that a test notices a missing one. `dims` override fields of the
-    architecture's transformers config.
+    norms are random too, so that a test notices a missing one; decays of linear attention are
+    fast and slow. `dims` override fields of the architecture's transformers config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,7 +85,7 @@ def random_model(
         "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": 0,
         "tie_word_embeddings": tied,
-        **(EXPERTS if architecture == "qwen3_moe" else {}),
+        **FAMILY_FIELDS.get(architecture, {}),
         **dims,
     }
     config = AutoConfig.for_model(architecture, **fields)
@@ -75,7 +94,15 @@ def random_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+            is_norm = name.endswith("norm.weight")
+            if name.startswith("model.") and architecture in ("qwen3_5_text", "qwen3_5_moe_text"):
+                is_norm = name.endswith("linear_attn.norm.weight")  # others multiply by 1 + weight
+                scale, shift = {"A_log": (10, 1), "dt_bias": (10, -2)}.get(
+                    name.split(".")[-1], (1, 0)
+                )
+                scale = 4 if name.endswith("conv1d.weight") else scale
+                noise = noise * scale + shift
+            parameter.copy_(noise + 1 if is_norm else noise)
     return model
 
 

@@ -1,10 +1,27 @@
-"""Gated DeltaNet of packed sequences, behind Megatron's interface of attention."""
+"""A layer of gated DeltaNet over packed sequences, behind Megatron's interface of attention.
 
+Megatron's own takes no packed sequences, and nothing without flash-linear-attention.
+
+    in_proj      hidden -> queries, keys, values and z
+    conv_weight  a causal convolution over the last tokens of each query, key and value channel
+    gates        hidden -> how much a token writes (beta) and how much of the state it keeps (decay)
+    out_norm     RMSNorm of each value head's output, which z then gates
+    out_proj     -> hidden
+
+Tensor-parallel ranks have whole key heads, each with its value heads. States and convolutions begin
+anew at each sequence. flash-linear-attention (FLA) computes in BF16 on a GPU, torch in float32
+elsewhere; `_mix` and `_mix_with_fla` are the only difference.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -14,103 +31,125 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from torch import Tensor
+from torch.nn.functional import silu, softplus
 
+from qurl_megatron.device import accelerator
 from qurl_megatron.model.delta_rule import causal_conv, chunk_plan, gated_delta_rule
 
 
+@functools.cache
+def has_fla() -> bool:
+    """Return whether flash-linear-attention computes what is in BF16."""
+    return accelerator() == "cuda" and importlib.util.find_spec("fla") is not None
+
+
 class GatedDeltaNet(MegatronModule):
-    """Megatron's layer of this name, for packed sequences and without flash-linear-attention."""
+    """The layer on one tensor-parallel rank, without weights."""
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: Any,
+        submodules: GatedDeltaNetSubmodules,
         layer_number: int,
-        pg_collection: Any = None,
+        pg_collection: Any,
         **_: Any,
     ) -> None:
         super().__init__(config)
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         ranks = self.tp_group.size()
-        self.key_dim = config.linear_key_head_dim
-        self.value_dim = config.linear_value_head_dim
-        self.key_heads = config.linear_num_key_heads // ranks
-        self.value_heads = config.linear_num_value_heads // ranks
-        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
-        self.widths = [2 * keys + values, values]
-        self.qkv_widths = [keys, keys, values]
-        common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        self._key_dim = config.linear_key_head_dim
+        self._value_dim = config.linear_value_head_dim
+        self._value_heads = config.linear_num_value_heads // ranks
+        keys = config.linear_num_key_heads // ranks * self._key_dim
+        values = self._value_heads * self._value_dim
+        self._widths = [keys, keys, values, values]  # of queries, keys, values and z
+        linear = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        by_columns = {
+            "init_method": config.init_method,
+            "gather_output": False,
+            "skip_bias_add": False,
+            **linear,
+        }
         self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            sum(self.widths) * ranks,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **common,
+            submodules.in_proj, config.hidden_size, ranks * sum(self._widths), **by_columns
         )
         self.gates = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            2 * self.value_heads * ranks,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            **common,
+            submodules.in_proj, config.hidden_size, ranks * 2 * self._value_heads, **by_columns
         )
-        kwargs = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
-        width = config.linear_conv_kernel_dim
-        self.conv1d = torch.nn.Module()
-        self.conv1d.weight = torch.nn.Parameter(torch.empty(self.widths[0], width, **kwargs))
-        self.dt_bias = torch.nn.Parameter(torch.empty(self.value_heads, **kwargs))
-        self.A_log = torch.nn.Parameter(torch.empty(self.value_heads, **kwargs))
+        place = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
+        channels, width = 2 * keys + values, config.linear_conv_kernel_dim
+        self.conv_weight = torch.nn.Parameter(torch.empty(channels, width, **place))
+        self.dt_bias = torch.nn.Parameter(torch.empty(self._value_heads, **place))
+        # Rounded to BF16, the decay of a state would change by up to half a percent.
+        place["dtype"] = torch.float32
+        self.A_log = torch.nn.Parameter(torch.empty(self._value_heads, **place))
         self.out_norm = build_module(
             submodules.out_norm,
             config=config,
-            hidden_size=self.value_dim,
+            hidden_size=self._value_dim,
             eps=config.layernorm_epsilon,
         )
         self.out_proj = build_module(
             submodules.out_proj,
-            values * ranks,
+            ranks * values,
             config.hidden_size,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
             skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **common,
+            **linear,
         )
 
     def forward(
         self,
         hidden_states: Tensor,
-        attention_mask: None = None,
-        packed_seq_params: PackedSeqParams | None = None,
+        attention_mask: None,
+        packed_seq_params: PackedSeqParams,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Mix [tokens / ranks, 1, hidden] within packed sequences."""
-        assert packed_seq_params is not None
-        bounds = tuple(packed_seq_params.cu_seqlens_q_padded.tolist())  # on the host
-        plan = chunk_plan(bounds, hidden_states.device)
-        mixed, _ = self.in_proj(hidden_states)
-        qkv, gate = mixed.squeeze(1).split(self.widths, -1)
-        beta, decay = self.gates(hidden_states)[0].squeeze(1).chunk(2, -1)
-        qkv = torch.nn.functional.silu(causal_conv(qkv, self.conv1d.weight, plan.since))
-        query, key, value = qkv.split(self.qkv_widths, -1)
-        decay = torch.nn.functional.softplus(decay.float() + self.dt_bias.float())
-        out, _ = gated_delta_rule(
-            query.unflatten(-1, (-1, self.key_dim)),
-            key.unflatten(-1, (-1, self.key_dim)),
-            value.unflatten(-1, (-1, self.value_dim)),
-            -self.A_log.float().exp() * decay,
-            beta.sigmoid(),
-            plan,
+        """Mix the tokens of each sequence; [tokens / ranks, 1, hidden] as input and as output.
+
+        Args:
+            packed_seq_params: the padded bounds of the sequences are on the host.
+        """
+        mixed = self.in_proj(hidden_states)[0].squeeze(1)
+        beta, decay = self.gates(hidden_states)[0].squeeze(1).chunk(2, dim=-1)
+        beta = beta.sigmoid()
+        decay = -self.A_log.exp() * softplus(decay.float() + self.dt_bias.float())
+        qkv, gate = mixed.split([sum(self._widths[:3]), self._widths[3]], dim=-1)
+        uses_fla = has_fla() and qkv.dtype == torch.bfloat16
+        mix = self._mix_with_fla if uses_fla else self._mix
+        attended = mix(qkv, decay, beta, packed_seq_params.cu_seqlens_q_padded)
+        gate = silu(gate.unflatten(-1, (-1, self._value_dim)).float())
+        gated = (self.out_norm(attended.to(mixed.dtype)) * gate).to(mixed.dtype)
+        return self.out_proj(gated.flatten(1)[:, None])
+
+    def _mix(self, qkv: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor) -> Tensor:
+        """Return [tokens, value heads, value channels] of the packed sequences between bounds."""
+        plan = chunk_plan(tuple(bounds.tolist()), qkv.device)
+        qkv = silu(causal_conv(qkv, self.conv_weight, plan.since))
+        query, key, value = self._heads(qkv)
+        return gated_delta_rule(query, key, value, decay, beta, plan)[0]
+
+    def _mix_with_fla(self, qkv: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor) -> Tensor:
+        """Return what `_mix` returns, in BF16, by FLA's kernels. They take a batch of one pack."""
+        from fla.modules.causal_conv1d import causal_conv1d
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        bounds = bounds.long().unique_consecutive()  # without sequences of which nothing is read
+        on_device = bounds.to(qkv.device, non_blocking=True)
+        sequences = {"cu_seqlens": on_device, "cu_seqlens_cpu": bounds}
+        qkv, _ = causal_conv1d(qkv[None], self.conv_weight, activation="silu", **sequences)
+        query, key, value = self._heads(qkv)
+        attended, _ = chunk_gated_delta_rule(
+            query, key, value, decay[None], beta[None], use_qk_l2norm_in_kernel=True, **sequences
         )
-        out = out.to(mixed.dtype)
-        gate = gate.unflatten(-1, (-1, self.value_dim))
-        out = self.out_norm(out) * torch.nn.functional.silu(gate.float())
-        return self.out_proj(out.to(mixed.dtype).flatten(1)[:, None])
+        return attended[0]
+
+    def _heads(self, qkv: Tensor) -> Iterator[Tensor]:
+        """Yield queries, keys and values, [..., heads, channels of a head]."""
+        channels = (self._key_dim, self._key_dim, self._value_dim)
+        for part, own in zip(qkv.split(self._widths[:3], dim=-1), channels, strict=True):
+            yield part.unflatten(-1, (-1, own))
 
     def sharded_state_dict(
         self,
@@ -119,14 +158,13 @@ class GatedDeltaNet(MegatronModule):
         metadata: Any = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
+        """Return the parameters as Megatron's checkpoints take them, the same on any layout."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        own["conv1d.weight"] = self.conv1d.weight
+        own = {"A_log": self.A_log, "dt_bias": self.dt_bias, "conv_weight": self.conv_weight}
         state = make_sharded_tensors_for_checkpoint(
             own,
             prefix,
-            {"A_log": 0, "dt_bias": 0, "conv1d.weight": 0},
+            dict.fromkeys(own, 0),
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
@@ -139,14 +177,39 @@ class GatedDeltaNet(MegatronModule):
                 metadata,
                 tp_group=self.tp_group,
             )
-        # Ranks divide each of these row ranges, not their sequence.
         for name, widths in (
-            ("in_proj.weight", [*self.qkv_widths, self.widths[1]]),
-            ("gates.weight", [self.value_heads] * 2),
-            ("conv1d.weight", self.qkv_widths),
+            ("in_proj.weight", self._widths),
+            ("gates.weight", [self._value_heads] * 2),
+            ("conv_weight", self._widths[:3]),
         ):
-            rows = ["query", "key", "value", "z"] if len(widths) > 2 else ["beta", "decay"]
-            state[prefix + name] = _split_tensor_factory(
-                state[prefix + name], widths, rows[: len(widths)], 0
-            )
+            state[prefix + name] = self._by_parts(state[prefix + name], widths)
         return state
+
+    def _by_parts(self, whole: ShardedTensor, widths: list[int]) -> ShardedTensorFactory:
+        """Return a parameter whose rows are several tensors' as a checkpoint takes those.
+
+        Ranks divide each of the tensors. In the checkpoint the rows of all ranks' queries come
+        first, then those of their keys; another number of ranks finds its own.
+        """
+        rank, ranks = self.tp_group.rank(), self.tp_group.size()
+
+        def build(key: str, data: Tensor, replica_id: Any, _: Any) -> list[ShardedTensor]:
+            parts, first = [], 0
+            for rows in data.split(widths):
+                offset = (first * ranks + rank * len(rows), *[0] * (data.dim() - 1))
+                parts.append(
+                    ShardedTensor(
+                        key,
+                        rows,
+                        rows.dtype,
+                        tuple(rows.shape),
+                        whole.global_shape,
+                        offset,
+                        None,  # the parts form no regular grid
+                        replica_id=replica_id,
+                    )
+                )
+                first += len(rows)
+            return parts
+
+        return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)

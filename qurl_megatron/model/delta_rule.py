@@ -12,7 +12,6 @@ first chunks, then all second chunks, so a step computes all sequences that go o
 """
 
 import functools
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -24,10 +23,12 @@ _EPS = 1e-6  # of the L2 norm of queries and keys, as in flash-linear-attention
 
 
 @dataclass(frozen=True)
-class _ChunkPlan:
-    tokens: (
-        Tensor  # [chunks, CHUNK] int64, the token at each place; padding is the number of tokens
-    )
+class ChunkPlan:
+    """The places of packed tokens in whole chunks, which the layers of a pass share."""
+
+    # [chunks, CHUNK] int64, the token at each place; padding is the number of tokens. All first
+    # chunks come first, then all second ones, each in the order of `order`.
+    tokens: Tensor
     places: Tensor  # [tokens] int64, the place of each token in the flat chunks
     active: tuple[int, ...]  # how many sequences have a first chunk, a second one, ...
     since: Tensor  # [tokens] int64, tokens of the sequence before each
@@ -35,9 +36,11 @@ class _ChunkPlan:
 
 
 @functools.lru_cache(maxsize=1)  # all layers of a pass ask for the same
-def chunk_plan(bounds: tuple[int, ...], device: torch.device) -> _ChunkPlan:
+def chunk_plan(bounds: tuple[int, ...], device: torch.device) -> ChunkPlan:
+    """Plan packed sequences between `bounds`; some may be empty."""
     starts = torch.tensor(bounds[:-1])
-    lengths = torch.tensor(bounds[1:]) - starts
+    lengths = torch.tensor(bounds).diff()
+    since = torch.arange(bounds[-1]) - torch.repeat_interleave(starts, lengths)
     counts = -(-lengths // CHUNK)
     order = counts.argsort(descending=True, stable=True)
     starts, lengths, counts = starts[order], lengths[order], counts[order]
@@ -50,10 +53,7 @@ def chunk_plan(bounds: tuple[int, ...], device: torch.device) -> _ChunkPlan:
     flat = torch.cat(tokens)
     places = torch.empty(bounds[-1] + 1, dtype=torch.int64)
     places[flat.flatten()] = torch.arange(flat.numel())
-    since = torch.arange(bounds[-1]) - torch.repeat_interleave(
-        torch.tensor(bounds[:-1]), torch.tensor([b - a for a, b in itertools.pairwise(bounds)])
-    )
-    return _ChunkPlan(
+    return ChunkPlan(
         flat.to(device), places[:-1].to(device), active, since.to(device), order.to(device)
     )
 
@@ -64,17 +64,19 @@ def gated_delta_rule(
     value: Tensor,
     decay: Tensor,
     beta: Tensor,
-    plan: _ChunkPlan,
+    plan: ChunkPlan,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return [tokens, value heads, value channels] of packed sequences, and their last states.
+    """Return outputs [tokens, value heads, value channels] and the last state of each sequence.
+
+    Both are in float32, or in float64 if queries are. Values may have a multiple of the key heads.
 
     Args:
         query, key: [tokens, key heads, key channels], not normalized.
         value: [tokens, value heads, value channels].
-        decay: [tokens, value heads], logarithms, <= 0.
+        decay: [tokens, value heads], g above, <= 0.
         beta: [tokens, value heads], 0 to 1.
-        state: [sequences, value heads, key channels, value channels]; None: zeros.
+        state: [sequences, value heads, key channels, value channels] before; None: zeros.
     """
     dtype = torch.promote_types(torch.float32, query.dtype)
     query, key = (_l2norm(t.to(dtype)) for t in (query, key))
@@ -88,7 +90,7 @@ def gated_delta_rule(
         return padded[plan.tokens].transpose(1, 2)
 
     query, key, value, beta = (chunks(t) for t in (query, key, value, beta))
-    total = chunks(decay).cumsum(-1)  # [chunks, heads, CHUNK], from the start of the chunk
+    total = chunks(decay).cumsum(-1)  # [chunks, heads, CHUNK], since the start of the chunk
     beta = beta[..., None]
     between = total[..., :, None] - total[..., None, :]
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
@@ -103,32 +105,31 @@ def gated_delta_rule(
     query = query * grown
     key = key * (total[..., -1:] - total).exp()[..., None]
     whole = total[..., -1].exp()[..., None, None]
-    outputs, ended = [], []
-    if state is not None:
-        state = state.to(dtype)[plan.order]
-    first = 0
+    outputs, ended, first = [], [], 0
+    held = None if state is None else state.to(dtype)[plan.order]
     for number in plan.active:
         now = slice(first, first + number)
         first += number
         new = written[now]
-        if state is None:
+        if held is None:
             outputs.append(inside[now] @ new)
-            state = key[now].mT @ new
+            held = key[now].mT @ new
+            ended.append(held.new_zeros(len(plan.order) - number, *held.shape[1:]))
             continue
-        ended.append(state[number:])
-        state = state[:number]
-        new = new - read[now] @ state
-        outputs.append(query[now] @ state + inside[now] @ new)
-        state = state * whole[now] + key[now].mT @ new
-    assert state is not None
-    last = torch.cat([state, *reversed(ended)])[plan.order.argsort()]
+        ended.append(held[number:])
+        held = held[:number]
+        new = new - read[now] @ held
+        outputs.append(query[now] @ held + inside[now] @ new)
+        held = held * whole[now] + key[now].mT @ new
+    assert held is not None
+    last = torch.cat([held, *reversed(ended)])[plan.order.argsort()]
     return torch.cat(outputs).transpose(1, 2).flatten(0, 1)[plan.places], last
 
 
 def step(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs [sequences, value heads, value channels] of one token each, and the states."""
+    """Return what `gated_delta_rule` returns for one token of each sequence, in float32."""
     query, key = (_l2norm(t.float()) for t in (query, key))
     query = query * query.shape[-1] ** -0.5
     query, key = (t.repeat_interleave(value.shape[1] // t.shape[1], dim=1) for t in (query, key))
@@ -146,15 +147,16 @@ def _l2norm(t: Tensor) -> Tensor:
 def causal_conv(tokens: Tensor, weight: Tensor, since: Tensor) -> Tensor:
     """Return the depthwise causal convolution of packed [tokens, channels], within sequences.
 
+    It adds up in float32, and returns the dtype of `tokens`.
+
     Args:
         weight: [channels, width]; the last column is the token's own.
-        since: [tokens], tokens of the sequence before each.
+        since: [tokens] int64, tokens of the sequence before each.
     """
-    width = weight.shape[-1]
-    out = tokens * weight[:, -1]
-    for back in range(1, width):
-        if back >= len(tokens):
-            break
-        earlier = tokens[:-back].masked_fill((since[back:] < back)[:, None], 0)
+    dtype = torch.promote_types(torch.float32, tokens.dtype)
+    values, weight = tokens.to(dtype), weight.to(dtype)
+    out = values * weight[:, -1]
+    for back in range(1, min(weight.shape[-1], len(tokens))):
+        earlier = values[:-back].masked_fill((since[back:] < back)[:, None], 0)
         out = out + torch.nn.functional.pad(earlier * weight[:, -1 - back], (0, 0, back, 0))
-    return out
+    return out.to(tokens.dtype)

@@ -45,6 +45,7 @@ from qurl_megatron.config.server_options import (
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.huggingface import served_directory
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
     NO_THREADS,
@@ -185,6 +186,7 @@ class ServerPlan:
         scratch_dir, lock = scratch_directory("qurl-server-")
         _locks[scratch_dir] = lock
         options = self.options()
+        options["model_path"] = served_directory(self.model_dir, Path(scratch_dir) / "model")
         if gpus:
             options["base_gpu_id"] = gpus[0]
         key_file = Path(scratch_dir) / "key.yaml"
