@@ -1,5 +1,6 @@
 """Tiny random models as Hugging Face directories."""
 
+import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,36 @@ def build_tiny_model(directory: Path, architecture: Family = "qwen2", **settings
     """
     model = random_model(architecture, **settings)
     model.save_pretrained(directory)
+    _build_tokenizer(model.config.vocab_size).save_pretrained(directory)
+    return directory
+
+
+def build_published_model(directory: Path, architecture: Family, **settings: Any) -> Path:
+    """Write a hybrid as Qwen publishes one: a model of text and images, with a head for drafts.
+
+    Weights of images and drafts are in name only. The experts of a layer are in two tensors.
+    """
+    from safetensors.torch import save_file
+
+    model = random_model(architecture, **settings)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if not (model.config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    tensors["model.visual.pos_embed.weight"] = torch.ones(4, 6, dtype=model.dtype)
+    tensors["mtp.norm.weight"] = torch.ones(4, dtype=model.dtype)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    text = {**model.config.to_dict(), "full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
+    config = {
+        "architectures": [type(model).__name__.replace("CausalLM", "ConditionalGeneration")],
+        "model_type": architecture.removesuffix("_text"),
+        "tie_word_embeddings": model.config.tie_word_embeddings,
+        "text_config": text,
+        "vision_config": {"model_type": architecture.replace("text", "vision")},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
     _build_tokenizer(model.config.vocab_size).save_pretrained(directory)
     return directory
 

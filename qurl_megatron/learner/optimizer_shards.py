@@ -96,14 +96,18 @@ class OptimizerShards:
         self._part_of = {
             parameter: part for part in self._parts for parameter in part.model_param_gbuf_map
         }
-        # What the optimizer has instead of each parameter. In each of its groups the shards of
-        # float32 parameters come first, which Megatron's own map of them does not know.
-        self._updated: dict[Tensor, Tensor] = {}
-        for part in self._parts:
-            for own in part.opt_group_ranges:
-                parameters = sorted(own["params"], key=lambda each: each.dtype != torch.float32)
-                updated = own["orig_group"]["params"]
-                self._updated |= zip(parameters, updated, strict=True)
+        # Megatron's own index is wrong where a part has parameters of two types: those in float32
+        # come first in the optimizer.
+        self._updated = {
+            parameter: updated
+            for part in self._parts
+            for parameters, shards in (
+                (part.model_fp32_groups, part.shard_fp32_groups),
+                (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            )
+            for group, own in zip(parameters, shards, strict=True)
+            for parameter, updated in zip(group, own, strict=True)
+        }
 
     def master(self, parameter: Tensor) -> Tensor:
         """Return the flat float32 values that the optimizer updates; empty if this rank has none.

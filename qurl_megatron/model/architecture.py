@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+CHUNK = 64  # tokens that the gated delta rule computes at once, here and in FLA's kernels
 Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen3_5_text", "qwen3_5_moe_text"]
 
 
@@ -106,6 +107,22 @@ class DeltaNet:
     def values(self) -> int:
         """Channels of all value heads."""
         return self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Channels between a layer's projections of a token and the one back, added up."""
+        return 2 * self.keys + 3 * self.values + 2 * self.value_heads
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a layer's rule and convolution for one token, in the forward pass.
+
+        They are those of `model.delta_rule`: products of the tokens of a chunk with each other, a
+        triangular solve, and three products with the state.
+        """
+        inside = CHUNK * (5 * self.key_dim + 3 * self.value_dim)
+        rule = self.value_heads * (inside + 6 * self.key_dim * self.value_dim)
+        return rule + 2 * self.conv_width * (2 * self.keys + self.values)
 
 
 @dataclass(frozen=True)
@@ -203,7 +220,19 @@ class Architecture:
     @property
     def active_intermediate_size(self) -> int:
         """Intermediate channels that one token passes through in a layer."""
-        return self.experts_per_token * self.moe_intermediate_size or self.intermediate_size
+        if not self.num_experts:
+            return self.intermediate_size
+        return self.experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention, and so with keys and values; the others have a state."""
+        return self.num_layers - self.num_linear_layers
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers with linear attention."""
+        return sum(self.delta_net.layers) if self.delta_net else 0
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Return the embedding rows with padding: the next multiple of `tensor_parallel_size`.
@@ -266,16 +295,22 @@ class Architecture:
         query = self.num_attention_heads * self.head_dim
         key_value = 2 * self.num_key_value_heads * self.head_dim
         mlp = 3 * self.active_intermediate_size + self.num_experts  # the router's rows
-        return self.num_layers * self.hidden_size * (2 * query + key_value + mlp)
+        mlp += self.shared_intermediate_size > 0  # the row of its gate
+        # Queries and outputs, and in a hybrid the output's gate.
+        attention = (3 if self.delta_net else 2) * query + key_value
+        linear = self.num_linear_layers * self.delta_net.projected if self.delta_net else 0
+        channels = self.num_layers * mlp + self.num_attention_layers * attention + linear
+        return self.hidden_size * channels
 
     def forward_flops(self, length: float, square: float | None = None) -> float:
-        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention.
+        """Return the FLOPs of the layers in the forward pass of one sequence, attention causal.
 
         If `length` is the mean of several sequences, `square` is the mean of their squares.
         """
         square = length**2 if square is None else square
-        attention = self.num_layers * self.num_attention_heads * self.head_dim * square
-        return 2.0 * self.num_linear_weights * length + 2.0 * attention
+        attention = self.num_attention_layers * self.num_attention_heads * self.head_dim * square
+        rule = self.num_linear_layers * self.delta_net.flops * length if self.delta_net else 0.0
+        return 2.0 * self.num_linear_weights * length + 2.0 * attention + rule
 
     def check_layout(
         self,

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 64
+from qurl_megatron.model.architecture import CHUNK
+
 _EPS = 1e-6  # of the L2 norm of queries and keys, as in flash-linear-attention
 
 

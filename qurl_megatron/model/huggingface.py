@@ -239,11 +239,8 @@ def check_model(directory: Path) -> Weights:
     weights = Weights(directory, architecture)
     weights.check_head()
     if weights.left_out:
-        print(
-            f"qurl: {directory}: only its text is used; {' and '.join(weights.left_out)}* are left "
-            "out",
-            file=sys.stderr,
-        )
+        left_out = " and ".join(f"{prefix}*" for prefix in weights.left_out)
+        print(f"qurl: {directory}: only its text is used; {left_out} are left out", file=sys.stderr)
     if weights.num_bytes <= MAX_BYTES_READ:
         for name in weight_map.hugging_face_names(architecture):
             weights.read(name, ())

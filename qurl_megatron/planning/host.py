@@ -18,6 +18,8 @@ from qurl_megatron.planning.memory import (
     learner_memory,
     peaks,
     server_weight_bytes,
+    state_bytes_per_sequence,
+    states_per_sequence,
     total_bytes,
 )
 
@@ -64,10 +66,13 @@ class ServerSet:
         )
         weights = sum(by_part.values()) + KEPT_BYTES * num_parameters(self.architecture) // ranks
         logits = LOGIT_BYTES * self.server.max_running_requests * self.architecture.vocab_size
+        # The plugin sets aside as many states as SGLang then has for its requests.
+        states = states_per_sequence(self.server) * self.server.max_running_requests + 1
+        states *= state_bytes_per_sequence(self.architecture, ranks)
         cache = f"{self.section}.max_total_tokens" if given else self.length_field
         return {
             self.number_field: self.number * ranks * (SERVER_BYTES + weights),
-            f"{self.section}.max_running_requests": self.number * ranks * logits,
+            f"{self.section}.max_running_requests": self.number * ranks * (logits + states),
             cache: self.number * self.token_bytes * (given or self.tokens(1)),
         }
 

@@ -46,6 +46,11 @@ scales, divided by the GPUs of a server; embedding, output layer and norms in BF
 cache. One sequence of maximum length must fit. The server decodes as many sequences at once as fit
 at their mean length, and at most max_running_requests. SGLang admits more than fit at full length
 and retracts some if memory runs out.
+
+In a hybrid only the layers with attention have keys and values. The others have a state a sequence,
+of one size at any length. SGLang divides what the weights leave between states and KV cache in a
+ratio of 0.9 to 1, and takes as many requests as have `STATES_PER_SEQUENCE` states each: what one
+computes with, and those of cached prefixes.
 """
 
 import bisect
@@ -76,6 +81,8 @@ from qurl_megatron.quantization import quantize
 RUNTIME_BYTES = 4 * GIB
 SCORED_LOGIT_BYTES = 12  # of a logit, in a forward pass
 _ADAPTERS = 7  # of a layer: q, k, v, o, gate, up, down; each keeps x A^T of all tokens
+# SGLang's, of a hybrid. The latter is its mamba_full_memory_ratio: 0.9 to 1.
+STATES_PER_SEQUENCE, STATES_PART = 3, 0.9 / 1.9
 WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
 
 
@@ -108,6 +115,17 @@ def stage_layers(architecture: Architecture, learner: LearnerConfig) -> list[int
     )
 
 
+def _layers_of_stage(
+    architecture: Architecture, learner: LearnerConfig, stage: int
+) -> Iterator[int]:
+    """Yield the numbers of a stage's layers, which are next to each other in a virtual stage."""
+    virtual = learner.virtual_pipeline_parallel_size
+    sizes = [layers // virtual for layers in stage_layers(architecture, learner)]
+    for chunk in range(virtual):
+        first = chunk * sum(sizes) + sum(sizes[:stage])
+        yield from range(first, first + sizes[stage])
+
+
 def _rank_parameters(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> Iterator[tuple[Rule, int, int]]:
@@ -115,8 +133,8 @@ def _rank_parameters(
 
     `stage` is the rank's pipeline stage.
     """
-    layers = stage_layers(architecture, learner)
-    last = stage == len(layers) - 1
+    own = set(_layers_of_stage(architecture, learner, stage))
+    last = stage == learner.pipeline_parallel_size - 1
     for rule in _rules(architecture):
         ranks, of_layer = _division(rule, architecture, learner)
         if rule.tensors[0].sizes[0] == "vocabulary":
@@ -132,7 +150,8 @@ def _rank_parameters(
             for part in rule.tensors
         )
         if rule.layered:
-            yield rule, numel, layers[stage] * of_layer
+            number = sum(layer in own for layer in rule.layers(architecture))
+            yield rule, numel, number * of_layer
         elif last:  # the final norm
             yield rule, numel, 1
 
@@ -307,7 +326,35 @@ def kv_bytes_per_token(
 ) -> int:
     """Return the bytes of a token's keys and values on one GPU of a server."""
     heads = architecture.key_value_heads_on_rank(tensor_parallel_size)
-    return 2 * value_bytes * architecture.num_layers * heads * architecture.head_dim
+    return 2 * value_bytes * architecture.num_attention_layers * heads * architecture.head_dim
+
+
+def state_bytes_per_sequence(architecture: Architecture, tensor_parallel_size: int = 1) -> int:
+    """Return the bytes of a sequence's states on one GPU of a server; 0 without linear attention.
+
+    They are the float32 states of the rule, and the last inputs of the convolution in BF16.
+    """
+    linear = architecture.delta_net
+    if linear is None:
+        return 0
+    rule = 4 * linear.value_heads * linear.key_dim * linear.value_dim
+    convolution = 2 * (linear.conv_width - 1) * (2 * linear.keys + linear.values)
+    return architecture.num_linear_layers * (rule + convolution) // tensor_parallel_size
+
+
+def states_per_sequence(server: ServerConfig) -> int:
+    """Return the states that SGLang sets aside for each sequence."""
+    return 1 if server.options.get("disable_radix_cache") else STATES_PER_SEQUENCE
+
+
+def num_states(architecture: Architecture, server: ServerConfig, free_bytes: int) -> int:
+    """Return how many states a server has, in what its weights leave of a GPU's memory."""
+    per_state = state_bytes_per_sequence(architecture, server.tensor_parallel_size)
+    if not per_state:
+        return 0
+    if server.options.get("disable_radix_cache"):
+        return server.max_running_requests
+    return max(0, int(free_bytes * STATES_PART) // per_state - 1)  # one is padding
 
 
 def layer_activation_bytes(

@@ -81,7 +81,9 @@ def server_load(
         context = running * (workload.mean_prompt + lengths.mean_age)
         return publish_s + prefill_s(architecture, weight_format, size, context, node)
 
-    read = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
+    # Completions share their prompt's keys and values, but not its states.
+    readings = rollout.completions_per_prompt if architecture.delta_net else 1
+    read = rollout.prompts_per_step / rollout.servers * readings * workload.mean_prompt
     read += sequences_per_step * workload.observed * workload.mean_completion
     return ServerLoad(
         token_s=token_s,

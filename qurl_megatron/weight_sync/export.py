@@ -169,7 +169,10 @@ class _Writer:
         """Write float32 weights, given by name, to the next file."""
         tensors: dict[str, Tensor] = {}
         for name, master in masters:
-            values = self._unscale(name, master.cpu()).to(self._dtype).contiguous()
+            # What a server holds in float32 stays so; config.json's dtype is that of the others.
+            is_exact = weight_map.sent_dtype(name) == torch.float32
+            dtype = torch.float32 if is_exact else self._dtype
+            values = self._unscale(name, master.cpu()).to(dtype).contiguous()
             place = weight_map.in_file(name, self._architecture)
             if place.name == name:
                 tensors[name] = values
