@@ -92,7 +92,9 @@ def build(model_dir: Path, weight_format: str, adapters: Mapping[str, float] | N
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return model_class(config, quantization(adapters=adapters) if quantization else None)
+        described = getattr(config, "quantization_config", None) or {}
+        kept = described.get("modules_to_not_convert", ())
+        return model_class(config, quantization(kept, adapters) if quantization else None)
     finally:
         torch.set_default_dtype(before)
 

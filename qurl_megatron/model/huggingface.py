@@ -183,6 +183,17 @@ class Weights:
         check_finite(file, place.name, tensor)
         return tensor
 
+    def full_tensors(self) -> dict[str, dict[str, weight_map.Place]]:
+        """Return the places of the full tensors in each tensor of the files, from the first row."""
+
+        def start(part: tuple[str, weight_map.Place]) -> list[int]:
+            return [at if isinstance(at, int) else at.start for at in part[1].where]
+
+        stored: dict[str, dict[str, weight_map.Place]] = {}
+        for name, place in sorted(self._places.items(), key=start):
+            stored.setdefault(self._names[place.name], {})[name] = place
+        return stored
+
     def check_head(self) -> None:
         """Check that an output layer stored beside a tied embedding is equal to it.
 

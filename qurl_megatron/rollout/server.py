@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from qurl_megatron import device
-from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     ConfigError,
@@ -269,8 +269,8 @@ class ServerPlan:
             method = options["quantization"] = ENGINE_METHODS[self.weight_format]
             quantization: dict[str, object] = {"quant_method": method}
             if self.keep:
-                layers = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
-                quantization["modules_to_not_convert"] = layers
+                kept = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
+                quantization["modules_to_not_convert"] = layers_of(kept)
             if rank := self.adapters.rank:
                 quantization["adapters"] = {"rank": rank, "alpha": self.adapters.alpha}
             if len(quantization) > 1:
