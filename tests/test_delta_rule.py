@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from qurl_megatron.model.delta_rule import CHUNK, causal_conv, chunk_plan, gated_delta_rule, step
+from qurl_megatron.model.delta_rule import (
+    CHUNK,
+    ChunkPlan,
+    causal_conv,
+    chunk_plan,
+    gated_delta_rule,
+    step,
+)
 
 # Shorter than a chunk, of whole chunks, of one token, empty, and longer than others.
 LENGTHS = (CHUNK + 5, 1, 0, 2 * CHUNK, 7, 3 * CHUNK + 1)
@@ -28,6 +35,13 @@ def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
         -normal(VALUE_HEADS).exp(),
         normal(VALUE_HEADS).sigmoid(),
     ]
+
+
+def in_chunks(
+    tensors: list[Tensor], plan: ChunkPlan, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    query, key, value, decay, beta = tensors
+    return gated_delta_rule(query, key, value, decay, beta, plan, state)
 
 
 def recurrence(tensors: list[Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,7 +77,7 @@ def test_chunks_compute_the_recurrence_and_its_gradients(begins: str) -> None:
         *tensors, before = given
         if chunked:
             used = None if begins == "with zeros" else before
-            outputs, last = gated_delta_rule(*tensors, plan, used)  # type: ignore[misc]
+            outputs, last = in_chunks(tensors, plan, used)
         else:
             outputs, last = recurrence(tensors, before)
         ((outputs * weights).sum() + (last * state.cos()).sum()).backward()
@@ -78,7 +92,7 @@ def test_float32_and_bfloat16_inputs_are_computed_in_float32() -> None:
     state = torch.zeros(len(LENGTHS), VALUE_HEADS, KEY_DIM, VALUE_DIM, dtype=torch.float64)
     for dtype in (torch.float32, torch.bfloat16):
         rounded = inputs(dtype)
-        outputs, last = gated_delta_rule(*rounded, plan)  # type: ignore[arg-type]
+        outputs, last = in_chunks(rounded, plan)
         assert outputs.dtype == last.dtype == torch.float32
         expected, _ = recurrence([tensor.double() for tensor in rounded], state)
         torch.testing.assert_close(outputs.double(), expected, rtol=0, atol=1e-5)
@@ -90,9 +104,10 @@ def test_single_steps_continue_a_state() -> None:
     state = torch.randn(1, VALUE_HEADS, KEY_DIM, VALUE_DIM, generator=generator)
     plan = chunk_plan((0, 20), torch.device("cpu"))
     first = [tensor[:20] for tensor in tensors]
-    expected, last = gated_delta_rule(*first, plan, state)  # type: ignore[misc]
+    expected, last = in_chunks(first, plan, state)
     for token in range(20):
-        output, state = step(*(tensor[token : token + 1] for tensor in tensors), state)  # type: ignore[misc]
+        query, key, value, decay, beta = (tensor[token : token + 1] for tensor in tensors)
+        output, state = step(query, key, value, decay, beta, state)
         torch.testing.assert_close(output[0], expected[token], rtol=0, atol=1e-5)
     torch.testing.assert_close(state, last, rtol=0, atol=1e-5)
 

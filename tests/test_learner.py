@@ -26,6 +26,7 @@ from learner_reference import (
     ETP2,
     EXPERTS,
     FULL,
+    HYBRID,
     OFFLOAD,
     ONE_LAYER,
     OPTIMIZER,
@@ -78,7 +79,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
     "VPP2xTP2, EP2": {**VPP2, **TP2, **EP2, **SELECTIVE},
 }
 # Two key-value heads on four ranks: the fused QKV weight is divided within its groups.
-SHARED_HEADS = {"TP4": {"tensor_parallel_size": 4}}
+SHARED_HEADS: dict[str, dict[str, Any]] = {"TP4": {"tensor_parallel_size": 4}}
 LAYOUTS = {**DENSE, **OF_EXPERTS, **SHARED_HEADS}
 MODELS: dict[str, dict[str, Any]] = {
     f"{family}-{'tied' if tied else 'untied'}": {"architecture": family, "tied": tied, **DIMS}
@@ -86,6 +87,21 @@ MODELS: dict[str, dict[str, Any]] = {
     for tied in (True, False)
 } | {
     "experts": {"architecture": "qwen3_moe", **EXPERTS},
+    "hybrid-tied": {"architecture": "qwen3_5_text", "tied": True, **HYBRID},
+    "hybrid-untied": {"architecture": "qwen3_5_text", **HYBRID},
+    "hybrid, 8 heads": {
+        "architecture": "qwen3_5_text",
+        **HYBRID,
+        "num_attention_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
+    "hybrid experts": {
+        "architecture": "qwen3_5_moe_text",
+        **HYBRID,
+        **EXPERTS,
+        "shared_expert_intermediate_size": 56,
+    },
     **{
         f"{family}, 8 heads": {
             "architecture": family,
@@ -102,15 +118,17 @@ def models_of(layout: str) -> list[str]:
     """Return the models that a layout is tested with: families in turn, tied and untied in turn.
 
     Llama has no weight that the two other families lack; one rank and four are enough for it.
+    Hybrids are in every layout without context parallelism, which they do not have.
     """
     if layout in OF_EXPERTS:
-        return ["experts"]
+        return ["experts"] if layout in ("CP2, EP2",) else ["experts", "hybrid experts"]
     if layout in SHARED_HEADS:
         return [name for name in MODELS if "8 heads" in name]
     place = list(DENSE).index(layout)
     families = FAMILIES if layout in ("TP1", "TP2xPP2") else (FAMILIES[place % 2],)
     tied = "tied" if place // 2 % 2 == 0 else "untied"
-    return [f"{family}-{tied}" for family in families]
+    hybrid = [] if "CP" in layout else [f"hybrid-{tied}"]
+    return [f"{family}-{tied}" for family in families] + hybrid
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +150,11 @@ class Case:
     ranks: list[Measurement]
     reference: Reference
 
+    @property
+    def tolerance(self) -> float:
+        """How far float32 results may differ: a hybrid adds up more values in another order."""
+        return 3e-5 if "hybrid" in self.model.name else 1e-5
+
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def cases(
@@ -147,7 +170,7 @@ def cases(
 def test_logprobs_and_entropy_match_transformers(cases: list[Case]) -> None:
     for case in cases:
         for rank in case.ranks:
-            assert_scores_match(rank, case.reference)
+            assert_scores_match(rank, case.reference, case.tolerance)
 
 
 def test_shards_of_all_ranks_equal_the_checkpoint_bit_for_bit(cases: list[Case]) -> None:
@@ -162,13 +185,23 @@ def test_shards_of_all_ranks_equal_the_checkpoint_bit_for_bit(cases: list[Case])
             assert torch.equal(tensor, case.reference.first_weights[name]), (case.model, name)
 
 
+def test_the_gradient_of_each_tensor_matches_torch(cases: list[Case]) -> None:
+    """Adam's steps hardly depend on the size of a gradient, and the norm of all on no small one."""
+    for case in cases:
+        for name, gradient in gathered([rank.gradients for rank in case.ranks]).items():
+            expected = case.reference.gradients[name]
+            scale = float(expected.abs().max())
+            assert scale > 1e-7 or ".experts." in name, f"{name} has no gradient"
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-3 * scale, msg=name)
+
+
 def test_optimizer_steps_match_torch(cases: list[Case]) -> None:
     """Losses, gradient norms and weights after three clipped steps; copies stay equal."""
     for case in cases:
         assert all(rank.updates == case.ranks[0].updates for rank in case.ranks), case.model
         updates, reference = case.ranks[0].updates, case.reference
         assert [u.learning_rate for u in updates] == pytest.approx([5e-4, 1e-3, 1e-3])
-        assert [u.loss for u in updates] == pytest.approx(reference.losses, abs=1e-5)
+        assert [u.loss for u in updates] == pytest.approx(reference.losses, abs=case.tolerance)
         assert [u.grad_norm for u in updates] == pytest.approx(reference.grad_norms, rel=1e-4)
         assert all(norm > OPTIMIZER.clip_grad for norm in reference.grad_norms), (
             "nothing is clipped"
@@ -177,7 +210,7 @@ def test_optimizer_steps_match_torch(cases: list[Case]) -> None:
             after = reference.last_weights[name]
             change = (after - reference.first_weights[name]).abs().max()
             assert change > 1e-4, f"{name} does not change"
-            torch.testing.assert_close(tensor, after, rtol=0, atol=1e-5, msg=name)
+            torch.testing.assert_close(tensor, after, rtol=0, atol=case.tolerance, msg=name)
 
 
 def test_current_equals_proximal_until_the_first_update(cases: list[Case]) -> None:

@@ -222,6 +222,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "rollout/server",
         },
         ("is_cuda",): {
+            "learner/delta_net",
             "learner/layers",
             "learner/logprobs",
             "quantization/checksum",

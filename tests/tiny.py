@@ -1,5 +1,6 @@
 """Tiny random models as Hugging Face directories."""
 
+import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.model.architecture import Family
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture, Family
 
 VOCAB_SIZE = 256
 EOS_TOKEN_ID = 1
@@ -25,6 +27,7 @@ HYBRID = {  # three layers of linear attention to one of attention; all sizes di
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
+    "partial_rotary_factor": 0.5,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 1e4,
@@ -117,6 +120,36 @@ def build_tiny_model(directory: Path, architecture: Family = "qwen2", **settings
     return directory
 
 
+def build_published_model(directory: Path, architecture: Family, **settings: Any) -> Path:
+    """Write a hybrid as Qwen publishes one: a model of text and images, with a head for drafts.
+
+    Weights of images and drafts are in name only. The experts of a layer are in two tensors.
+    """
+    from safetensors.torch import save_file
+
+    model = random_model(architecture, **settings)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if not (model.config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    tensors["model.visual.pos_embed.weight"] = torch.ones(4, 6, dtype=model.dtype)
+    tensors["mtp.norm.weight"] = torch.ones(4, dtype=model.dtype)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    text = {**model.config.to_dict(), "full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
+    config = {
+        "architectures": [type(model).__name__.replace("CausalLM", "ConditionalGeneration")],
+        "model_type": architecture.removesuffix("_text"),
+        "tie_word_embeddings": model.config.tie_word_embeddings,
+        "text_config": text,
+        "vision_config": {"model_type": architecture.replace("text", "vision")},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    _build_tokenizer(model.config.vocab_size).save_pretrained(directory)
+    return directory
+
+
 def quantized(
     model_dir: Path,
     weight_format: str,
@@ -127,20 +160,23 @@ def quantized(
 
     The layers named in `kept` stay in BF16.
     """
-    from safetensors.torch import load_file
-
+    from qurl_megatron.model.huggingface import Weights
     from qurl_megatron.quantization import quantize
 
+    architecture = Architecture.from_directory(model_dir)
+    weights = Weights(model_dir, architecture)
     tensors: dict[str, Tensor] = {}
-    for name, stored in load_file(model_dir / "model.safetensors").items():
-        weight = transform(name, stored.float())
-        is_linear = name.endswith("_proj.weight") and name.removesuffix(".weight") not in kept
-        if weight_format != "bf16" and is_linear:
+    for name in weight_map.hugging_face_names(architecture):
+        weight = transform(name, weights.read(name, ()).float())
+        module = name.removesuffix(".weight")
+        is_linear = module.partition(":")[0].endswith(("_proj", ".in_proj_qkv", ".in_proj_z"))
+        if weight_format != "bf16" and is_linear and module not in kept:
             codes = quantize.quantize(weight, weight_format)
             tensors[name] = codes.codes
             tensors[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)
         else:
-            tensors[name] = weight.to(torch.bfloat16)
+            dtype = torch.float32 if name.endswith(".A_log") else torch.bfloat16
+            tensors[name] = weight.to(dtype)
     return tensors
 
 

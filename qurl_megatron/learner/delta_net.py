@@ -33,14 +33,13 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from qurl_megatron.device import accelerator
 from qurl_megatron.model.delta_rule import causal_conv, chunk_plan, gated_delta_rule
 
 
 @functools.cache
 def has_fla() -> bool:
-    """Return whether flash-linear-attention computes what is in BF16."""
-    return accelerator() == "cuda" and importlib.util.find_spec("fla") is not None
+    """Return whether flash-linear-attention is installed."""
+    return importlib.util.find_spec("fla") is not None
 
 
 class GatedDeltaNet(MegatronModule):
@@ -116,7 +115,7 @@ class GatedDeltaNet(MegatronModule):
         beta = beta.sigmoid()
         decay = -self.A_log.exp() * softplus(decay.float() + self.dt_bias.float())
         qkv, gate = mixed.split([sum(self._widths[:3]), self._widths[3]], dim=-1)
-        uses_fla = has_fla() and qkv.dtype == torch.bfloat16
+        uses_fla = qkv.is_cuda and qkv.dtype == torch.bfloat16 and has_fla()
         mix = self._mix_with_fla if uses_fla else self._mix
         attended = mix(qkv, decay, beta, packed_seq_params.cu_seqlens_q_padded)
         gate = silu(gate.unflatten(-1, (-1, self._value_dim)).float())

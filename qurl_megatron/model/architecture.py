@@ -518,8 +518,9 @@ def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     """Return config.json as that of a model of text only, which all readers take as the same model.
 
     Of a model of text and images it is `text_config`, with what is only beside that. Of a hybrid it
-    has `full_attention_interval`: SGLang does not read `layer_types`, and transformers writes
-    nothing else.
+    has two fields that SGLang reads and transformers does not: `full_attention_interval`, and
+    `partial_rotary_factor` outside of `rope_parameters`, where transformers writes 0.25 whatever it
+    is.
 
     Raises:
         ArchitectureError: it contradicts itself.
@@ -549,7 +550,14 @@ def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     every = config.get("full_attention_interval")
     if every is None and isinstance(kinds, list) and "full_attention" in kinds:
         every = kinds.index("full_attention") + 1
-    return {**config, "full_attention_interval": 4 if every is None else every}
+    rope = config.get("rope_parameters")
+    factor = config.get("partial_rotary_factor", 0.25)
+    factor = rope.get("partial_rotary_factor", factor) if isinstance(rope, dict) else factor
+    return {
+        **config,
+        "full_attention_interval": 4 if every is None else every,
+        "partial_rotary_factor": factor,
+    }
 
 
 def _size(config: dict[str, Any], name: str, file: Path, default: int | None = None) -> int:
@@ -652,16 +660,11 @@ def _delta_net(config: dict[str, Any], num_layers: int, head_dim: int, file: Pat
             f"{file}: 'layer_types' must have full_attention in every {every}th of {num_layers} "
             "layers, and linear_attention in the others, as full_attention_interval says"
         )
-    factors = {
-        fields["partial_rotary_factor"]
-        for fields in (config.get("rope_parameters") or {}, config)
-        if "partial_rotary_factor" in fields
-    } or {0.25}
-    factor = _positive({"partial_rotary_factor": factors.pop()}, "partial_rotary_factor", file, 0)
-    if factors or factor > 1 or head_dim * factor % 2:
+    factor = _positive(config, "partial_rotary_factor", file, 0.25)
+    if factor > 1 or head_dim * factor % 2:
         raise ArchitectureError(
-            f"{file}: 'partial_rotary_factor' must be one share of the {head_dim} channels of a "
-            "head, and an even number of them"
+            f"{file}: partial_rotary_factor {factor} of a head's {head_dim} channels is no even "
+            "number"
         )
     delta_net = DeltaNet(
         layers=layers,

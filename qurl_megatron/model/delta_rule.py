@@ -66,6 +66,7 @@ def gated_delta_rule(
     beta: Tensor,
     plan: ChunkPlan,
     state: Tensor | None = None,
+    before: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [tokens, value heads, value channels] and the last state of each sequence.
 
@@ -77,6 +78,7 @@ def gated_delta_rule(
         decay: [tokens, value heads], g above, <= 0.
         beta: [tokens, value heads], 0 to 1.
         state: [sequences, value heads, key channels, value channels] before; None: zeros.
+        before: with a state, it gets the states before each chunk, in the order of the plan.
     """
     dtype = torch.promote_types(torch.float32, query.dtype)
     query, key = (_l2norm(t.to(dtype)) for t in (query, key))
@@ -118,6 +120,8 @@ def gated_delta_rule(
             continue
         ended.append(held[number:])
         held = held[:number]
+        if before is not None:
+            before.append(held)
         new = new - read[now] @ held
         outputs.append(query[now] @ held + inside[now] @ new)
         held = held * whole[now] + key[now].mT @ new

@@ -183,6 +183,17 @@ class Weights:
         check_finite(file, place.name, tensor)
         return tensor
 
+    def full_tensors(self) -> dict[str, dict[str, weight_map.Place]]:
+        """Return the places of the full tensors in each tensor of the files, from the first row."""
+
+        def start(part: tuple[str, weight_map.Place]) -> list[int]:
+            return [at if isinstance(at, int) else at.start for at in part[1].where]
+
+        stored: dict[str, dict[str, weight_map.Place]] = {}
+        for name, place in sorted(self._places.items(), key=start):
+            stored.setdefault(self._names[place.name], {})[name] = place
+        return stored
+
     def check_head(self) -> None:
         """Check that an output layer stored beside a tied embedding is equal to it.
 
@@ -228,11 +239,8 @@ def check_model(directory: Path) -> Weights:
     weights = Weights(directory, architecture)
     weights.check_head()
     if weights.left_out:
-        print(
-            f"qurl: {directory}: only its text is used; {' and '.join(weights.left_out)}* are left "
-            "out",
-            file=sys.stderr,
-        )
+        left_out = " and ".join(f"{prefix}*" for prefix in weights.left_out)
+        print(f"qurl: {directory}: only its text is used; {left_out} are left out", file=sys.stderr)
     if weights.num_bytes <= MAX_BYTES_READ:
         for name in weight_map.hugging_face_names(architecture):
             weights.read(name, ())

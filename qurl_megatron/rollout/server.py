@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from qurl_megatron import device
-from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     ConfigError,
@@ -62,6 +62,8 @@ from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
+# Of linear attention: SGLang serves fewer requests at a time if its pool has less for each.
+STATES_PER_REQUEST = 4
 REVIVE_TIMEOUT_S = 30.0
 OWN_RUN = "own"  # names the run that started a server to it
 _said_dropped: set[str] = set()
@@ -263,16 +265,12 @@ class ServerPlan:
         }
         if config.max_total_tokens is not None:
             options["max_total_tokens"] = config.max_total_tokens
-        hybrid = Architecture.from_directory(self.model_dir).delta_net
-        if hybrid is not None and device.accelerator() == "cpu":
-            # SGLang gives states of linear attention nearly half of the machine's free memory.
-            options["max_mamba_cache_size"] = 3 * config.max_running_requests
         if self.weight_format != "bf16" and not self.loads:  # a quantized directory names its own
             method = options["quantization"] = ENGINE_METHODS[self.weight_format]
             quantization: dict[str, object] = {"quant_method": method}
             if self.keep:
-                layers = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
-                quantization["modules_to_not_convert"] = layers
+                kept = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
+                quantization["modules_to_not_convert"] = layers_of(kept)
             if rank := self.adapters.rank:
                 quantization["adapters"] = {"rank": rank, "alpha": self.adapters.alpha}
             if len(quantization) > 1:
@@ -284,6 +282,10 @@ class ServerPlan:
             needed = tokens_of_requests(config, self.context_length, requests)
             options["max_total_tokens"] = config.max_total_tokens or needed
             options["mem_fraction_static"] = 1.0
+            if Architecture.from_directory(self.model_dir).delta_net:
+                # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
+                options["mamba_radix_cache_strategy"] = "extra_buffer"
+                options["max_mamba_cache_size"] = STATES_PER_REQUEST * requests
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.
             flags = ("disable_overlap_schedule", "sleep_on_idle")
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}

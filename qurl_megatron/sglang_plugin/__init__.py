@@ -59,7 +59,7 @@ def add_hooks() -> list[str]:
     """Register this package's hooks; return the names of what they replace or wrap."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from qurl_megatron.sglang_plugin import memory, platform, routes, sampling, weights
+    from qurl_megatron.sglang_plugin import delta_net, memory, platform, routes, sampling, weights
 
     replacements = {
         "utils.weight_checker.WeightChecker._compute_checksum": weights.compute_checksum,
@@ -91,6 +91,11 @@ def add_hooks() -> list[str]:
         for kind, functions in kinds.items()
         for name, function in functions.items()
     ]
+    if activate_cpu_platform():
+        hooks += [
+            (f"sglang.kernels.ops.{name}", function, HookType.REPLACE)
+            for name, function in delta_net.KERNELS.items()
+        ]
     for hook in hooks:
         HookRegistry.register(*hook)
     return [name for name, _, _ in hooks]

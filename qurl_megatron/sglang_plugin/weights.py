@@ -45,6 +45,7 @@ from sglang.srt.layers.linear import (
     RowParallelLinear,
 )
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
@@ -72,8 +73,14 @@ from qurl_megatron.weight_sync.direct import describe
 LEARNER_TIMEOUT_S = 120.0
 
 _ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # and the names that are sent
-# SGLang's Qwen3.5 has a full attention layer's modules in the layer itself.
-_ATTENTION = re.compile(r"(?<=\d)\.(qkv_proj|o_proj|q_norm|k_norm)\b")
+# SGLang's Qwen3.5 has the modules of its full attention in the layer itself.
+_IN_ATTENTION = re.compile(r"(?<=\d)\.(qkv_proj|o_proj|q_norm|k_norm)$")
+_MIXED = ("query", "key", "value")  # what a DeltaNet layer convolves, behind each other
+_MERGED = {  # the projections that SGLang holds as one
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": (*(f"in_proj_qkv:{part}" for part in _MIXED), "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 
 HeldPart = tuple[str, Part]  # the name of a Hugging Face tensor, and the part that this rank holds
 
@@ -323,25 +330,41 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
     parts: dict[str, list[Part]] | None = getattr(model, "_qurl_held_parts", None)
     if parts is None:
         parts = {}
-        for _, module in model.named_modules():
-            if hasattr(module, "conv1d") and hasattr(module, "key_dim"):
-                module.conv1d._qurl_sizes = (module.key_dim, module.value_dim)
-        seen: set[int] = set()  # RadixLinearAttention has its layer's parameters once more
         for path, module in model.named_modules():
-            path = _ATTENTION.sub(r".self_attn.\1", path)
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                for sent_name, part in _cut(module, path, name, parameter.detach()):
-                    parts.setdefault(sent_name, []).append(part)
+            for sent_name, part in _parts_of(module, path):
+                parts.setdefault(sent_name, []).append(part)
         object.__setattr__(model, "_qurl_held_parts", parts)
     return parts
 
 
-def module_sizes(conv: Any) -> tuple[int, int]:
-    """Return the key and value channels of the layer of a convolution, of all ranks."""
-    return conv._qurl_sizes
+def _parts_of(module: torch.nn.Module, path: str) -> Iterator[HeldPart]:
+    """Yield the parts of a module's own parameters; it is at `path` in the model."""
+    if isinstance(getattr(module, "attn", None), RadixLinearAttention):
+        yield from _cut_delta_net(module, path)
+    elif not isinstance(module, RadixLinearAttention) and not path.endswith(".conv1d"):
+        path = _IN_ATTENTION.sub(r".self_attn.\1", path)
+        for name, parameter in module.named_parameters(recurse=False):
+            yield from _cut(module, path, name, parameter.detach())
+
+
+def _cut_delta_net(layer: Any, path: str) -> Iterator[HeldPart]:
+    """Yield the parts of a DeltaNet layer's heads, and of its convolution.
+
+    The convolution's weight is cut as the layer multiplies with it, [channels, width]. Ranks share
+    its queries' rows, its keys' and its values'.
+    """
+    mixer: Any = layer.attn
+    rows = [mixer.q_dim, mixer.k_dim, mixer.v_dim]
+    tensors = {
+        "A_log": layer.A_log.detach(),
+        "dt_bias": layer.dt_bias.detach(),
+        **{
+            f"conv1d:{part}.weight": values
+            for part, values in zip(_MIXED, mixer.conv_weights.detach().split(rows), strict=True)
+        },
+    }
+    for name, values in tensors.items():
+        yield f"{path}.{name}", Part(values, layer.attn_tp_rank * len(values), 0)
 
 
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
@@ -361,8 +384,6 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
             row += rows
     elif isinstance(module, FusedMoE):
         yield from _cut_experts(module, path, name, tensor, shares_columns=width is not None)
-    elif name in ("A_log", "dt_bias"):
-        yield f"{path}.{name}", Part(tensor, module.attn_tp_rank * len(tensor), 0)
     elif isinstance(module, RowParallelLinear) and name.startswith("weight") and width:
         yield f"{path}.{name}", Part(tensor, 0, _tp_rank(module) * tensor.shape[1])
     elif isinstance(module, VocabParallelEmbedding):
@@ -371,13 +392,6 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
         yield f"{path}.{name}", Part(tensor[:rows], shard.org_vocab_start_index, 0)
     else:
         yield f"{path}.{name}", Part(tensor, 0, 0)
-
-
-_MERGED = {
-    "gate_up_proj": ["gate_proj", "up_proj"],
-    "in_proj_qkvz": [*(f"in_proj_qkv:{part}" for part in ("query", "key", "value")), "in_proj_z"],
-    "in_proj_ba": ["in_proj_b", "in_proj_a"],
-}
 
 
 def _projections(module: torch.nn.Module, path: str) -> list[tuple[str, int, int]]:
@@ -389,19 +403,12 @@ def _projections(module: torch.nn.Module, path: str) -> list[tuple[str, int, int
         return [
             (f"{parent}.q_proj", module.q_proj_shard_size, rank),
             (f"{parent}.k_proj", module.kv_proj_shard_size, kv_rank),
-            (f"{parent}.v_proj", module.kv_proj_shard_size, kv_rank),
+            (f"{parent}.v_proj", module.v_proj_shard_size, kv_rank),
         ]
     if isinstance(module, MergedColumnParallelLinear):
-        rows = [rows // size for rows in module.output_sizes]
         return [
-            (f"{parent}.{name}", number, rank)
-            for name, number in zip(_MERGED[last], rows, strict=True)
-        ]
-    if last == "conv1d":
-        keys, values = (number // size for number in module_sizes(module))
-        return [
-            (f"{path}:{part}", number, rank)
-            for part, number in (("query", keys), ("key", keys), ("value", values))
+            (f"{parent}.{name}", rows // size, rank)
+            for name, rows in zip(_MERGED[last], module.output_sizes, strict=True)
         ]
     return []
 
