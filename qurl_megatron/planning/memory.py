@@ -49,8 +49,8 @@ and retracts some if memory runs out.
 
 In a hybrid only the layers with attention have keys and values. The others have a state a sequence,
 of one size at any length. SGLang divides what the weights leave between states and KV cache in a
-ratio of 0.9 to 1, and takes as many requests as have `STATES_PER_SEQUENCE` states each: what one
-computes with, and those of cached prefixes.
+ratio of 0.9 to 1, and takes as many requests as have `states_per_request` each. Without a cache of
+prefixes it has as many states as max_running_requests.
 """
 
 import bisect
@@ -69,6 +69,7 @@ from qurl_megatron.config.schema import (
     ServerConfig,
     WeightFormat,
 )
+from qurl_megatron.config.server_options import STATES_PER_REQUEST
 from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import CHUNK, Architecture, DeltaNet
@@ -81,8 +82,7 @@ from qurl_megatron.quantization import quantize
 RUNTIME_BYTES = 4 * GIB
 SCORED_LOGIT_BYTES = 12  # of a logit, in a forward pass
 _ADAPTERS = 7  # of a layer: q, k, v, o, gate, up, down; each keeps x A^T of all tokens
-# SGLang's, of a hybrid. The latter is its mamba_full_memory_ratio: 0.9 to 1.
-STATES_PER_SEQUENCE, STATES_PART = 3, 0.9 / 1.9
+STATES_PART = 0.9 / 1.9  # SGLang's mamba_full_memory_ratio, of what weights leave
 WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
 
 
@@ -342,9 +342,9 @@ def state_bytes_per_sequence(architecture: Architecture, tensor_parallel_size: i
     return architecture.num_linear_layers * (rule + convolution) // tensor_parallel_size
 
 
-def states_per_sequence(server: ServerConfig) -> int:
-    """Return the states that SGLang sets aside for each sequence."""
-    return 1 if server.options.get("disable_radix_cache") else STATES_PER_SEQUENCE
+def states_per_request(server: ServerConfig, *, fused: bool = True) -> int:
+    """Return the states that SGLang sets aside for each request; `fused` is True for a GPU."""
+    return 1 if server.options.get("disable_radix_cache") else STATES_PER_REQUEST + fused
 
 
 def num_states(architecture: Architecture, server: ServerConfig, free_bytes: int) -> int:

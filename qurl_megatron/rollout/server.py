@@ -39,6 +39,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.config.server_options import (
     CONTEXT_RESERVE,
+    STATES_PER_REQUEST,
     command_line,
     tokens_of_requests,
 )
@@ -62,8 +63,6 @@ from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
-# Of linear attention: SGLang serves fewer requests at a time if its pool has less for each.
-STATES_PER_REQUEST = 4
 REVIVE_TIMEOUT_S = 30.0
 OWN_RUN = "own"  # names the run that started a server to it
 _said_dropped: set[str] = set()
