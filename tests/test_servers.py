@@ -260,4 +260,4 @@ def test_without_a_gpu_a_cache_holds_what_a_servers_requests_can_need(tmp_path: 
     assert options(dense, max_total_tokens=17)["max_total_tokens"] == 17
     assert "max_mamba_cache_size" not in options(dense)
     hybrid = options(build_tiny_model(tmp_path / "hybrid", "qwen3_5_text"))
-    assert hybrid["max_mamba_cache_size"] == 4 * STATES_PER_REQUEST
+    assert hybrid["max_mamba_cache_size"] == 4 * 4

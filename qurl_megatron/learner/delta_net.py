@@ -79,7 +79,7 @@ class GatedDeltaNet(MegatronModule):
         channels, width = 2 * keys + values, config.linear_conv_kernel_dim
         self.conv_weight = torch.nn.Parameter(torch.empty(channels, width, **place))
         self.dt_bias = torch.nn.Parameter(torch.empty(self._value_heads, **place))
-        # Rounded to BF16, the decay of a state would change by up to half a percent.
+        # Rounded to BF16, the decay of a state would change by up to a percent.
         place["dtype"] = torch.float32
         self.A_log = torch.nn.Parameter(torch.empty(self._value_heads, **place))
         self.out_norm = build_module(

@@ -41,6 +41,7 @@ from qurl_megatron.config.server_options import (
     CONTEXT_RESERVE,
     STATES_PER_REQUEST,
     command_line,
+    states_per_request,
     tokens_of_requests,
 )
 from qurl_megatron.config.validate import check_weight_format
@@ -284,7 +285,9 @@ class ServerPlan:
             if Architecture.from_directory(self.model_dir).delta_net:
                 # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
                 options["mamba_radix_cache_strategy"] = "extra_buffer"
-                options["max_mamba_cache_size"] = STATES_PER_REQUEST * requests
+                # Of fewer states SGLang would serve fewer requests at a time.
+                states = states_per_request(config, on_gpu=False)
+                options["max_mamba_cache_size"] = states * requests
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.
             flags = ("disable_overlap_schedule", "sleep_on_idle")
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}
