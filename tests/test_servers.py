@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from qurl_megatron.config.schema import Config, ServerConfig
+from qurl_megatron.config.server_options import STATES_PER_REQUEST
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.placement import server_specs
@@ -23,7 +24,7 @@ from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.roster import read_roster, report_lost
-from qurl_megatron.rollout.server import STATES_PER_REQUEST, Server, ServerFailed, ServerPlan
+from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan
 from tiny import build_tiny_model
 
 TIMEOUT_S = 20.0
@@ -259,4 +260,4 @@ def test_without_a_gpu_a_cache_holds_what_a_servers_requests_can_need(tmp_path: 
     assert options(dense, max_total_tokens=17)["max_total_tokens"] == 17
     assert "max_mamba_cache_size" not in options(dense)
     hybrid = options(build_tiny_model(tmp_path / "hybrid", "qwen3_5_text"))
-    assert hybrid["max_mamba_cache_size"] == 4 * STATES_PER_REQUEST
+    assert hybrid["max_mamba_cache_size"] == 4 * 4

@@ -17,6 +17,10 @@ from qurl_megatron.config.values import OptionValue
 
 # SGLang takes no prompt within six tokens of a server's context length, or of its KV cache.
 CONTEXT_RESERVE = 6
+# States of linear attention, without a GPU: SGLang serves fewer requests at a time if its pool has
+# less for each. They are its own, those of cached prefixes, and that which it writes next. With a
+# GPU batches overlap, and there is one more.
+STATES_PER_REQUEST = 4
 
 _ATTENTION = tuple(
     "triton torch_native flex_attention dsa nsa qsa dsv4 compressed fa3 fa4 flashinfer "
@@ -132,6 +136,20 @@ def tokens_of_requests(server: ServerConfig, max_length: int, requests: int) -> 
     """Return the tokens in a KV cache that holds so many requests of `max_length` tokens each."""
     page = int(server.options.get("page_size", 1))
     return requests * -(-(max_length + CONTEXT_RESERVE) // page) * page
+
+
+def states_per_request(server: ServerConfig, *, on_gpu: bool) -> int:
+    """Return for how many states of linear attention SGLang sets memory aside for each request.
+
+    A request computes with one. The others keep states of prefixes: two in general, and those of a
+    running request, two with the overlap schedule and one without.
+    """
+    if server.options.get("disable_radix_cache"):
+        return 1
+    if server.options.get("mamba_radix_cache_strategy") == "no_buffer":
+        return 3
+    overlaps = on_gpu and not server.options.get("disable_overlap_schedule")
+    return 5 if overlaps else 4
 
 
 def command_line(options: Mapping[str, object]) -> list[str]:

@@ -44,7 +44,7 @@ from qurl_megatron.planning.memory import (
     num_states,
     server_weight_bytes,
     state_bytes_per_sequence,
-    states_per_sequence,
+    states_per_request,
     total_bytes,
     with_cheapest_recomputation,
 )
@@ -387,7 +387,7 @@ def _server_memory(
     of_states = {}
     if state := state_bytes_per_sequence(architecture, size):
         states = num_states(architecture, server, free)
-        most = max(1, min(most, states // states_per_sequence(server)))
+        most = max(1, min(most, states // states_per_request(server)))
         of_states["states of linear attention"] = (states + 1) * state
         free -= (states + 1) * state
     kv_tokens = max(0, free // per_token)

@@ -39,7 +39,9 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.config.server_options import (
     CONTEXT_RESERVE,
+    STATES_PER_REQUEST,
     command_line,
+    states_per_request,
     tokens_of_requests,
 )
 from qurl_megatron.config.validate import check_weight_format
@@ -62,8 +64,6 @@ from qurl_megatron.rollout.wire import RUN_HEADER
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
-# Of linear attention: SGLang serves fewer requests at a time if its pool has less for each.
-STATES_PER_REQUEST = 4
 REVIVE_TIMEOUT_S = 30.0
 OWN_RUN = "own"  # names the run that started a server to it
 _said_dropped: set[str] = set()
@@ -285,7 +285,9 @@ class ServerPlan:
             if Architecture.from_directory(self.model_dir).delta_net:
                 # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
                 options["mamba_radix_cache_strategy"] = "extra_buffer"
-                options["max_mamba_cache_size"] = STATES_PER_REQUEST * requests
+                # Of fewer states SGLang would serve fewer requests at a time.
+                states = states_per_request(config, on_gpu=False)
+                options["max_mamba_cache_size"] = states * requests
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.
             flags = ("disable_overlap_schedule", "sleep_on_idle")
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}

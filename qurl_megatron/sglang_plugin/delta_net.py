@@ -35,7 +35,7 @@ def split_projections(
     return mixed, gate.unflatten(-1, (value_heads, value_dim)), beta, decay
 
 
-def gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+def gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Return the logarithms of decays, and the shares to write, [1, tokens, heads] float32."""
     decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
     return decay[None], b.sigmoid().float()[None]
@@ -47,7 +47,7 @@ def gated_norm(x: Tensor, weight: Tensor, bias: None, z: Tensor, eps: float, **_
     return (normed * silu(z.float())).to(x.dtype)
 
 
-def gated_attention(x: Tensor, gate: Tensor, inplace: bool = True) -> Tensor:
+def gated_attention(x: Tensor, gate: Tensor, **_: Any) -> Tensor:
     """Return the output of attention [tokens, channels] times the sigmoid of its gate."""
     return (x.float() * gate.flatten(1).float().sigmoid()).to(x.dtype)
 
@@ -107,6 +107,7 @@ def convolve_tokens(
     activation: str,
     *,
     conv_state_indices: Tensor,
+    **_: Any,
 ) -> Tensor:
     """Return silu of the causal convolution [sequences, channels] of one more token each."""
     slots = conv_state_indices.long()

@@ -1,6 +1,7 @@
 """Memory that a sleeping server gives back, so that a learner can have it.
 
-SGLang gives memory back by what it is for: keys and values (`kv_cache`), CUDA graphs, and weights.
+SGLang gives memory back by what it is for: keys and values (`kv_cache`), and states of linear
+attention with them, CUDA graphs, and weights.
 On a GPU torch_memory_saver unmaps it, and maps other memory at the same addresses later. This
 module does the same without a GPU: the kernel takes the pages of a tensor, and gives empty ones
 when the tensor is used next. Either way nothing that was in the memory comes back.
@@ -10,7 +11,6 @@ sleeping server, into which the learner's ranks write, are therefore allocated o
 """
 
 import ctypes
-import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -59,8 +59,19 @@ def create_cache(original: Callable[..., None], pool: Any) -> None:
     Without a GPU SGLang would write zeros to all of a cache that is as large as its requests can
     need. So the kernel gives a page when it is first written.
     """
-    with _Unwritten() if torch.device(pool.device).type == "cpu" else nullcontext():
+    with _unwritten(pool.device):
         original(pool)
+
+
+def create_states(original: Callable[..., None], pool: Any, **sizes: Any) -> None:
+    """Create the states of linear attention in the same way, around `MambaPool.__init__`."""
+    with _unwritten(sizes["device"]):
+        original(pool, **sizes)
+
+
+def _unwritten(device: str) -> AbstractContextManager[Any]:
+    """Return the context in which a device's tensors of zeros are created."""
+    return _Unwritten() if torch.device(device).type == "cpu" else nullcontext()
 
 
 class _Unwritten(TorchFunctionMode):
@@ -71,10 +82,10 @@ class _Unwritten(TorchFunctionMode):
     ) -> Any:
         if function is not torch.zeros:
             return function(*args, **(kwargs or {}))
-        (shape,), dtype = args, kwargs["dtype"]
+        zeros = torch.zeros(*args, **{**(kwargs or {}), "device": "meta"})
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
-        return torch.frombuffer(pages, dtype=dtype).view(shape)
+        pages = mmap.mmap(-1, zeros.nbytes, flags=flags)
+        return torch.frombuffer(pages, dtype=zeros.dtype).view(zeros.shape)
 
 
 def give_back(tensor: Tensor) -> None:
