@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from qurl_megatron.config.schema import Config, ServerConfig
-from qurl_megatron.config.server_options import STATES_PER_REQUEST
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.placement import server_specs

@@ -17,10 +17,6 @@ from qurl_megatron.config.values import OptionValue
 
 # SGLang takes no prompt within six tokens of a server's context length, or of its KV cache.
 CONTEXT_RESERVE = 6
-# States of linear attention, without a GPU: SGLang serves fewer requests at a time if its pool has
-# less for each. They are its own, those of cached prefixes, and that which it writes next. With a
-# GPU batches overlap, and there is one more.
-STATES_PER_REQUEST = 4
 
 _ATTENTION = tuple(
     "triton torch_native flex_attention dsa nsa qsa dsv4 compressed fa3 fa4 flashinfer "

@@ -69,7 +69,6 @@ from qurl_megatron.config.schema import (
     ServerConfig,
     WeightFormat,
 )
-from qurl_megatron.config.server_options import STATES_PER_REQUEST
 from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import CHUNK, Architecture, DeltaNet
@@ -340,11 +339,6 @@ def state_bytes_per_sequence(architecture: Architecture, tensor_parallel_size: i
     rule = 4 * linear.value_heads * linear.key_dim * linear.value_dim
     convolution = 2 * (linear.conv_width - 1) * (2 * linear.keys + linear.values)
     return architecture.num_linear_layers * (rule + convolution) // tensor_parallel_size
-
-
-def states_per_request(server: ServerConfig, *, fused: bool = True) -> int:
-    """Return the states that SGLang sets aside for each request; `fused` is True for a GPU."""
-    return 1 if server.options.get("disable_radix_cache") else STATES_PER_REQUEST + fused
 
 
 def num_states(architecture: Architecture, server: ServerConfig, free_bytes: int) -> int:

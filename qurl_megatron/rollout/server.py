@@ -39,7 +39,6 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.config.server_options import (
     CONTEXT_RESERVE,
-    STATES_PER_REQUEST,
     command_line,
     states_per_request,
     tokens_of_requests,
