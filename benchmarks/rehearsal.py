@@ -1,4 +1,4 @@
-"""Play ranks of thirteen layouts on fake GPUs, and set them beside the plan.
+"""Play ranks of sixteen layouts on fake GPUs, and set them beside the plan.
 
     python -m benchmarks.rehearsal [--layers N] [NAME...]
 
@@ -54,12 +54,16 @@ LAYOUTS = {
         learner.data_parallel_size=4 learner.expert_parallel_size=8""",
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
         advantage_estimator=gae quantization.format=int4""",
-    "hybrid": """Qwen3.5-27B 8 0 learner.tensor_parallel_size=4
+    "hybrid": """Qwen3.5-27B 4 0 learner.tensor_parallel_size=4 learner.data_parallel_size=2
         learner.tokens_per_micro_batch=9216 optimizer.minibatches_per_step=1""",
+    "hybrid, last stage": """Qwen3.5-27B 8 4 learner.tensor_parallel_size=4
+        learner.pipeline_parallel_size=2 learner.recompute=selective""",
+    "hybrid with experts": """Qwen3.5-35B-A3B 4 0 learner.tensor_parallel_size=2
+        learner.data_parallel_size=4 learner.expert_parallel_size=8 learner.recompute=full""",
     "adapters": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=2 adapters.rank=16
         learner.tokens_per_micro_batch=9216 learner.recompute=full quantization.format=int4""",
 }
-IN_CI = ("packs", "context", "virtual", "experts")
+IN_CI = ("packs", "context", "virtual", "experts", "hybrid")
 
 
 def rehearsal(name: str, layers: int | None = None) -> Rehearsal:

@@ -193,8 +193,8 @@ def _workload(
 def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
     """Return the model's shape, the configuration, and the fields of its layout that are given.
 
-    A model gets the configuration of recipes/scaling_32b.py, or with experts of
-    recipes/qwen3_moe.py. A recipe has its own, with a layout: None.
+    A model gets the configuration of recipes/scaling_32b.py, with experts of recipes/qwen3_moe.py,
+    with linear attention of recipes/qwen3_5.py. A recipe has its own, with a layout: None.
 
     Raises:
         ArchitectureError, ConfigError: one line.
@@ -220,7 +220,8 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     if is_model:
         overrides = [f"model={subject}", *overrides]
         architecture = shape(subject)
-        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
+        dense = "qwen3_5" if architecture.delta_net else "scaling_32b"
+        subject = "qwen3_moe" if architecture.num_experts else dense
     elif not is_recipe:
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "

@@ -26,7 +26,7 @@ _EPS = 1e-6  # of the L2 norm of queries and keys, as in flash-linear-attention
 class ChunkPlan:
     """The places of packed tokens in whole chunks, which the layers of a pass share."""
 
-    # [chunks, CHUNK] int64, the token at each place; padding is the number of tokens. All first
+    # [chunks, size] int64, the token at each place; padding is the number of tokens. All first
     # chunks come first, then all second ones, each in the order of `order`.
     tokens: Tensor
     places: Tensor  # [tokens] int64, the place of each token in the flat chunks
@@ -41,13 +41,15 @@ def chunk_plan(bounds: tuple[int, ...], device: torch.device) -> ChunkPlan:
     starts = torch.tensor(bounds[:-1])
     lengths = torch.tensor(bounds).diff()
     since = torch.arange(bounds[-1]) - torch.repeat_interleave(starts, lengths)
-    counts = -(-lengths // CHUNK)
+    # A chunk of the longest sequence, if that is short: less padding, and no more chunks.
+    size = min(CHUNK, -(-max(bounds[-1] and int(lengths.max()), 1) // 16) * 16)
+    counts = -(-lengths // size)
     order = counts.argsort(descending=True, stable=True)
     starts, lengths, counts = starts[order], lengths[order], counts[order]
     active = tuple(int((counts > step).sum()) for step in range(int(counts.max())))
     tokens = []
     for step, number in enumerate(active):
-        offset = step * CHUNK + torch.arange(CHUNK)
+        offset = step * size + torch.arange(size)
         own = starts[:number, None] + offset
         tokens.append(torch.where(offset < lengths[:number, None], own, bounds[-1]))
     flat = torch.cat(tokens)
@@ -87,15 +89,15 @@ def gated_delta_rule(
     if repeats > 1:
         query, key = (t.repeat_interleave(repeats, dim=1) for t in (query, key))
 
-    def chunks(t: Tensor) -> Tensor:  # [tokens, heads, ...] -> [chunks, heads, CHUNK, ...]
+    def chunks(t: Tensor) -> Tensor:  # [tokens, heads, ...] -> [chunks, heads, size, ...]
         padded = torch.cat([t.to(dtype), t.new_zeros(1, *t.shape[1:], dtype=dtype)])
         return padded[plan.tokens].transpose(1, 2)
 
     query, key, value, beta = (chunks(t) for t in (query, key, value, beta))
-    total = chunks(decay).cumsum(-1)  # [chunks, heads, CHUNK], since the start of the chunk
+    total = chunks(decay).cumsum(-1)  # [chunks, heads, size], since the start of the chunk
     beta = beta[..., None]
     between = total[..., :, None] - total[..., None, :]
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
+    later = torch.ones_like(total[0, 0].diag(), dtype=torch.bool).triu(1)
     between = between.masked_fill(later, -torch.inf).exp()
     grown = total.exp()[..., None]
     system = (key * beta) @ key.mT * between  # the diagonal is not read

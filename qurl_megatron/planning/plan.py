@@ -26,6 +26,7 @@ from operator import attrgetter
 from typing import Any
 
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
+from qurl_megatron.config.server_options import states_per_request
 from qurl_megatron.config.validate import (
     check_base,
     check_layout,
@@ -44,7 +45,6 @@ from qurl_megatron.planning.memory import (
     num_states,
     server_weight_bytes,
     state_bytes_per_sequence,
-    states_per_sequence,
     total_bytes,
     with_cheapest_recomputation,
 )
@@ -387,7 +387,7 @@ def _server_memory(
     of_states = {}
     if state := state_bytes_per_sequence(architecture, size):
         states = num_states(architecture, server, free)
-        most = max(1, min(most, states // states_per_sequence(server)))
+        most = max(1, min(most, states // states_per_request(server, on_gpu=True)))
         of_states["states of linear attention"] = (states + 1) * state
         free -= (states + 1) * state
     kv_tokens = max(0, free // per_token)

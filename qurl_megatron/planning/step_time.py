@@ -7,8 +7,8 @@
                Of experts those are read that at least one sequence chooses, if all are chosen
                equally often. Grouped products read their many small weights at an efficiency of
                their own, and need further kernels: `EXPERT_DECODE`.
-    rollout    `rollout_time.py`. Prompts are read once per group, of a hybrid once per completion,
-               at the matrix product rate of the weight format.
+    rollout    `rollout_time.py`. Prompts are read once per group, and without a cache of prefixes
+               once per completion, at the matrix product rate of the weight format.
     forward    `_forward_s`: two operations per weight and token and those of causal attention and
                of linear attention, at the peak x `LEARNER_MFU`, those of experts x `EXPERT_RATE`;
                what linear attention reaches of it was never measured; the output layer for
