@@ -194,7 +194,7 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     """Return the model's shape, the configuration, and the fields of its layout that are given.
 
     A model gets the configuration of recipes/scaling_32b.py, with experts of recipes/qwen3_moe.py,
-    with linear attention of recipes/qwen3_5.py. A recipe has its own, with a layout: None.
+    a hybrid of recipes/qwen3_5.py. A recipe has its own, with a layout: None.
 
     Raises:
         ArchitectureError, ConfigError: one line.
@@ -220,8 +220,11 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     if is_model:
         overrides = [f"model={subject}", *overrides]
         architecture = shape(subject)
-        dense = "qwen3_5" if architecture.delta_net else "scaling_32b"
-        subject = "qwen3_moe" if architecture.num_experts else dense
+        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
+        if architecture.delta_net:
+            subject = "qwen3_5"
+            if architecture.num_experts:  # for which there is no UAQ
+                overrides = ["quantization.uaq.scale=1", *overrides]
     elif not is_recipe:
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "

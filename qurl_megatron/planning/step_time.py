@@ -216,7 +216,9 @@ def _forward_s(
     tokens = sequences * workload.mean_length
     tokens /= learner.data_parallel_size * learner.context_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
-    layer_s += 2 * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size, node)
+    # A linear attention gathers its input twice.
+    collectives = 2 + architecture.num_linear_layers / num_layers / 2
+    layer_s += collectives * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size, node)
     # Every context-parallel rank passes on the keys and values of all the others.
     heads = architecture.key_value_heads_on_rank(learner.tensor_parallel_size)
     channels = 2 * heads * architecture.head_dim
