@@ -20,6 +20,7 @@ from qurl_megatron.report import plots
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.report.plots import read_run
 
+KINDS = ("adapters", "agent", "experts", "hybrid")
 INK = "#808080"  # text and axes of the plot, legible on light and on dark paper
 
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument(
         "--recipe",
-        choices=["quickstart", "quickstart_adapters", "quickstart_agent", "quickstart_experts"],
+        choices=["quickstart", *(f"quickstart_{of}" for of in KINDS)],
         default="quickstart",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

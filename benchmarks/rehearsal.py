@@ -1,4 +1,4 @@
-"""Play ranks of thirteen layouts on fake GPUs, and set them beside the plan.
+"""Play ranks of sixteen layouts on fake GPUs, and set them beside the plan.
 
     python -m benchmarks.rehearsal [--layers N] [NAME...]
 
@@ -11,6 +11,7 @@ from collections import Counter
 
 from benchmarks import machine
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning.gpus import GIB, Node
 from qurl_megatron.recipes import gsm8k_ppo, qwen3_moe, scaling_32b
@@ -53,20 +54,34 @@ LAYOUTS = {
         learner.data_parallel_size=4 learner.expert_parallel_size=8""",
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
         advantage_estimator=gae quantization.format=int4""",
+    "hybrid": """Qwen3.5-27B 4 0 learner.tensor_parallel_size=4 learner.data_parallel_size=2
+        learner.tokens_per_micro_batch=9216 optimizer.minibatches_per_step=1""",
+    "hybrid, last stage": """Qwen3.5-27B 8 4 learner.tensor_parallel_size=4
+        learner.pipeline_parallel_size=2 learner.recompute=selective""",
+    "hybrid with experts": """Qwen3.5-35B-A3B 4 0 learner.tensor_parallel_size=2
+        learner.data_parallel_size=4 learner.expert_parallel_size=8 learner.recompute=full""",
     "adapters": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=2 adapters.rank=16
         learner.tokens_per_micro_batch=9216 learner.recompute=full quantization.format=int4""",
 }
-IN_CI = ("packs", "context", "virtual", "experts")
+IN_CI = ("packs", "context", "virtual", "experts", "hybrid")
 
 
 def rehearsal(name: str, layers: int | None = None) -> Rehearsal:
     """Return the rehearsal of a layout, with Transformer Engine if its Python is there."""
     model, few_layers, rank, *words = LAYOUTS[name].split()
-    architecture = dataclasses.replace(KNOWN_MODELS[model], num_layers=layers or int(few_layers))
+    architecture = first_layers(KNOWN_MODELS[model], layers or int(few_layers))
     recipe = qwen3_moe if architecture.num_experts else scaling_32b
     recipe = gsm8k_ppo if "advantage_estimator=gae" in words else recipe
     config = with_overrides(recipe.recipe(), [f"model={model}", *PLAIN.split(), *words])
     return Rehearsal(architecture, config, Node(), [int(rank)], transformer_engine.find())
+
+
+def first_layers(architecture: Architecture, layers: int) -> Architecture:
+    """Return a model of as many of its layers."""
+    linear = architecture.delta_net
+    if linear is not None:
+        linear = dataclasses.replace(linear, layers=linear.layers[:layers])
+    return dataclasses.replace(architecture, num_layers=layers, delta_net=linear)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import date
 from pathlib import Path
 
@@ -70,8 +70,12 @@ def prepare_new(
     has_none = config.quantization.format == "bf16" or config.adapters.rank > 0
     if has_none and not uaq_is_given:
         config.quantization.uaq = UaqConfig()  # no update is quantized that it could scale
-    elif not uaq_is_given and config.quantization.uaq != UaqConfig() and _has_experts(config.model):
-        config.quantization.uaq = UaqConfig(scale=2.0)  # `check_scales` has the reason
+    elif not uaq_is_given and config.quantization.uaq != UaqConfig():
+        with suppress(ArchitectureError):  # which is refused below
+            architecture = Architecture.from_directory(config.model)
+            if architecture.num_experts:  # `check_scales` has the reason
+                scale = 1.0 if architecture.delta_net else 2.0
+                config.quantization.uaq = UaqConfig(scale=scale)
     with tempfile.TemporaryDirectory() as scratch:
         built, train = Path(scratch) / "model", None
         if not config.model and config.model_builder:
@@ -92,14 +96,6 @@ def prepare_new(
             _make_paths_absolute(config)
             _write(config, data_summary)
     return config, data_summary
-
-
-def _has_experts(model: str) -> bool:
-    """Return whether a model has experts; False for one that cannot be read, which is refused."""
-    try:
-        return Architecture.from_directory(model).num_experts > 0
-    except ArchitectureError:
-        return False
 
 
 def prepare_resume(

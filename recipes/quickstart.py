@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +183,9 @@ def _teach(config: Config, accuracy: float, batch_size: int, learning_rate: floa
     tested, shown = set_aside(prompts, min(TESTED_PROBLEMS, len(prompts) // 2))
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     model.to(device.device())
+    module = sys.modules[type(model).__module__]
+    if rule := getattr(module, "torch_chunk_gated_delta_rule", None):  # pads to chunks of 64 tokens
+        module.torch_chunk_gated_delta_rule = partial(rule, chunk_size=16)  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.99))
 
     def scores(prompts: list[Prompt]) -> tuple[Tensor, Tensor]:

@@ -4,12 +4,14 @@ All dimensions differ (hidden, intermediate, heads x head_dim). The vocabulary n
 query heads share a key-value head, rows differ in length and do not divide evenly among replicas.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from batches import Rows, random_rows, score, share_of, with_masks
@@ -28,6 +30,14 @@ DIMS: dict[str, Any] = {
     "num_hidden_layers": 4,
 }
 EXPERTS: dict[str, Any] = {**DIMS, "moe_intermediate_size": 40, "num_experts": 8}
+HYBRID: dict[str, Any] = {
+    **DIMS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 DP2: dict[str, Any] = {"data_parallel_size": 2}
@@ -91,8 +101,35 @@ def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
     return LearnerConfig(**{"dtype": "float32", "micro_batch_size": 2, **layout, **fields})
 
 
+def of_optimizer(learner: Any, name: str) -> Iterator[tuple[Any, int | None, Tensor]]:
+    """Yield rule, layer, and what all replicas have together for each parameter of this rank.
+
+    `name` is `gradient`, `master`, or one of Adam's moments. Collective.
+    """
+    from megatron.core import parallel_state
+
+    shards = learner._optimizer_shards
+    for full_name, rule, layer, parameter in learner._parameters():
+        if full_name == "output_layer.weight" and learner.architecture.tie_word_embeddings:
+            continue
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if rule.of_experts:
+            group = parallel_state.get_expert_data_parallel_group()
+        start, stop = shards._range(parameter)
+        whole = torch.zeros(parameter.shape)
+        if name == "gradient":
+            whole.view(-1)[start:stop] = parameter.main_grad.view(-1)[start:stop]
+        elif name == "master":
+            whole.view(-1)[start:stop] = shards.master(parameter)
+        elif start < stop:
+            state = shards._part_of[parameter].optimizer.state[shards._updated[parameter]]
+            whole.view(-1)[start:stop] = state[name]
+        dist.all_reduce(whole, group=group)
+        yield rule, layer, whole
+
+
 def parts_of(learner: Any, weights: Iterable[Any]) -> list[weight_map.TensorPart]:
-    """Return the parts of what `Learner.shards` or `Learner.masters` yields; nothing is empty."""
+    """Return the parts of what `Learner.shards` or `of_optimizer` yields; nothing is empty."""
     from qurl_megatron.learner.model import tensor_parallel_place
 
     return [
@@ -112,6 +149,7 @@ class Measurement:
     scores: dict[float, tuple[Tensor, ...]]
     first_weights: list[weight_map.TensorPart]
     updates: list[Any]
+    gradients: list[weight_map.TensorPart]  # of the first update, clipped
     last_weights: list[weight_map.TensorPart]
 
 
@@ -134,8 +172,13 @@ def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measure
     share, with_kept = (share_of(learner, each) for each in (batch, with_masks(batch, kept)))
     learner.score(share, ["proximal_logprobs"], temperature=0.7)
     shares = [share] * (STEPS - 1) + [with_kept]
-    updates = [learner.update(each, policy_gradient, temperature=0.7) for each in shares]
-    measurement = Measurement(scores, first_weights, updates, parts_of(learner, learner.shards()))
+    updates: list[Any] = []
+    first_gradients: list[weight_map.TensorPart] = []
+    for each in shares:
+        updates.append(learner.update(each, policy_gradient, temperature=0.7))
+        first_gradients = first_gradients or parts_of(learner, of_optimizer(learner, "gradient"))
+    last_weights = parts_of(learner, learner.shards())
+    measurement = Measurement(scores, first_weights, updates, first_gradients, last_weights)
     learner.close()
     return measurement
 
@@ -148,6 +191,7 @@ class Reference:
     losses: list[float]
     grad_norms: list[float]
     first_weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # of the first step, clipped
     last_weights: dict[str, Tensor]
 
 
@@ -182,7 +226,7 @@ def make_reference(directory: Path) -> Reference:
         betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
         eps=OPTIMIZER.epsilon,
     )
-    losses, norms = [], []
+    losses, norms, first_gradients = [], [], {}
     for step in range(1, STEPS + 1):
         for group in optimizer.param_groups:
             group["lr"] = OPTIMIZER.learning_rate * min(1.0, step / OPTIMIZER.warmup_steps)
@@ -193,17 +237,25 @@ def make_reference(directory: Path) -> Reference:
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, OPTIMIZER.clip_grad)))
         losses.append(float(loss.detach()))
+        if step == 1:
+            of = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
+            names: Any = SimpleNamespace(named_parameters=of.items, config=model.config)
+            first_gradients = dict(checkpoint_tensors(names))
         optimizer.step()
     last_weights = {name: tensor.detach() for name, tensor in checkpoint_tensors(model)}
-    return Reference(scores, losses, norms, first_weights, last_weights)
+    return Reference(scores, losses, norms, first_weights, first_gradients, last_weights)
 
 
-def assert_scores_match(measurement: Measurement, reference: Reference) -> None:
+def assert_scores_match(
+    measurement: Measurement, reference: Reference, tolerance: float = 1e-5
+) -> None:
     for temperature, (logprobs, entropy) in measurement.scores.items():
         expected = reference.scores[temperature]
         assert logprobs.dtype == entropy.dtype == torch.float32
-        torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(entropy, expected[1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(logprobs, expected[0], rtol=0, atol=tolerance)
+        torch.testing.assert_close(entropy, expected[1], rtol=0, atol=tolerance)
 
 
 def gathered(parts_by_rank: list[list[weight_map.TensorPart]]) -> dict[str, Tensor]:

@@ -61,7 +61,48 @@ EXPERT_MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 94,
     },
 }
-# Values in each published checkpoint.
+# A model of text and images; what plans and learners read of it.
+HYBRID_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3.6-27B": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": False,
+        "text_config": {
+            "model_type": "qwen3_5_text",
+            "attention_bias": False,
+            "attn_output_gate": True,
+            "full_attention_interval": 4,
+            "head_dim": 256,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 48,
+            "linear_value_head_dim": 128,
+            "mamba_ssm_dtype": "float32",
+            "max_position_embeddings": 262144,
+            "mtp_num_hidden_layers": 1,
+            "num_attention_heads": 24,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 4,
+            "output_gate_type": "swish",
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {
+                "mrope_interleaved": True,
+                "mrope_section": [11, 11, 10],
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e7,
+                "rope_type": "default",
+            },
+            "tie_word_embeddings": False,
+            "vocab_size": 248320,
+        },
+        "vision_config": {"model_type": "qwen3_5"},
+    }
+}
+# Values in each published checkpoint; of hybrids without vision and multi-token prediction.
 PARAMETERS = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -83,4 +124,14 @@ PARAMETERS = {
     "Llama-3.1-70B": 70_553_706_496,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen3.5-0.8B": 752_393_024,
+    "Qwen3.5-2B": 1_881_825_088,
+    "Qwen3.5-4B": 4_205_751_296,
+    "Qwen3.5-9B": 8_953_803_264,
+    "Qwen3.5-27B": 26_895_998_464,
+    "Qwen3.6-27B": 26_895_998_464,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen3.6-35B-A3B": 34_660_610_688,
+    "Qwen3.5-122B-A10B": 122_111_526_912,
+    "Qwen3.5-397B-A17B": 396_346_350_336,
 }

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from qurl_megatron import recipes
 from qurl_megatron.launch.recipe import load_recipe
+from qurl_megatron.model.architecture import Family
 from tiny import build_tiny_model
 
 RECIPES = [module.name for module in pkgutil.iter_modules(recipes.__path__)]
@@ -51,7 +52,7 @@ def write_data(recipe: str, directory: Path) -> list[str]:
             (directory / "main").mkdir(exist_ok=True)
             pq.write_table(table, directory / "main" / f"{name}-00000-of-00001.parquet")
         files = ["main", "main:test"]
-    elif recipe in ("adapters_32b", "grpo", "math_tools", "scaling_32b", "qwen3_moe"):
+    elif recipe in ("adapters_32b", "grpo", "math_tools", "scaling_32b", "qwen3_5", "qwen3_moe"):
         (directory / "train.jsonl").write_text("\n".join(good_problems()))
         (directory / "test.jsonl").write_text(json.dumps({**PROBLEM, "question": "1 + 3?"}))
         files = ["train.jsonl", "test.jsonl"]
@@ -64,14 +65,14 @@ def write_inputs(recipe: str, directory: Path) -> list[str]:
     """Write a model and data for a recipe that builds none; return their overrides."""
     if load_recipe(recipe).config.model_builder:
         return []
-    has_experts = recipe == "qwen3_moe"
+    families: dict[str, Family] = {"qwen3_moe": "qwen3_moe", "qwen3_5": "qwen3_5_text"}
     # INT4's groups of 128 must be whole.
     widths = {"hidden_size": 128, "intermediate_size": 256} if recipe == "adapters_32b" else {}
     build_tiny_model(  # its layers and heads divide into the layouts
         directory / "model",
-        "qwen3_moe" if has_experts else "qwen2",
+        families.get(recipe, "qwen2"),
         max_position_embeddings=32768,
-        num_hidden_layers=48 if has_experts else 64,
+        num_hidden_layers=48 if recipe == "qwen3_moe" else 64,
         num_attention_heads=8,
         num_key_value_heads=8,
         **widths,

@@ -4,12 +4,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from qurl_megatron.model.huggingface import served_directory
 
 
 @contextmanager
@@ -69,7 +72,7 @@ def as_rank(rank: int, size: int, expert_parallel_size: int = 1) -> AbstractCont
 def build(model_dir: Path, weight_format: str, adapters: Mapping[str, float] | None = None) -> Any:
     """Build SGLang's model for the current rank, on torch's default device."""
     from sglang.srt.models.registry import ModelRegistry
-    from transformers import AutoConfig
+    from sglang.srt.utils.hf_transformers_utils import get_config
 
     from qurl_megatron.sglang_plugin import formats
 
@@ -82,12 +85,16 @@ def build(model_dir: Path, weight_format: str, adapters: Mapping[str, float] | N
         "fp8-tensor": formats.Fp8Config,
         "fp8-block": formats.Fp8BlockConfig,
     }[weight_format]
-    config = AutoConfig.from_pretrained(model_dir)
+    with TemporaryDirectory() as written:
+        served = served_directory(model_dir, Path(written) / "model")
+        config = get_config(str(served), trust_remote_code=False)
     model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return model_class(config, quantization(adapters=adapters) if quantization else None)
+        described = getattr(config, "quantization_config", None) or {}
+        kept = described.get("modules_to_not_convert", ())
+        return model_class(config, quantization(kept, adapters) if quantization else None)
     finally:
         torch.set_default_dtype(before)
 

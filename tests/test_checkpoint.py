@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from batches import ragged, score, update
 from distributed import run_ranks
-from learner_reference import CP2, DP2, PP2, TP2, VPP2
+from learner_reference import CP2, DP2, EP2, PP2, TP2, VPP2, gathered, of_optimizer, parts_of
 from qurl_megatron.cli import app
 from qurl_megatron.config.disk import check_disk, checkpoint_bytes
 from qurl_megatron.config.schema import (
@@ -40,7 +40,10 @@ from qurl_megatron.learner.checkpoint import (
     read_config,
     read_state,
 )
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.model.weight_map import TensorPart
+from qurl_megatron.weight_sync.export import export_checkpoint
 from tiny import build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -79,7 +82,7 @@ def train(
     from qurl_megatron.quantization import uaq
 
     config = config_of(directory, dtype, layout)
-    transform = uaq.transform(config.quantization.uaq)
+    transform = uaq.transform(config.quantization.uaq, is_hybrid=False)
     learner = Learner(Path(config.model), config.learner, config.optimizer, transform=transform)
     critic = Critic(config)
     checkpoints = Checkpoints(config, learner, critic)
@@ -232,6 +235,82 @@ def test_any_layout_can_resume_from_another(
         resumed += run_ranks(train, ranks, tmp_path, dtype, layout, steps)[0]
     tolerance = 1e-4 if dtype == "float32" else 2e-2  # layouts round differently
     assert resumed == pytest.approx(uninterrupted[tied], rel=tolerance)
+
+
+OF_FAMILIES: dict[str, tuple[Family, str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2": ("qwen2", "bfloat16", TP2, {**VPP2, **DP2}),
+    "qwen3": ("qwen3", "float32", {**PP2, **DP2}, {**TP2, **CP2}),
+    "llama": ("llama", "bfloat16", VPP2, TP2),
+    "experts": ("qwen3_moe", "bfloat16", {**TP2, **DP2, **EP2}, PP2),
+    "hybrid": ("qwen3_5_text", "bfloat16", TP2, {**VPP2, **DP2}),
+    "hybrid experts": ("qwen3_5_moe_text", "bfloat16", {**TP2, **EP2, **DP2}, PP2),
+}
+STATES = ("master", "exp_avg", "exp_avg_sq")
+
+
+def save_or_restore(
+    directory: Path, dtype: str, layout: dict[str, Any], *, saves: bool
+) -> list[list[TensorPart]]:
+    """Train a step and save it, or restore what is saved; return this rank's parts of the state.
+
+    They are those of the weights, of the masters and of Adam's two moments.
+    """
+    from batches import negative_log_likelihood
+    from qurl_megatron.learner.checkpoint import RunState
+    from qurl_megatron.learner.learner import Learner
+
+    config = config_of(directory, dtype, layout)
+    learner = Learner(Path(config.model), config.learner, config.optimizer)
+    checkpoints = Checkpoints(config, learner)
+    if saves:
+        weights = torch.full((TOKENS.numel(),), 1 / TOKENS.numel())
+        update(learner, ragged(TOKENS), weights, negative_log_likelihood)
+        checkpoints.save(RunState(1, 2, 0.0, {}, {}))
+        checkpoints.poll(wait=True)
+    else:
+        newest = checkpoints.newest()
+        assert newest is not None
+        checkpoints.restore(newest)
+    state = [parts_of(learner, learner.shards())]
+    state += [parts_of(learner, of_optimizer(learner, name)) for name in STATES]
+    checkpoints.close()
+    learner.close()
+    return state
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_weights_and_moments_of_every_family_are_equal_in_another_layout(
+    name: str, tmp_path: Path
+) -> None:
+    """An export of the checkpoint has these weights too, as transformers loads it."""
+    from transformers import AutoModelForCausalLM
+
+    family, dtype, saved, restored = OF_FAMILIES[name]
+    fields = {"vocab_size": 250, "num_hidden_layers": 4, "dtype": torch.float32}
+    build_tiny_model(tmp_path / "model", family, **fields)
+    states = []
+    for layout, saves in ((saved, True), (restored, False)):
+        run = partial(save_or_restore, saves=saves)
+        ranks = config_of(tmp_path, dtype, layout).learner.world_size
+        states.append(run_ranks(run, ranks, tmp_path, dtype, layout))
+    before, after = (
+        [gathered([rank[kind] for rank in state]) for kind in range(4)] for state in states
+    )
+    for own, expected in zip(after, before, strict=True):
+        assert own.keys() == expected.keys()
+        for tensor, values in expected.items():
+            assert torch.equal(own[tensor], values), (tensor, "differs in the second layout")
+    exported = tmp_path / "exported"
+    export_checkpoint(tmp_path / "run/checkpoints/step_000001", exported, lambda *_: None)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    tensors = dict(checkpoint_tensors(model))
+    masters, moments = before[1], before[2]
+    assert tensors.keys() == masters.keys() == moments.keys()
+    for tensor, values in masters.items():
+        assert torch.equal(tensors[tensor], values), (tensor, "differs in the export")
+        assert moments[tensor].any() or ".experts." in tensor, f"{tensor} has no gradient"
+    original = dict(checkpoint_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "model")))
+    assert all(not torch.equal(masters[tensor], original[tensor]) for tensor in masters)
 
 
 def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_removes_it(tmp_path: Path) -> None:

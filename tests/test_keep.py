@@ -13,7 +13,7 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
-from qurl_megatron.config.keep import fused_layers, kept_layers
+from qurl_megatron.config.keep import fused_layers, kept_layers, layers_of
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import overrides_between, with_overrides
 from qurl_megatron.model.architecture import Architecture
@@ -92,6 +92,35 @@ def test_an_unquantized_method_serves_the_kept_layers_also_where_parts_are_fused
     }
     assert list(kinds.values()) == [UnquantizedLinearMethod] * 3 + [Int8LinearMethod] * 3
     assert config.get_quant_method(torch.nn.Embedding(1, 1), "model.embed_tokens") is None
+
+
+def test_of_a_hybrid_the_two_layers_that_a_server_holds_as_one_are_kept_together(
+    tmp_path: Path,
+) -> None:
+    hybrid = Architecture.from_directory(build_tiny_model(tmp_path, "qwen3_5_text"))
+    module = "model.layers.1.linear_attn"
+    parts = [f"{module}.in_proj_qkv:{part}" for part in ("query", "key", "value")]
+    assert (*parts, f"{module}.in_proj_z") in fused_layers(hybrid)
+    kept = kept_layers(["layers.1.linear_attn"], hybrid)
+    assert kept == [*parts, f"{module}.in_proj_z", f"{module}.out_proj"]
+    names = layers_of(kept)
+    assert names == [f"{module}.{name}" for name in ("in_proj_qkv", "in_proj_z", "out_proj")]
+    assert kept_layers(names, hybrid) == kept
+    with pytest.raises(ConfigError, match=f"has {module}.in_proj_qkv without {module}.in_proj_z;"):
+        kept_layers([f"{module}.in_proj_qkv"], hybrid)
+    for gate in ("in_proj_a", "in_proj_b", "conv1d", "linear_attn.norm"):
+        with pytest.raises(ConfigError, match=f"keep={gate}: matches no quantized layer"):
+            kept_layers([gate], hybrid)
+
+    config = Int8Config(names)
+    layer = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(layer)
+    kinds = {
+        path: type(config.get_quant_method(layer, f"model.layers.{path}"))
+        for path in ("1.linear_attn.in_proj_qkvz", "1.linear_attn.out_proj")
+        + ("0.linear_attn.in_proj_ba", "0.linear_attn.in_proj_qkvz", "0.linear_attn.out_proj")
+    }
+    assert list(kinds.values()) == [UnquantizedLinearMethod] * 3 + [Int8LinearMethod] * 2
 
 
 @pytest.mark.parametrize("weight_format", ["int8", "fp8-block"])

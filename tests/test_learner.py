@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from batches import score, share_of
+from batches import random_rows, score, share_of
 from distributed import run_ranks
 from learner_reference import (
     BUDGET,
@@ -26,6 +26,7 @@ from learner_reference import (
     ETP2,
     EXPERTS,
     FULL,
+    HYBRID,
     OFFLOAD,
     ONE_LAYER,
     OPTIMIZER,
@@ -38,6 +39,7 @@ from learner_reference import (
     assert_scores_match,
     gathered,
     learner_config,
+    logprobs_and_entropy_of,
     make_batch,
     make_reference,
     make_rows,
@@ -47,7 +49,7 @@ from learner_reference import (
 )
 from qurl_megatron.config.schema import OptimizerConfig
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.architecture import CHUNK, Architecture, Family
 from tiny import build_tiny_model
 
 FAMILIES: tuple[Family, ...] = ("qwen2", "qwen3", "llama")
@@ -78,7 +80,7 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
     "VPP2xTP2, EP2": {**VPP2, **TP2, **EP2, **SELECTIVE},
 }
 # Two key-value heads on four ranks: the fused QKV weight is divided within its groups.
-SHARED_HEADS = {"TP4": {"tensor_parallel_size": 4}}
+SHARED_HEADS: dict[str, dict[str, Any]] = {"TP4": {"tensor_parallel_size": 4}}
 LAYOUTS = {**DENSE, **OF_EXPERTS, **SHARED_HEADS}
 MODELS: dict[str, dict[str, Any]] = {
     f"{family}-{'tied' if tied else 'untied'}": {"architecture": family, "tied": tied, **DIMS}
@@ -86,6 +88,21 @@ MODELS: dict[str, dict[str, Any]] = {
     for tied in (True, False)
 } | {
     "experts": {"architecture": "qwen3_moe", **EXPERTS},
+    "hybrid-tied": {"architecture": "qwen3_5_text", "tied": True, **HYBRID},
+    "hybrid-untied": {"architecture": "qwen3_5_text", **HYBRID},
+    "hybrid, 8 heads": {
+        "architecture": "qwen3_5_text",
+        **HYBRID,
+        "num_attention_heads": 8,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
+    "hybrid experts": {
+        "architecture": "qwen3_5_moe_text",
+        **HYBRID,
+        **EXPERTS,
+        "shared_expert_intermediate_size": 56,
+    },
     **{
         f"{family}, 8 heads": {
             "architecture": family,
@@ -102,15 +119,17 @@ def models_of(layout: str) -> list[str]:
     """Return the models that a layout is tested with: families in turn, tied and untied in turn.
 
     Llama has no weight that the two other families lack; one rank and four are enough for it.
+    Hybrids are in every layout without context parallelism, which they do not have.
     """
     if layout in OF_EXPERTS:
-        return ["experts"]
+        return ["experts"] if layout in ("CP2, EP2",) else ["experts", "hybrid experts"]
     if layout in SHARED_HEADS:
         return [name for name in MODELS if "8 heads" in name]
     place = list(DENSE).index(layout)
     families = FAMILIES if layout in ("TP1", "TP2xPP2") else (FAMILIES[place % 2],)
     tied = "tied" if place // 2 % 2 == 0 else "untied"
-    return [f"{family}-{tied}" for family in families]
+    hybrid = [] if "CP" in layout else [f"hybrid-{tied}"]
+    return [f"{family}-{tied}" for family in families] + hybrid
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +151,15 @@ class Case:
     ranks: list[Measurement]
     reference: Reference
 
+    @property
+    def rounding(self) -> float:
+        """How much more float32 rounds results than those of other families.
+
+        A hybrid's norm behind linear attention divides by what is near 0 for some tokens. A change
+        of its weights by one rounding changes gradients by 1e-4.
+        """
+        return 10.0 if "hybrid" in self.model.name else 1.0
+
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def cases(
@@ -147,7 +175,7 @@ def cases(
 def test_logprobs_and_entropy_match_transformers(cases: list[Case]) -> None:
     for case in cases:
         for rank in case.ranks:
-            assert_scores_match(rank, case.reference)
+            assert_scores_match(rank, case.reference, case.rounding * 1e-5)
 
 
 def test_shards_of_all_ranks_equal_the_checkpoint_bit_for_bit(cases: list[Case]) -> None:
@@ -162,14 +190,25 @@ def test_shards_of_all_ranks_equal_the_checkpoint_bit_for_bit(cases: list[Case])
             assert torch.equal(tensor, case.reference.first_weights[name]), (case.model, name)
 
 
+def test_the_gradient_of_each_tensor_matches_torch(cases: list[Case]) -> None:
+    """Adam's steps hardly depend on the size of a gradient, and the norm of all on no small one."""
+    for case in cases:
+        for name, gradient in gathered([rank.gradients for rank in case.ranks]).items():
+            expected = case.reference.gradients[name]
+            scale = float(expected.abs().max())
+            assert scale > 1e-7 or ".experts." in name, f"{name} has no gradient"
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=5e-3 * scale, msg=name)
+
+
 def test_optimizer_steps_match_torch(cases: list[Case]) -> None:
     """Losses, gradient norms and weights after three clipped steps; copies stay equal."""
     for case in cases:
         assert all(rank.updates == case.ranks[0].updates for rank in case.ranks), case.model
         updates, reference = case.ranks[0].updates, case.reference
+        atol, relative = case.rounding * 1e-5, case.rounding * 1e-4
         assert [u.learning_rate for u in updates] == pytest.approx([5e-4, 1e-3, 1e-3])
-        assert [u.loss for u in updates] == pytest.approx(reference.losses, abs=1e-5)
-        assert [u.grad_norm for u in updates] == pytest.approx(reference.grad_norms, rel=1e-4)
+        assert [u.loss for u in updates] == pytest.approx(reference.losses, abs=atol)
+        assert [u.grad_norm for u in updates] == pytest.approx(reference.grad_norms, rel=relative)
         assert all(norm > OPTIMIZER.clip_grad for norm in reference.grad_norms), (
             "nothing is clipped"
         )
@@ -177,7 +216,7 @@ def test_optimizer_steps_match_torch(cases: list[Case]) -> None:
             after = reference.last_weights[name]
             change = (after - reference.first_weights[name]).abs().max()
             assert change > 1e-4, f"{name} does not change"
-            torch.testing.assert_close(tensor, after, rtol=0, atol=1e-5, msg=name)
+            torch.testing.assert_close(tensor, after, rtol=0, atol=atol, msg=name)
 
 
 def test_current_equals_proximal_until_the_first_update(cases: list[Case]) -> None:
@@ -203,18 +242,18 @@ def measure_each_recomputation(
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [({**TP2, **PP2}, "bfloat16"), (VPP2, "float32")],
-    ids=["TP2xPP2", "VPP"],
+    ("layout", "dtype", "name"),
+    [({**TP2, **PP2}, "bfloat16", "qwen3-untied"), (VPP2, "float32", "hybrid-untied")],
+    ids=["TP2xPP2", "VPP, hybrid"],
 )
 def test_recomputed_activations_give_the_same_updates(
-    layout: dict[str, Any], dtype: str, models: dict[str, Path]
+    layout: dict[str, Any], dtype: str, name: str, models: dict[str, Path]
 ) -> None:
     """They are bit for bit the same, but for selective, where a sum has another order.
 
     `test_memory` shows that activations are not kept.
     """
-    world_size, model = learner_config(layout).world_size, models["qwen3-untied"]
+    world_size, model = learner_config(layout).world_size, models[name]
     for by_mode in run_ranks(measure_each_recomputation, world_size, model, layout, dtype):
         kept, selective = by_mode.pop("nothing"), by_mode.pop("selective")
         for mode, recomputed in by_mode.items():
@@ -223,7 +262,7 @@ def test_recomputed_activations_give_the_same_updates(
                 assert torch.equal(own.tensor, expected.tensor), (mode, own.name)
         assert selective.updates[0].loss == kept.updates[0].loss
         norms = [update.grad_norm for update in selective.updates]
-        tolerance = 1e-2 if dtype == "bfloat16" else 1e-5
+        tolerance = 1e-2 if dtype == "bfloat16" else 1e-4
         assert norms == pytest.approx([u.grad_norm for u in kept.updates], rel=tolerance)
 
 
@@ -386,12 +425,38 @@ def logprobs_on_one_rank(model: Path, dtype: str) -> Tensor:
     return logprobs
 
 
+@pytest.mark.parametrize(("name", "rounding"), [("qwen2-untied", 3e-2), ("hybrid-tied", 5e-2)])
 def test_bfloat16_logprobs_differ_from_float32_by_rounding_only(
-    models: dict[str, Path], references: dict[str, Reference]
+    name: str, rounding: float, models: dict[str, Path], references: dict[str, Reference]
 ) -> None:
-    (logprobs,) = run_ranks(logprobs_on_one_rank, 1, models["qwen2-untied"], "bfloat16")
-    difference = (logprobs - references["qwen2-untied"].scores[1.0][0]).abs()
-    assert 1e-4 < difference.mean() < 3e-2
+    """Those of transformers' hybrid in BF16 differ by 0.034."""
+    (logprobs,) = run_ranks(logprobs_on_one_rank, 1, models[name], "bfloat16")
+    difference = (logprobs - references[name].scores[1.0][0]).abs()
+    assert 1e-4 < difference.mean() < rounding
+
+
+def score_long_rows(model: Path) -> Tensor:
+    from qurl_megatron.learner.learner import Learner
+
+    learner = Learner(model, learner_config({**TP2, **BUDGET}), OPTIMIZER)
+    logprobs, _ = score(learner, long_rows())
+    learner.close()
+    return logprobs
+
+
+def long_rows() -> Tensor:
+    """Return rows that a linear attention computes in several chunks."""
+    return random_rows(3, 2 * CHUNK + 9, range(DIMS["vocab_size"])).tokens
+
+
+def test_states_of_linear_attention_go_from_chunk_to_chunk(models: dict[str, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(models["hybrid-untied"], dtype=torch.float32)
+    with torch.no_grad():
+        expected, _ = logprobs_and_entropy_of(model, long_rows(), 1.0)
+    for logprobs in run_ranks(score_long_rows, 2, models["hybrid-untied"]):
+        torch.testing.assert_close(logprobs, expected, rtol=0, atol=5e-5)
 
 
 def test_llama3_rope_scaling_matches_transformers(tmp_path: Path) -> None:
@@ -536,6 +601,7 @@ def bytes_of(learner: Any) -> int:
     [
         ("TP2xDP2", "qwen3-tied", "bfloat16"),
         ("TP2xDP2, EP2, each expert on two ranks", "experts", "bfloat16"),
+        ("PP2 in 2 parts", "hybrid-untied", "bfloat16"),
         ("PP2 in 2 parts", "llama-untied", "float32"),
     ],
 )

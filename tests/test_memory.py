@@ -7,13 +7,15 @@ from typing import Literal
 
 import pytest
 
+from benchmarks.rehearsal import first_layers
 from distributed import run_ranks
 from learner_memory import activations_of, allocated
-from published import EXPERT_MODELS, MODELS, PARAMETERS
+from published import EXPERT_MODELS, HYBRID_MODELS, MODELS, PARAMETERS
 from qurl_megatron.config.schema import (
     Config,
     LearnerConfig,
     RecomputeMode,
+    ServerConfig,
     WeightFormat,
 )
 from qurl_megatron.config.text import with_overrides
@@ -27,6 +29,7 @@ from qurl_megatron.recipes.scaling_32b import study
 from tiny import build_tiny_model
 
 QWEN2 = KNOWN_MODELS["Qwen2.5-32B"]
+PUBLISHED = MODELS | EXPERT_MODELS | HYBRID_MODELS
 # Weights in the linear layers of a block of Qwen2.5-32B: q and o, k and v, gate and up and down.
 LAYER_WEIGHTS = 2 * 5120 * 5120 + 2 * 1024 * 5120 + 3 * 27648 * 5120
 FOUR_STAGES = ["pipeline_parallel_size=4", "layers_in_last_pipeline_stage=none"]
@@ -42,9 +45,9 @@ def test_a_model_known_by_name_has_the_published_number_of_parameters(name: str)
     assert weight_map.num_parameters(KNOWN_MODELS[name]) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN_MODELS.keys() & (MODELS | EXPERT_MODELS)))
+@pytest.mark.parametrize("name", sorted(KNOWN_MODELS.keys() & PUBLISHED.keys()))
 def test_a_model_known_by_name_is_the_one_in_its_config_json(name: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps((MODELS | EXPERT_MODELS)[name]))
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     read = Architecture.from_directory(tmp_path)
     eos = KNOWN_MODELS[name].eos_token_ids
     assert dataclasses.replace(read, eos_token_ids=eos) == KNOWN_MODELS[name]
@@ -55,6 +58,49 @@ def test_a_token_of_qwen_32b_takes_a_quarter_mebibyte_of_kv_cache() -> None:
     assert memory.kv_bytes_per_token(QWEN2) == 2 * 64 * 8 * 128 * 2 == 2**18
     assert memory.kv_bytes_per_token(QWEN2, 4) == 2**16
     assert memory.kv_bytes_per_token(QWEN2, 16) == memory.kv_bytes_per_token(QWEN2, 8) == 2**15
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "state"),
+    [("Qwen3.5-27B", 65_536, 153_944_064), ("Qwen3.5-9B", 32_768, 51_511_296)],
+)
+def test_a_hybrid_has_keys_of_every_fourth_layer_and_states_of_the_others(
+    name: str, token: int, state: int
+) -> None:
+    """27B: 2 x 16 layers x 4 heads x 256 x 2 B; 48 layers x 48 heads x 128 x 128 x 4 B.
+
+    Of the convolution the last three inputs of 10,240 channels stay, in BF16.
+    """
+    model = KNOWN_MODELS[name]
+    assert memory.kv_bytes_per_token(model) == token
+    assert memory.state_bytes_per_sequence(model) == state
+    assert memory.state_bytes_per_sequence(model, 4) == state // 4
+    assert memory.state_bytes_per_sequence(QWEN2) == 0
+
+
+def test_sglang_divides_memory_between_states_and_keys_of_a_hybrid() -> None:
+    """With a cache of prefixes it needs five states a request, without one a single one."""
+    model, server = KNOWN_MODELS["Qwen3.5-27B"], ServerConfig(4, max_running_requests=100)
+    state = memory.state_bytes_per_sequence(model, 4)
+    assert memory.num_states(model, server, 19 * 10**9) == 9 * 10**9 // state - 1
+    without = dataclasses.replace(server, options={"disable_radix_cache": True})
+    assert memory.num_states(model, without, 19 * 10**9) == 100
+
+
+def test_a_stage_of_a_hybrid_has_the_weights_of_its_own_kinds_of_layers() -> None:
+    """Of 4 layers on 4 stages the last has attention, and on 2 with virtual ones the second."""
+    model = KNOWN_MODELS["Qwen3.5-27B"]
+    model = dataclasses.replace(first_layers(model, 4), vocab_size=8)
+
+    def weights(stages: int, virtual: int) -> list[int]:
+        words = [f"pipeline_parallel_size={stages}", f"virtual_pipeline_parallel_size={virtual}"]
+        one = ["tensor_parallel_size=1", "layers_in_last_pipeline_stage=none"]
+        learner = with_learner(*one, *words).learner
+        return [sum(memory.values_by_copies(model, learner, s).values()) for s in range(stages)]
+
+    first, second, third, fourth = weights(4, 1)
+    assert second == third != fourth - 5120 - 8 * 5120  # with the last norm and the output layer
+    assert weights(2, 2) == [first + third, second + fourth]
 
 
 def test_a_quantized_policy_has_half_the_bytes_in_its_linear_layers() -> None:
@@ -354,6 +400,44 @@ def test_a_further_layer_keeps_the_planned_bytes_in_every_mode(
         assert measured["full"] == planned["full"]
         assert measured[None] - measured["selective"] == planned[None] - planned["selective"] > 0
         assert planned[None] <= measured[None] < 1.1 * planned[None]  # the places of packed tokens
+
+
+def test_layers_of_a_hybrid_keep_the_planned_bytes_without_a_gpu(tmp_path: Path) -> None:
+    """Linear attention in chunks of 64 tokens, attention with gates; within a tenth."""
+    rows, time = 2, 128
+    learners = [LearnerConfig(dtype=dtype, recompute=r) for dtype in DTYPES for r in (None, "full")]
+    models = {
+        (kind, layers): _of_one_kind(tmp_path / f"{kind}-{layers}", kind, layers)
+        for kind in ("linear_attention", "full_attention")
+        for layers in (1, 3)
+    }
+    (measured,) = run_ranks(activations_of, 1, [*models.values()], learners, rows, time)
+    found = dict(zip(models, measured, strict=True))
+    for kind, few in ((kind, layers) for kind, layers in models if layers == 1):
+        model = Architecture.from_directory(models[kind, few])
+        for number, learner in enumerate(learners):
+            planned = memory.layer_activation_bytes(
+                model,
+                learner,
+                rows * time,
+                time,
+                recompute=learner.recompute,
+                fused=False,
+                linear=kind == "linear_attention",
+            )
+            layer = (found[kind, 3][number] - found[kind, 1][number]) / 2
+            assert planned == pytest.approx(layer, rel=0.2 if learner.recompute else 0.1)
+
+
+def _of_one_kind(directory: Path, kind: str, layers: int) -> Path:
+    """Write a hybrid all of whose layers are of one kind."""
+    every = 1 if kind == "full_attention" else layers + 1
+    build_tiny_model(
+        directory, "qwen3_5_text", num_hidden_layers=layers, layer_types=[kind] * layers
+    )
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"full_attention_interval": every}))
+    return directory
 
 
 def test_a_tied_model_has_a_second_embedding_on_its_last_stage(tmp_path: Path) -> None:

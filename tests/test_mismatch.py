@@ -203,6 +203,23 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
     check_kept_layers(directory, torch.bfloat16)
 
 
+def test_the_layers_of_a_hybrid_that_a_server_holds_as_one_are_one(tmp_path: Path) -> None:
+    directory = build_tiny_model(tmp_path / "model", "qwen3_5_moe_text")
+    data = write_questions(tmp_path / "questions.jsonl", 8)
+    words = ["mismatch", str(directory), str(data), "--prompts", "4", "--max-completion", "4"]
+    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "mismatch.json")])
+    assert result.exit_code == 0, result.output
+    assert "linear_attn.in_proj_qkv in_proj_z" in result.stdout
+    assert "in_proj_qkv:" not in result.stdout and "in_proj_a" not in result.stdout
+    rows = json.loads((tmp_path / "mismatch.json").read_text())["by_layer"]
+    module = "model.layers.1.linear_attn"
+    parts = [f"{module}.in_proj_qkv:{part}" for part in ("query", "key", "value")]
+    gains = {tuple(row["names"]): row["gain"] for row in rows}
+    assert gains[(*parts, f"{module}.in_proj_z")] and gains[f"{module}.out_proj",]
+    assert any("mlp.shared_expert.down_proj" in name for names in gains for name in names)
+    check_kept_layers(directory, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -24,7 +24,7 @@ from qurl_megatron.planning.lengths import Workload
 from qurl_megatron.planning.memory import published_by_stage, rollout_weights, total_bytes
 from qurl_megatron.planning.plan import REMEDIES, Plan, largest_part
 from qurl_megatron.planning.step_time import GLOO_BYTES_PER_S
-from qurl_megatron.recipes import scaling_32b
+from qurl_megatron.recipes import qwen3_5, scaling_32b
 from qurl_megatron.recipes.scaling_32b import LAYOUTS, study
 from tiny import build_tiny_model
 
@@ -263,9 +263,34 @@ def test_the_kv_cache_of_a_server_fills_the_memory_that_weights_leave() -> None:
     assert planned.load.slots == kv_tokens // (512 + 4096)
 
 
+def test_a_server_of_a_hybrid_decodes_as_many_sequences_as_it_has_states_for() -> None:
+    """27B on four GPUs: one state a sequence without a cache of prefixes, and five with one."""
+    model, config = KNOWN_MODELS["Qwen3.5-27B"], qwen3_5.study("", 64)
+    planned = plan.plan(model, config, 64)
+    state = 153_944_064 // 4
+    assert planned.server_bytes["states of linear attention"] == 513 * state
+    assert planned.load.slots == 512
+    cached = with_overrides(config, ["rollout.server.options.disable_radix_cache=false"])
+    with_cache = plan.plan(model, cached, 64)
+    states = with_cache.server_bytes["states of linear attention"] // state - 1
+    assert with_cache.load.slots == states // 5 < 200
+    room = int(0.85 * H100.memory_bytes) - sum(
+        with_cache.server_bytes[part] for part in ("linear", "unquantized")
+    )
+    assert states == int(room * 0.9 / 1.9) // state - 1
+    assert with_cache.load.prompts_s == pytest.approx(planned.load.prompts_s / 8)
+
+
+def test_layouts_of_a_hybrid_have_no_context_parallel_ranks() -> None:
+    config = qwen3_5.study("", 64)
+    tried = plan.layouts(KNOWN_MODELS["Qwen3.5-27B"], config, 64)
+    assert {layout.learner.context_parallel_size for layout in tried} == {1}
+
+
 @pytest.mark.parametrize(
     ("words", "code", "text"),
     [
+        (["qwen3_5", "model=Qwen3.6-27B"], 0, "states of linear attention"),
         (
             [*"Qwen3-32B --gpus 32 quantization.format=fp8 rollout.placement=separate".split()],
             0,

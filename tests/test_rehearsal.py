@@ -93,7 +93,8 @@ def test_an_update_waits_for_the_gpu_only_where_it_may(
 
 
 @pytest.mark.parametrize(
-    ("name", "teams"), [("packs", 1), ("context", 1), ("virtual", 1), ("experts", 2)]
+    ("name", "teams"),
+    [("packs", 1), ("context", 1), ("virtual", 1), ("experts", 2), ("hybrid", 1)],
 )
 def test_a_publish_of_all_tensors_reads_from_the_gpu_once_for_each_team(
     played: dict[str, Played], name: str, teams: int

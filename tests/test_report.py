@@ -183,12 +183,17 @@ def test_the_grid_of_layers_averages_experts_and_leaves_layers_in_bf16_empty() -
         "model.layers.0.mlp.experts.0.down_proj.weight": {"weight_quant_error": 0.1},
         "model.layers.0.mlp.experts.1.down_proj.weight": {"weight_quant_error": 0.3},
         "model.layers.1.self_attn.q_proj.weight": {"weight_quant_error": 0.25},
+        "model.layers.2.linear_attn.in_proj_qkv:key.weight": {"weight_quant_error": 0.7},
+        "model.layers.2.linear_attn.out_proj.weight": {"weight_quant_error": 0.6},
     }
     axes = Figure().subplots()
     run: Any = SimpleNamespace(weights=weights)
     plots.layer_grid(axes, [run], "weight_quant_error")
     shown = axes.images[0].get_array()
     assert shown is not None
-    columns = [plots.PROJECTIONS.index(name) for name in ("q_proj", "down_proj", "o_proj")]
+    names = plots.PROJECTIONS + plots.LINEAR_PROJECTIONS
+    columns = [names.index(name) for name in ("in_proj_qkv:key", "out_proj", "q_proj")]
+    assert shown[2][columns].filled(-1).tolist() == pytest.approx([0.7, 0.6, -1])
+    columns = [names.index(name) for name in ("q_proj", "down_proj", "o_proj")]
     assert shown[0][columns].filled(-1).tolist() == pytest.approx([0.5, 0.2, -1])
     assert shown[1][columns].filled(-1).tolist() == pytest.approx([0.25, -1, -1])

@@ -110,7 +110,7 @@ class Sent:
 
 
 def build_learner(model_dir: Path, config: LearnerConfig) -> Learner:
-    transform = uaq.transform(UaqConfig(SCALE))
+    transform = uaq.transform(UaqConfig(SCALE), is_hybrid=False)
     return Learner(model_dir, config, OptimizerConfig(), transform=transform)
 
 
@@ -154,7 +154,9 @@ def test_every_layout_sends_what_quantizing_the_checkpoint_directly_gives(
         assert sending_ranks(config) == senders
         buckets = [bucket for sent in by_rank for bucket in sent.first]
         tensors = tensors_in(buckets)
-        expected = quantized(tmp_path, weight_format, uaq.transform(UaqConfig(SCALE)), kept)
+        expected = quantized(
+            tmp_path, weight_format, uaq.transform(UaqConfig(SCALE), is_hybrid=False), kept
+        )
         assert tensors.keys() == expected.keys()
         scaled = {name for name in expected if {f"{name}_scale", f"{name}_scale_inv"} & {*expected}}
         assert first.drift.keys() == scaled
@@ -293,7 +295,7 @@ def test_update_and_error_norms_are_those_of_the_whole_model(tmp_path: Path) -> 
     error = weight_squares = 0.0
     for name, stored in load_file(tmp_path / "model.safetensors").items():
         if name.endswith("_proj.weight"):
-            weight = uaq.transform(UaqConfig(SCALE))(name, stored.float())
+            weight = uaq.transform(UaqConfig(SCALE), is_hybrid=False)(name, stored.float())
             error += sum_of_squares(quantize.dequantize(quantize.quantize(weight, "int8")) - weight)
             weight_squares += sum_of_squares(weight)
     assert first.total_drift.quant_error == pytest.approx(error / weight_squares, rel=1e-6)

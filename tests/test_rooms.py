@@ -66,6 +66,7 @@ PURE = {
     "data/verifiers",
     "learner/packing",
     "model/architecture",
+    "model/delta_rule",
     "model/tokenizer",
     "model/weight_map",
     "planning",
@@ -221,6 +222,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "rollout/server",
         },
         ("is_cuda",): {
+            "learner/delta_net",
             "learner/layers",
             "learner/logprobs",
             "quantization/checksum",

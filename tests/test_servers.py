@@ -24,6 +24,7 @@ from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.roster import read_roster, report_lost
 from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan
+from tiny import build_tiny_model
 
 TIMEOUT_S = 20.0
 
@@ -249,10 +250,13 @@ def test_an_exit_code_is_described_and_whether_memory_ran_out(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has memory of its own")
 def test_without_a_gpu_a_cache_holds_what_a_servers_requests_can_need(tmp_path: Path) -> None:
-    def tokens(**fields: Any) -> object:
+    def options(model_dir: Path, **fields: Any) -> dict[str, object]:
         server = ServerConfig(max_running_requests=4, **fields)
-        plan = ServerPlan(tmp_path, server, "bf16", 10, tmp_path / "log", seed=0)
-        return plan.options()["max_total_tokens"]
+        return ServerPlan(model_dir, server, "bf16", 10, tmp_path / "log", seed=0).options()
 
-    assert tokens() == 4 * (10 + 6)
-    assert tokens(max_total_tokens=17) == 17
+    dense = build_tiny_model(tmp_path / "dense")
+    assert options(dense)["max_total_tokens"] == 4 * (10 + 6)
+    assert options(dense, max_total_tokens=17)["max_total_tokens"] == 17
+    assert "max_mamba_cache_size" not in options(dense)
+    hybrid = options(build_tiny_model(tmp_path / "hybrid", "qwen3_5_text"))
+    assert hybrid["max_mamba_cache_size"] == 4 * 4

@@ -252,7 +252,10 @@ def test_a_server_asks_no_proxy_when_it_asks_itself(
 
 
 def test_a_server_gets_variables_of_engines_only_if_they_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     programs: list[preload.Program] = []
 
@@ -268,7 +271,7 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
     for name in [*of_shell, "NCCL_DEBUG", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"]:
         monkeypatch.setenv(name, "1")
     for given in ServerConfig(), ServerConfig(environment={"TORCH_LOGS": "+dynamo"}):
-        plan = ServerPlan(tmp_path, given, "bf16", 10, tmp_path / "log", seed=0)
+        plan = ServerPlan(model_dir, given, "bf16", 10, tmp_path / "log", seed=0)
         shutil.rmtree(plan.start().scratch_dir)
     assert set(programs[0].without) == of_shell and programs[0].is_fresh
     assert programs[0].environment["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == "0"
@@ -278,7 +281,7 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
     assert capsys.readouterr().err.startswith(said)
     for name in of_shell:
         monkeypatch.delenv(name)
-    plan = ServerPlan(tmp_path, ServerConfig(), "bf16", 10, tmp_path / "log", seed=0)
+    plan = ServerPlan(model_dir, ServerConfig(), "bf16", 10, tmp_path / "log", seed=0)
     shutil.rmtree(plan.start().scratch_dir)
     assert not programs[2].without and not programs[2].is_fresh
     assert not capsys.readouterr().err

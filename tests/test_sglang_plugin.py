@@ -372,6 +372,18 @@ def test_a_kv_cache_takes_memory_only_where_it_is_written() -> None:
     assert pool.buffer[7].sum() == 0
 
 
+def test_states_of_linear_attention_take_memory_only_where_they_are_written() -> None:
+    def create(pool: Any, *, size: int, device: str) -> None:
+        pool.states = torch.zeros(size=(2, size, 2**14), dtype=torch.float32, device=device)
+
+    pool, process = SimpleNamespace(), psutil.Process()
+    before = process.memory_info().rss
+    memory.create_states(create, pool, size=1024, device="cpu")
+    pool.states[:, 7] = 1
+    assert process.memory_info().rss - before < 2**23 < pool.states.nbytes / 8
+    assert pool.states.dtype == torch.float32 and pool.states.sum() == 2**15
+
+
 @pytest.mark.parametrize("method", ["qurl_int8", "qurl_fp8"])
 def test_on_a_gpu_products_are_in_float32_and_nothing_is_kept(
     method: str, monkeypatch: pytest.MonkeyPatch

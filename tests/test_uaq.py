@@ -15,7 +15,12 @@ from tiny import random_model
 
 torch.set_num_threads(1)
 ARCHITECTURES: tuple[Family, ...] = ("qwen2", "qwen3", "qwen3_moe", "llama")
-SCALED_DOWN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate")
+HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text")
+SCALED_DOWN = (
+    *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate", "shared_expert_gate"),
+    *("in_proj_qkv:query", "in_proj_qkv:key", "in_proj_qkv:value", "in_proj_z"),
+    *("in_proj_b", "in_proj_a"),
+)
 SCALED_UP = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -31,17 +36,22 @@ def apply(model: Any, transform: Callable[[str, torch.Tensor], torch.Tensor]) ->
         weight.copy_(transform(name, weight))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
 def test_only_norm_fed_weights_and_their_norms_change(architecture: Family) -> None:
+    scale = uaq.transform(UaqConfig(2.0), is_hybrid=architecture in HYBRIDS)
     for name, weight in checkpoint_tensors(random_model(architecture, dtype=torch.float32)):
         module, kind = name.split(".")[-2:]
         factor = 1.0
         if kind == "weight" and "layers" in name:
             factor = 0.5 if module in SCALED_DOWN else 2.0 if module in SCALED_UP else 1.0
-        assert torch.equal(uaq.transform(UaqConfig(2.0))(name, weight), weight * factor), name
+        if architecture in HYBRIDS and factor == 2:  # what the norm multiplies by is 1 + weight
+            weight, scaled = weight + 1, scale(name, weight) + 1
+            torch.testing.assert_close(scaled, weight * factor, rtol=0, atol=5e-7)
+        else:
+            assert torch.equal(scale(name, weight), weight * factor), name
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])
 @pytest.mark.parametrize(
     "config",
     [
@@ -58,8 +68,68 @@ def test_logits_are_the_same_up_to_rounding(architecture: Family, config: UaqCon
     model = random_model(architecture, dtype=torch.float32)
     before = logits(model)
     assert before.abs().max() > 1  # not trivially equal
-    apply(model, uaq.transform(config))
-    torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)
+    apply(model, uaq.transform(config, is_hybrid=architecture in HYBRIDS))
+    tolerance = 5e-5 if architecture in HYBRIDS else 1e-5
+    torch.testing.assert_close(logits(model), before, rtol=0, atol=tolerance)
+    unscaled = random_model(architecture, dtype=torch.float32)
+    apply(model, uaq.inverse(config, is_hybrid=architecture in HYBRIDS))
+    for (name, own), (_, weight) in zip(*map(checkpoint_tensors, (model, unscaled)), strict=True):
+        torch.testing.assert_close(own, weight, rtol=1e-6, atol=5e-7, msg=name)
+
+
+def scaled_hybrid(factors: dict[str, float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits before and after full tensors are multiplied, by the ends of their names."""
+    model = random_model("qwen3_5_text", dtype=torch.float32)
+    before = logits(model)
+    for end, factor in factors.items():
+        chosen = [weight for name, weight in checkpoint_tensors(model) if name.endswith(end)]
+        assert chosen, end
+        for weight in chosen:
+            is_norm = (
+                end == "input_layernorm.weight" and factor != 3
+            )  # 3: as if it were no hybrid's
+            weight.data.copy_((1 + weight) * factor - 1 if is_norm else weight * factor)
+    return before, logits(model)
+
+
+QKV = [f"in_proj_qkv:{part}.weight" for part in ("query", "key", "value")]
+FED = [*QKV, "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"]
+OF_ATTENTION = [f"self_attn.{x}_proj.weight" for x in "qkv"]
+NORM = {"input_layernorm.weight": 2.0, **dict.fromkeys(OF_ATTENTION, 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("factors", "is_invariant"),
+    [
+        ({**NORM, **dict.fromkeys(FED, 0.5)}, True),
+        ({"linear_attn.norm.weight": 2.0, "linear_attn.out_proj.weight": 0.5}, True),
+        (
+            {
+                **{f"conv1d:{x}.weight": 2.0 for x in ("query", "key", "value")},
+                **dict.fromkeys(QKV, 0.5),
+            },
+            True,
+        ),
+        ({"self_attn.v_proj.weight": 2.0, "self_attn.o_proj.weight": 0.5}, True),
+        ({**dict.fromkeys([*OF_ATTENTION, *FED], 1 / 3), "input_layernorm.weight": 3.0}, False),
+        ({**NORM, **dict.fromkeys(FED[:-1], 0.5)}, False),
+        ({**NORM, **dict.fromkeys([*FED[:-2], FED[-1]], 0.5)}, False),
+        ({**NORM, **dict.fromkeys(FED[:3] + FED[4:], 0.5)}, False),
+        ({"in_proj_qkv:value.weight": 2.0, "linear_attn.out_proj.weight": 0.5}, False),
+    ],
+    ids=[
+        *("all that the norm feeds", "the norm behind states", "the convolution", "values"),
+        *("a norm without its 1", "without the decay", "without beta", "without z"),
+        "values of linear attention",
+    ],
+)
+def test_which_pairs_of_a_hybrid_are_invariant(
+    factors: dict[str, float], is_invariant: bool
+) -> None:
+    """Each wrong one would train another model without a word."""
+    before, after = scaled_hybrid(factors)
+    difference = float((after - before).abs().max())
+    assert difference < 2e-5 if is_invariant else difference > 0.1
 
 
 def test_v_proj_and_up_proj_lose_what_o_proj_and_down_proj_gain() -> None:
@@ -70,11 +140,13 @@ def test_v_proj_and_up_proj_lose_what_o_proj_and_down_proj_gain() -> None:
         expected = factor.get(module, 2.0 if module in SCALED_UP else 1.0)
         if kind == "bias":
             expected = 2.0 if module == "v_proj" else 1.0
-        assert torch.equal(uaq.transform(config)(name, weight), weight * expected), name
+        assert torch.equal(
+            uaq.transform(config, is_hybrid=False)(name, weight), weight * expected
+        ), name
 
 
 def test_a_layer_can_have_its_own_scale() -> None:
-    scale = uaq.transform(UaqConfig(2.0, layer_scales={1: 4.0}))
+    scale = uaq.transform(UaqConfig(2.0, layer_scales={1: 4.0}), is_hybrid=False)
     weight = torch.ones(2, 2)
     assert scale("model.layers.0.mlp.up_proj.weight", weight)[0, 0] == 1 / 2
     assert scale("model.layers.1.mlp.up_proj.weight", weight)[0, 0] == 1 / 4
@@ -85,7 +157,7 @@ def test_a_layer_can_have_its_own_scale() -> None:
 def test_logits_are_bit_equal_for_a_power_of_two(architecture: Family) -> None:
     model = random_model(architecture, dtype=torch.float32)
     before = logits(model)
-    apply(model, uaq.transform(UaqConfig(2.0)))
+    apply(model, uaq.transform(UaqConfig(2.0), is_hybrid=False))
     assert torch.equal(logits(model), before)
 
 
@@ -96,7 +168,7 @@ def chosen_experts(scale: float) -> torch.Tensor:
     norm = (1 + 0.1 * torch.randn(128, generator=generator)).bfloat16().float()
     router = (0.05 * torch.randn(64, 128, generator=generator)).bfloat16().float()
     names = (f"model.layers.0.{x}.weight" for x in ("post_attention_layernorm", "mlp.gate"))
-    scaled = uaq.transform(UaqConfig(scale))
+    scaled = uaq.transform(UaqConfig(scale), is_hybrid=False)
     norm, router = (
         scaled(name, tensor).bfloat16() for name, tensor in zip(names, (norm, router), strict=True)
     )
@@ -118,7 +190,10 @@ def test_a_scale_that_is_no_power_of_two_makes_tokens_choose_other_experts() -> 
 def test_the_inverse_is_exact_for_powers_of_two_and_within_a_rounding_otherwise(
     scale: float, rounding: float
 ) -> None:
-    transform, inverse = uaq.transform(UaqConfig(scale)), uaq.inverse(UaqConfig(scale))
+    transform, inverse = (
+        uaq.transform(UaqConfig(scale), is_hybrid=False),
+        uaq.inverse(UaqConfig(scale), is_hybrid=False),
+    )
     for name, weight in random_model("qwen2", dtype=torch.float32).state_dict().items():
         error = (inverse(name, transform(name, weight)) - weight).abs()
         assert (error <= weight.abs() * rounding).all(), name
@@ -166,13 +241,13 @@ def test_a_weight_to_be_scaled_must_be_float32() -> None:
     weight = torch.ones(4, 4, dtype=torch.bfloat16)
     name = "model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match=rf"{name} is torch.bfloat16"):
-        uaq.transform(UaqConfig(1.5))(name, weight)
-    assert uaq.transform(UaqConfig(1.5))("lm_head.weight", weight) is weight
+        uaq.transform(UaqConfig(1.5), is_hybrid=False)(name, weight)
+    assert uaq.transform(UaqConfig(1.5), is_hybrid=False)("lm_head.weight", weight) is weight
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.5, float("nan"), float("inf")])
 def test_scale_must_be_positive_and_finite(scale: float) -> None:
     with pytest.raises(ValueError, match="positive finite"):
-        uaq.transform(UaqConfig(scale))
+        uaq.transform(UaqConfig(scale), is_hybrid=False)
     with pytest.raises(ValueError, match="positive finite"):
-        uaq.inverse(UaqConfig(scale))
+        uaq.inverse(UaqConfig(scale), is_hybrid=False)

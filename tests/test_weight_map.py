@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.architecture import Architecture, ArchitectureError, DeltaNet
 from qurl_megatron.model.weight_map import Rule
 
 # The 12 query heads per 4 key-value heads give an odd ratio. 2 and 4 do not divide the vocabulary.
@@ -47,6 +47,18 @@ QWEN3_MOE = dataclasses.replace(
     moe_intermediate_size=24,
     normalize_topk=True,
     tie_word_embeddings=False,
+)
+# Three value heads to a key head of linear attention. Layer 2 is of linear attention, layer 1 not.
+QWEN3_5 = dataclasses.replace(
+    QWEN3,
+    family="qwen3_5_text",
+    delta_net=DeltaNet((True, False, True), 8, 24, 5, 7, conv_width=4, rotary_factor=0.5),
+)
+QWEN3_5_MOE = dataclasses.replace(
+    QWEN3_MOE,
+    family="qwen3_5_moe_text",
+    delta_net=QWEN3_5.delta_net,
+    shared_intermediate_size=16,
 )
 LAYER = 2
 
@@ -92,7 +104,7 @@ FEW_GROUPS = dataclasses.replace(QWEN2, num_attention_heads=24, num_key_value_he
         }
     ),
     tp_size=st.sampled_from([1, 2, 4, 8]),
-    family=st.sampled_from([QWEN2, QWEN3, QWEN3_MOE, LLAMA]),
+    family=st.sampled_from([QWEN2, QWEN3, QWEN3_MOE, LLAMA, QWEN3_5, QWEN3_5_MOE]),
 )
 @settings(deadline=None, max_examples=200)
 def test_split_shards_of_any_divisible_model_equal_the_checkpoint_bit_for_bit(
@@ -181,6 +193,46 @@ def test_hugging_face_names_are_those_of_the_checkpoint_and_of_every_expert() ->
     assert not any(".mlp.up_proj" in name for name in names)
 
 
+def test_layers_of_a_hybrid_have_the_tensors_of_their_kind() -> None:
+    names = weight_map.hugging_face_names(QWEN3_5)
+    assert len(names) == 2 + 2 * 18 + 11
+    assert "model.layers.1.self_attn.q_proj.weight" in names
+    assert "model.layers.0.linear_attn.in_proj_qkv:key.weight" in names
+    assert not any(f"layers.{layer}.self_attn" in name for name in names for layer in (0, 2))
+    assert not any("layers.1.linear_attn" in name or "shared_expert" in name for name in names)
+    names = weight_map.hugging_face_names(QWEN3_5_MOE)
+    assert len(names) == 3 + 2 * (13 + 7 + 6 * 3) + 6 + 7 + 6 * 3
+    for rule in weight_map.rules(QWEN3_5):  # no norm is part of another layer
+        assert not any("layer_norm_weight" in name for name in rule.megatron_names)
+
+
+@pytest.mark.parametrize("architecture", [QWEN2, QWEN3_MOE, QWEN3_5, QWEN3_5_MOE])
+@pytest.mark.parametrize("joins_experts", [False, True])
+def test_full_tensors_fill_the_tensors_of_files_without_gap_or_overlap(
+    architecture: Architecture, joins_experts: bool
+) -> None:
+    stored: dict[str, Tensor] = {}
+    for name in weight_map.hugging_face_names(architecture):
+        place = weight_map.in_file(name, architecture, joins_experts=joins_experts)
+        target = stored.setdefault(place.name, torch.zeros(place.shape))
+        target[place.where] += 1
+        if not joins_experts and ":" not in name:
+            assert place.name == name
+    assert all(torch.equal(each, torch.ones_like(each)) for each in stored.values())
+    assert not any(":" in name for name in stored)
+
+
+def test_parts_of_joined_tensors_are_found_in_files() -> None:
+    key = "model.layers.2.linear_attn.conv1d:key.weight"
+    place = weight_map.in_file(key, QWEN3_5)
+    assert (place.name, place.shape) == ("model.layers.2.linear_attn.conv1d.weight", (248, 1, 4))
+    assert place.of_part((slice(10, 20), slice(None))) == (slice(50, 60), 0, slice(0, 4))
+    up = "model.layers.1.mlp.experts.3.up_proj.weight"
+    place = weight_map.in_file(up, QWEN3_5_MOE, joins_experts=True)
+    assert (place.name, place.shape) == ("model.layers.1.mlp.experts.gate_up_proj", (6, 48, 40))
+    assert place.of_part((slice(0, 12), slice(0, 40))) == (3, slice(24, 36), slice(0, 40))
+
+
 def test_an_expert_is_numbered_in_the_whole_model_whatever_the_layers_call_it() -> None:
     local = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight"
     grouped = "decoder.layers.1.mlp.experts.linear_fc1.weight2"
@@ -208,6 +260,7 @@ def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them() -> None:
     assert quantized == {
         *("q_proj", "k_proj", "v_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj"),
+        *("in_proj_qkv:query", "in_proj_qkv:key", "in_proj_qkv:value", "in_proj_z", "out_proj"),
     }
     feeds = {
         last_word(part.name): last_word(rule.fed_by)
@@ -219,6 +272,10 @@ def test_rules_mark_quantized_layers_and_the_norm_that_feeds_them() -> None:
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm"),
         **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm"),
         "gate": "post_attention_layernorm",  # the router
+        "shared_expert_gate": "post_attention_layernorm",
+        **dict.fromkeys(("in_proj_qkv:query", "in_proj_qkv:key"), "input_layernorm"),
+        **dict.fromkeys(("in_proj_qkv:value", "in_proj_z"), "input_layernorm"),
+        **dict.fromkeys(("in_proj_b", "in_proj_a"), "input_layernorm"),
     }
 
 

@@ -1,5 +1,6 @@
 """Tiny random models as Hugging Face directories."""
 
+import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.model.architecture import Family
+from qurl_megatron.model import weight_map
+from qurl_megatron.model.architecture import Architecture, Family
 
 VOCAB_SIZE = 256
 EOS_TOKEN_ID = 1
@@ -18,6 +20,26 @@ EXPERTS = {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+}
+HYBRID = {  # three layers of linear attention to one of attention; all sizes differ
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],  # of half the rotated channels; all are one in a text
+        "mrope_interleaved": True,
+    },
+}
+FAMILY_FIELDS: dict[Family, dict[str, Any]] = {
+    "qwen3_moe": EXPERTS,
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": {**HYBRID, **EXPERTS, "shared_expert_intermediate_size": 80},
 }
 # All widths differ. Four ranks share two key-value heads, and no layout divides the vocabulary.
 UNEVEN: dict[str, Any] = {
@@ -48,8 +70,8 @@ def random_model(
     """Return a tiny causal language model of transformers.
 
     The standard deviation of 0.1 is large enough for the model to prefer some tokens. Biases and
-    norms are random too, so that a test notices a missing one. `dims` override fields of the
-    architecture's transformers config.
+    norms are random too, so that a test notices a missing one; decays of linear attention are
+    fast and slow. `dims` override fields of the architecture's transformers config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,7 +88,7 @@ def random_model(
         "eos_token_id": EOS_TOKEN_ID,
         "pad_token_id": 0,
         "tie_word_embeddings": tied,
-        **(EXPERTS if architecture == "qwen3_moe" else {}),
+        **FAMILY_FIELDS.get(architecture, {}),
         **dims,
     }
     config = AutoConfig.for_model(architecture, **fields)
@@ -75,7 +97,15 @@ def random_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * 0.1
-            parameter.copy_(noise + 1 if name.endswith("norm.weight") else noise)
+            is_norm = name.endswith("norm.weight")
+            if name.startswith("model.") and architecture in ("qwen3_5_text", "qwen3_5_moe_text"):
+                is_norm = name.endswith("linear_attn.norm.weight")  # others multiply by 1 + weight
+                scale, shift = {"A_log": (10, 1), "dt_bias": (10, -2)}.get(
+                    name.split(".")[-1], (1, 0)
+                )
+                scale = 4 if name.endswith("conv1d.weight") else scale
+                noise = noise * scale + shift
+            parameter.copy_(noise + 1 if is_norm else noise)
     return model
 
 
@@ -90,6 +120,36 @@ def build_tiny_model(directory: Path, architecture: Family = "qwen2", **settings
     return directory
 
 
+def build_published_model(directory: Path, architecture: Family, **settings: Any) -> Path:
+    """Write a hybrid as Qwen publishes one: a model of text and images, with a head for drafts.
+
+    Weights of images and drafts are in name only. The experts of a layer are in two tensors.
+    """
+    from safetensors.torch import save_file
+
+    model = random_model(architecture, **settings)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if not (model.config.tie_word_embeddings and name == "lm_head.weight")
+    }
+    tensors["model.visual.pos_embed.weight"] = torch.ones(4, 6, dtype=model.dtype)
+    tensors["mtp.norm.weight"] = torch.ones(4, dtype=model.dtype)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    text = {**model.config.to_dict(), "full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
+    config = {
+        "architectures": [type(model).__name__.replace("CausalLM", "ConditionalGeneration")],
+        "model_type": architecture.removesuffix("_text"),
+        "tie_word_embeddings": model.config.tie_word_embeddings,
+        "text_config": text,
+        "vision_config": {"model_type": architecture.replace("text", "vision")},
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    _build_tokenizer(model.config.vocab_size).save_pretrained(directory)
+    return directory
+
+
 def quantized(
     model_dir: Path,
     weight_format: str,
@@ -100,20 +160,23 @@ def quantized(
 
     The layers named in `kept` stay in BF16.
     """
-    from safetensors.torch import load_file
-
+    from qurl_megatron.model.huggingface import Weights
     from qurl_megatron.quantization import quantize
 
+    architecture = Architecture.from_directory(model_dir)
+    weights = Weights(model_dir, architecture)
     tensors: dict[str, Tensor] = {}
-    for name, stored in load_file(model_dir / "model.safetensors").items():
-        weight = transform(name, stored.float())
-        is_linear = name.endswith("_proj.weight") and name.removesuffix(".weight") not in kept
-        if weight_format != "bf16" and is_linear:
+    for name in weight_map.hugging_face_names(architecture):
+        weight = transform(name, weights.read(name, ()).float())
+        module = name.removesuffix(".weight")
+        is_linear = module.partition(":")[0].endswith(("_proj", ".in_proj_qkv", ".in_proj_z"))
+        if weight_format != "bf16" and is_linear and module not in kept:
             codes = quantize.quantize(weight, weight_format)
             tensors[name] = codes.codes
             tensors[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)
         else:
-            tensors[name] = weight.to(torch.bfloat16)
+            dtype = torch.float32 if name.endswith(".A_log") else torch.bfloat16
+            tensors[name] = weight.to(dtype)
     return tensors
 
 

@@ -190,7 +190,7 @@ def start(length: int, seeds: int) -> Parameters:
 
 
 def scaled(parameters: Parameters, uaq_scale: float) -> Parameters:
-    transform = uaq.transform(UaqConfig(scale=uaq_scale))
+    transform = uaq.transform(UaqConfig(scale=uaq_scale), is_hybrid=False)
     return {name: transform(name, parameter) for name, parameter in parameters.items()}
 
 
@@ -210,7 +210,7 @@ def make_optimizer(
 
     UAQ itself says which weights and norms the arm's factors on the learning rate are for.
     """
-    divide = uaq.transform(UaqConfig(scale=2.0))
+    divide = uaq.transform(UaqConfig(scale=2.0), is_hybrid=False)
     rates = {0.5: arm.weight_rate, 1.0: 1.0, 2.0: arm.norm_rate}
     groups = [
         {

@@ -200,8 +200,8 @@ def _workload(
 def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
     """Return the model's shape, the configuration, and the fields of its layout that are given.
 
-    A model gets the configuration of recipes/scaling_32b.py, or with experts of
-    recipes/qwen3_moe.py. A recipe has its own, with a layout: None.
+    A model gets the configuration of recipes/scaling_32b.py, with experts of recipes/qwen3_moe.py,
+    a hybrid of recipes/qwen3_5.py. A recipe has its own, with a layout: None.
 
     Raises:
         ArchitectureError, ConfigError: one line.
@@ -228,6 +228,10 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
         overrides = [f"model={subject}", *overrides]
         architecture = shape(subject)
         subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
+        if architecture.delta_net:
+            subject = "qwen3_5"
+            if architecture.num_experts:  # for which there is no UAQ
+                overrides = ["quantization.uaq.scale=1", *overrides]
     elif not is_recipe:
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "

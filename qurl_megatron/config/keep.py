@@ -8,6 +8,10 @@ all linear layers in the module. `*`, `?` and `[abc]` match as in a shell.
     down_proj, *.down_proj           that layer of every block
     self_attn.[qkv]_proj             the three layers that a server holds as one
     mlp.experts                      all experts of every block, which a server holds as one
+    in_proj_qkv, in_proj_z           the two of linear attention that a server holds as one
+
+The parts of a tensor that are full tensors of their own (`in_proj_qkv:key`, see `weight_map.py`) go
+by the name of the layer.
 """
 
 import functools
@@ -23,13 +27,14 @@ from qurl_megatron.model.architecture import Architecture
 def fused_layers(architecture: Architecture) -> list[tuple[str, ...]]:
     """Return the names of the model's linear layers, block by block.
 
-    Layers that a server holds as one are in one tuple: q, k and v, or all experts of a block.
+    Layers that a server holds as one are in one tuple, as are the parts of a layer: q, k and v, or
+    all experts of a block.
     """
     groups = []
     for layer in range(architecture.num_layers):
         experts: list[str] = []
         for rule in weight_map.rules(architecture):
-            if rule.quantized:
+            if rule.quantized and layer in rule.layers(architecture):
                 names = [name.removesuffix(".weight") for name in rule.hugging_face_names(layer)]
                 if rule.of_experts:
                     experts += names
@@ -57,10 +62,10 @@ def kept_layers(
     names = [name for group in groups for name in group]
     kept = _matching(keep, names, f"{field}=", "embeddings, norms and lm_head are BF16 anyway")
     for group in groups:
-        missing = [name for name in group if name not in kept]
-        if missing and len(missing) < len(group):
+        missing = layers_of([name for name in group if name not in kept])
+        if missing and len(missing) < len(layers_of(group)):
             raise ConfigError(
-                f"{field}: has {_listed(sorted(kept & {*group}))} without "
+                f"{field}: has {_listed(layers_of(sorted(kept & {*group})))} without "
                 f"{_listed(missing)}; a server holds them as one layer, so keep all or none"
             )
     return [name for name in names if name in kept]
@@ -83,7 +88,7 @@ def _matching(patterns: Sequence[str], names: Sequence[str], field: str, why: st
     """Return the names of linear layers that match; each pattern must match one."""
     matching: set[str] = set()
     for pattern in patterns:
-        matches = {name for name in names if fnmatchcase(f".{name}.", f"*.{pattern}.*")}
+        matches = {name for name in names if fnmatchcase(f".{layer_of(name)}.", f"*.{pattern}.*")}
         if not matches:
             raise ConfigError(
                 f"{field}{pattern}: matches no quantized layer ({why}); names are such as "
@@ -93,10 +98,20 @@ def _matching(patterns: Sequence[str], names: Sequence[str], field: str, why: st
     return matching
 
 
+def layer_of(name: str) -> str:
+    """Return the name of the layer that a part belongs to: `in_proj_qkv` of `in_proj_qkv:key`."""
+    return name.partition(":")[0]
+
+
+def layers_of(names: Sequence[str]) -> list[str]:
+    """Return the names that layers have in a checkpoint, each once."""
+    return list(dict.fromkeys(map(layer_of, names)))
+
+
 def module_of(name: str) -> str:
     """Return by which name a layer is kept: that of all experts of its block if it is of one."""
     block, is_of_expert, _ = name.partition(".experts.")
-    return f"{block}.experts" if is_of_expert else name
+    return f"{block}.experts" if is_of_expert else layer_of(name)
 
 
 def shortened(names: Sequence[str], all_names: Sequence[str]) -> list[str]:

@@ -134,6 +134,20 @@ def tokens_of_requests(server: ServerConfig, max_length: int, requests: int) -> 
     return requests * -(-(max_length + CONTEXT_RESERVE) // page) * page
 
 
+def states_per_request(server: ServerConfig, *, on_gpu: bool) -> int:
+    """Return for how many states of linear attention SGLang sets memory aside for each request.
+
+    A request computes with one. The others keep states of prefixes: two in general, and those of a
+    running request, two with the overlap schedule and one without.
+    """
+    if server.options.get("disable_radix_cache"):
+        return 1
+    if server.options.get("mamba_radix_cache_strategy") == "no_buffer":
+        return 3
+    overlaps = on_gpu and not server.options.get("disable_overlap_schedule")
+    return 5 if overlaps else 4
+
+
 def command_line(options: Mapping[str, object]) -> list[str]:
     """Return options, by name with underscores, as words of a command line.
 

@@ -155,10 +155,10 @@ def check_group_size(name: FormatName, group_size: int, field: str) -> None:
 
 
 def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
-    """Check that a model divides over the learner's ranks.
+    """Check that a model divides over the learner's ranks, and can be computed as `layout` says.
 
     Raises:
-        ArchitectureError: it does not.
+        ArchitectureError: it cannot.
     """
     architecture.check_layout(
         layout.tensor_parallel_size,
@@ -171,9 +171,17 @@ def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
         layout.expert_tensor_parallel_size,
         layout.world_size // layout.pipeline_parallel_size,
     )
-    if architecture.num_experts and layout.fp8:
+    is_hybrid = architecture.delta_net is not None
+    if (architecture.num_experts or is_hybrid) and layout.fp8:
+        what = "linear attention" if is_hybrid else "experts"
         raise ArchitectureError(
-            f"learner.fp8={layout.fp8}: not supported with experts; leave learner.fp8 out"
+            f"learner.fp8={layout.fp8}: not supported with {what}; leave learner.fp8 out"
+        )
+    if is_hybrid and layout.context_parallel_size > 1:
+        raise ArchitectureError(
+            f"learner.context_parallel_size={layout.context_parallel_size}: not supported with "
+            "linear attention, whose state goes from token to token; set it to 1, and give "
+            "tensor_parallel_size more ranks"
         )
 
 
@@ -181,12 +189,19 @@ def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
     """Check that UAQ does not change which experts tokens choose.
 
     Raises:
-        ConfigError: a router would be scaled by a number that is no power of two.
+        ConfigError: a router would be scaled by a number that is no power of two, or the norm
+            before it is a hybrid's, which is rounded whatever the number.
     """
     if not architecture.num_experts:
         return
     of_layers = {f"layer_scales.{layer}": scale for layer, scale in uaq.layer_scales.items()}
     for field, scale in {"scale": uaq.scale, **of_layers}.items():
+        if architecture.delta_net and scale != 1:
+            raise ConfigError(
+                f"quantization.uaq.{field}={scale:g}: a hybrid with experts cannot be scaled: the "
+                "norm before a router multiplies by 1 + weight, which is rounded in bfloat16, and "
+                "then tokens choose other experts; leave it at 1"
+            )
         if math.frexp(scale)[0] != 0.5:
             raise ConfigError(
                 f"quantization.uaq.{field}={scale:g}: a model with experts needs a power of two, "
@@ -410,8 +425,14 @@ def check_base(config: Config, architecture: Architecture) -> None:
     """Check that a learner of adapters can hold its part of the base, and targets exist.
 
     Raises:
-        ConfigError: a group of INT4 would lie on two ranks, or a target matches no layer.
+        ConfigError: a group of INT4 would lie on two ranks, a target matches no layer, or the base
+            has linear attention.
     """
+    if config.adapters.rank and architecture.delta_net:
+        raise ConfigError(
+            f"adapters.rank={config.adapters.rank}: adapters over linear attention are not "
+            "supported; set it to 0, or give another model"
+        )
     if config.adapters.targets:
         adapted_layers(config.adapters.targets, architecture)
     if not config.adapters.rank:

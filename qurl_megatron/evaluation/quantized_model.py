@@ -7,7 +7,7 @@ the server's, bit for bit. The rest is that of transformers in BF16, and logits 
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +88,22 @@ class ActivationMeter:
         }
 
 
+class Parts(torch.nn.ModuleDict):
+    """A linear layer whose rows are those of several full tensors, each quantized by itself."""
+
+    def __init__(
+        self, weight: Tensor, sizes: Mapping[str, int], weight_format: WeightFormat
+    ) -> None:
+        """Cut `weight` [rows, in] into parts of `sizes` rows."""
+        rows = weight.split([*sizes.values()])
+        parts = zip(sizes, rows, strict=True)
+        super().__init__({name: SwitchedLinear(x, None, weight_format) for name, x in parts})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `x` [..., in] bfloat16 to [..., rows] bfloat16."""
+        return torch.cat([part(x) for part in self.values()], -1)
+
+
 class Experts(torch.nn.ModuleList):
     """The experts of a block, each with the linear layers that a checkpoint names."""
 
@@ -155,9 +171,14 @@ class QuantizedModel:
             for number in range(architecture.num_layers):
                 block = self._model.get_submodule(f"model.layers.{number}.mlp")
                 block.experts = Experts(block.experts, weight_format)
+        if hybrid := architecture.delta_net:
+            sizes = {"query": hybrid.keys, "key": hybrid.keys, "value": hybrid.values}
+            for block in self._model.model.layers:
+                if (mixer := getattr(block, "linear_attn", None)) is not None:
+                    mixer.in_proj_qkv = Parts(mixer.in_proj_qkv.weight, sizes, weight_format)
         self._layers: dict[str, SwitchedLinear] = {}
         for name in self.names:
-            layer = self._model.get_submodule(name)
+            layer = self._model.get_submodule(name.replace(":", "."))
             if not isinstance(layer, SwitchedLinear):
                 parent, _, last = name.rpartition(".")
                 layer = SwitchedLinear(layer.weight, layer.bias, weight_format)

@@ -314,66 +314,72 @@ def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tupl
     architecture = dataclasses.replace(
         Architecture.from_directory(checkpoint / "model"), adapter_rank=config.adapters.rank
     )
-    # With bfloat16 the optimizer holds the float32 weights; with float32 they are the parameters.
-    prefix = "optimizer.state.fp32_param." if config.learner.dtype == "bfloat16" else ""
+    is_bfloat16 = config.learner.dtype == "bfloat16"
     rules = [
         rule
         for rule in weight_map.rules(architecture)
         if rule.is_adapter == (config.adapters.rank > 0)
     ]
-    in_layer = {
-        layered: [rule for rule in rules if rule.layered == layered] for layered in (False, True)
+    groups = {
+        layer: [rule for rule in rules if layer in rule.layers(architecture)]
+        for layer in (None, *range(architecture.num_layers))
     }
     sizes = {
-        layered: sum(num_values(part, architecture) for rule in group for part in rule.tensors)
-        for layered, group in in_layer.items()
+        layer: sum(num_values(part, architecture) for rule in group for part in rule.tensors)
+        for layer, group in groups.items()
     }
-    done, total = 0, sizes[False] + architecture.num_layers * sizes[True]  # values
-    for layer in (None, *range(architecture.num_layers)):
-        group = in_layer[layer is not None]
+    done, total = 0, sum(sizes.values())  # values
+    for layer, group in groups.items():
         if group:
-            yield _read(checkpoint, group, layer, architecture, prefix)
-        done += sizes[layer is not None]
+            yield _read(checkpoint, group, layer, architecture, is_bfloat16)
+        done += sizes[layer]
         progress(4 * done, 4 * total)
 
 
 def _read(
-    checkpoint: Path, rules: list[Rule], layer: int | None, architecture: Architecture, prefix: str
+    checkpoint: Path,
+    rules: list[Rule],
+    layer: int | None,
+    architecture: Architecture,
+    is_bfloat16: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of `rules` in one layer; None stands for those outside the layers."""
+    # Megatron stacks the tensors of all layers, but for hybrids, whose layers are of two kinds.
+    is_stacked = layer is not None and architecture.delta_net is None
     slices: dict[str, Tensor] = {}
-    for rule in rules:
-        name = prefix + _stored_name(rule)
+    names = [_stored_name(rule, None if is_stacked else layer, is_bfloat16) for rule in rules]
+    for rule, name in zip(rules, names, strict=True):
         if name in slices:  # of all experts
             continue
         shapes = [weight_map.full_shape(part, architecture) for part in rule.tensors]
         shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         if rule.of_experts:
             shape.insert(0, architecture.num_experts)
-        slices[name] = torch.empty(shape if layer is None else [1, *shape])
+        slices[name] = torch.empty([1, *shape] if is_stacked else shape)
     torch.distributed.checkpoint.load(
         slices,
         storage_reader=FileSystemReader(checkpoint / "megatron"),
-        planner=_SlicePlanner(layer or 0),
+        planner=_SlicePlanner(layer if is_stacked and layer else 0),
         no_dist=True,
     )
-    for rule in rules:
-        shard = slices[prefix + _stored_name(rule)]
-        shard = shard if layer is None else shard[0]
+    for rule, name in zip(rules, names, strict=True):
+        shard = slices[name][0] if is_stacked else slices[name]
         shard = shard if rule.expert is None else shard[rule.expert]
         for part in weight_map.split(rule, shard, architecture, layer, 0, 1):
             yield part.name, part.tensor
 
 
-def _stored_name(rule: Rule) -> str:
-    """Return the name under which Megatron stores a parameter.
+def _stored_name(rule: Rule, layer: int | None, is_bfloat16: bool) -> str:
+    """Return the name under which Megatron stores a parameter's float32 values.
 
-    It stores Transformer Engine's names, and stacks the tensors of all layers and all experts.
+    It stores Transformer Engine's names, and stacks the tensors of all experts; with `layer` None
+    also those of all layers. The optimizer holds the float32 values of parameters in bfloat16.
     """
-    name = rule.megatron_names[-1].replace("{layer}.", "")
+    name = rule.megatron_names[-1].replace("{layer}.", "" if layer is None else f"{layer}.")
     if rule.of_experts:
-        return name.replace("experts.", "experts.experts.").removesuffix(str(rule.expert))
-    return name
+        name = name.replace("experts.", "experts.experts.").removesuffix(str(rule.expert))
+    is_parameter = weight_map.sent_dtype(rule.tensors[0].name) == torch.float32
+    return f"optimizer.state.fp32_param.{name}" if is_bfloat16 and not is_parameter else name
 
 
 class _SlicePlanner(DefaultLoadPlanner):

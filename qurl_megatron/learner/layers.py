@@ -1,8 +1,10 @@
 """The transformer layers of the learner: Transformer Engine's on a GPU, torch's elsewhere."""
 
+import copy
 import functools
 import importlib.util
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +14,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import (
     CheckpointWithoutOutput,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer import TransformerConfig, TransformerLayer
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
@@ -31,6 +37,7 @@ from qurl_megatron.config.validate import check_context_parallel, check_fp8
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.adapters import freeze
 from qurl_megatron.learner.cpu_runtime import import_layer_specs
+from qurl_megatron.learner.delta_net import GatedDeltaNet, has_fla
 from qurl_megatron.learner.packing import zigzag
 from qurl_megatron.model.architecture import Architecture
 
@@ -57,6 +64,48 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps, device=device(), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """An RMSNorm that multiplies by 1 + weight, which it computes in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 + self.weight.float()
+        normalized = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, scale, self.eps)
+        return normalized.to(x.dtype)
+
+
+class GatedSelfAttention(gpt_layer_specs.SelfAttention):  # type: ignore[name-defined]
+    """Attention with a gate for each channel of its output, which q_proj computes too.
+
+    The rows of a key-value head's group are those of each query head, each followed by those of its
+    gate, then the key head and the value head: the order of the checkpoint. Megatron's own has all
+    gates behind all queries, and does not divide them where ranks share a key-value head.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, ...]:
+        """Return queries, keys, values and gates, [tokens, 1, heads on this rank, head_dim]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, ranks = self.config.num_query_groups, self.world_size
+        sharing = max(1, ranks // groups)  # ranks to a key-value head
+        if sharing > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)
+            mixed = mixed.chunk(groups, dim=-1)[self.tp_group.rank() // sharing]
+        heads = mixed.unflatten(
+            -1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head)
+        )
+        gated, key, value = heads.split([heads.shape[-2] - 2, 1, 1], dim=-2)
+        query, gate = (each.flatten(2, 3) for each in gated.unflatten(-2, (-1, 2)).unbind(-2))
+        if sharing > 1:
+            own = self.tp_group.rank() % sharing
+            query, gate = (each.chunk(sharing, dim=2)[own] for each in (query, gate))
+        return self.q_layernorm(query), self.k_layernorm(key.squeeze(3)), value.squeeze(3), gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Gate the output; Megatron's own is compiled, which a fork of the launcher cannot do."""
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class CausalAttention(torch.nn.Module):
@@ -250,14 +299,23 @@ def has_transformer_engine() -> bool:
     return accelerator() == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
+def uses_transformer_engine(architecture: Architecture) -> bool:
+    """Return whether a model's layers are Transformer Engine's, which those of hybrids never are.
+
+    It fuses the norm before the attention into one product, and two read it in a linear attention.
+    """
+    return has_transformer_engine() and architecture.delta_net is None
+
+
 def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
     """Return Megatron's specification of the layers in one chunk of this pipeline stage.
 
-    The layers are Transformer Engine's if it is installed and there is a GPU. Otherwise they are
-    Megatron's own, with torch's RMSNorm and scaled dot product attention.
+    The layers are Transformer Engine's if it is installed and there is a GPU. Otherwise, and those
+    of a hybrid, they are Megatron's own, with torch's norms and scaled dot product attention.
     """
     norm: type[torch.nn.Module]
-    if has_transformer_engine():
+    linear_layers = config.linear_attention_freq  # of a hybrid: 1 for each such layer, 0 for others
+    if has_transformer_engine() and linear_layers is None:
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
@@ -267,34 +325,51 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
             qk_layernorm=config.qk_layernorm,
         )
     else:
-        norm = RMSNorm
+        norm = RMSNorm if linear_layers is None else ZeroCentredRMSNorm
         layer = gpt_layer_specs.get_gpt_layer_local_spec(
             num_experts=config.num_moe_experts,
             qk_layernorm=config.qk_layernorm,
             normalization="RMSNorm",
         )
-        layer.submodules.input_layernorm = RMSNorm
-        layer.submodules.pre_mlp_layernorm = RMSNorm
+        layer.submodules.input_layernorm = norm
+        layer.submodules.pre_mlp_layernorm = norm
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+            attention.q_layernorm = attention.k_layernorm = norm
+        # Transformer Engine fuses norms into the products behind them, and checkpoints have its
+        # names for them. The norm before experts, and those of a hybrid, have names of their own.
+        names = layer.submodules.sharded_state_dict_keys_map
         if config.num_moe_experts:
-            # Transformer Engine fuses the norm before a dense layer's MLP into it, and checkpoints
-            # have its name for it. The norm before experts has a name of its own.
-            names = layer.submodules.sharded_state_dict_keys_map
-            layer.submodules.sharded_state_dict_keys_map = {
-                name: names[name] for name in names if name.startswith("input_layernorm")
-            }
+            names = {name: names[name] for name in names if name.startswith("input_layernorm")}
+        layer.submodules.sharded_state_dict_keys_map = {} if linear_layers else names
     if getattr(config, "adapters", None):
         freeze(layer)
         # Transformer Engine's are part of the linear layers that were there before.
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.recompute_granularity == "selective" and not config.num_moe_experts:
         layer.module = SelectiveLayer
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
+    layers = [layer] * get_num_layers_to_build(config, virtual_stage)
+    if isinstance(linear_layers, list):
+        layer.submodules.self_attention.module = GatedSelfAttention
+        linear = _linear_layer(layer)
+        first = get_transformer_layer_offset(config, virtual_stage)
+        kinds = linear_layers[first : first + len(layers)]
+        layers = [linear if is_linear else layer for is_linear in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _linear_layer(layer: ModuleSpec) -> ModuleSpec:
+    """Return the specification of a layer with gated DeltaNet in place of attention."""
+    linear = copy.deepcopy(layer)
+    products = layer.submodules.self_attention.submodules
+    linear.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=products.linear_qkv, out_norm=RMSNorm, out_proj=products.linear_proj
+        ),
     )
+    return linear
 
 
 def fuse_gradients(model: torch.nn.Module) -> None:
@@ -317,12 +392,18 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
     check_fp8(learner, has_transformer_engine())
     if accelerator() == "cuda":
         check_context_parallel(learner, has_transformer_engine())
+        if architecture.delta_net and not has_fla() and dist.get_rank() == 0:
+            print(
+                "qurl: flash-linear-attention is not installed: linear attention takes more time "
+                "and memory; install requirements-gpu.txt",
+                file=sys.stderr,
+            )
     return {
         **_FP8[learner.fp8],
         **_recompute_fields(learner, architecture),
         "use_cpu_initialization": accelerator() == "cpu",
         "bias_activation_fusion": accelerator() == "cuda",
-        "apply_rope_fusion": has_transformer_engine(),
+        "apply_rope_fusion": uses_transformer_engine(architecture),
         "moe_grouped_gemm": _has_grouped_experts(architecture),
         "batch_p2p_comm": accelerator() == "cuda",
         "batch_p2p_sync": False,  # old versions of torch needed the whole GPU to wait
@@ -331,7 +412,7 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
 
 def _has_grouped_experts(architecture: Architecture) -> bool:
     """Return whether one operation computes all experts; a frozen base has a layer for each."""
-    return has_transformer_engine() and not architecture.adapter_rank
+    return uses_transformer_engine(architecture) and not architecture.adapter_rank
 
 
 def _recompute_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:

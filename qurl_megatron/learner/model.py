@@ -73,6 +73,7 @@ def build_chunks(
         context_parallel_size=learner.context_parallel_size,
         sequence_parallel=learner.tensor_parallel_size > 1,
         **expert_fields(architecture, learner),
+        **hybrid_fields(architecture),
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=_finalize_gradients,
         **transformer_config_fields(learner, architecture),
@@ -181,10 +182,28 @@ def expert_fields(architecture: Architecture, learner: LearnerConfig) -> dict[st
         "moe_router_topk": architecture.experts_per_token,
         "moe_router_pre_softmax": not architecture.normalize_topk,
         "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": architecture.shared_intermediate_size or None,
+        "moe_shared_expert_gate": bool(architecture.shared_intermediate_size),
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": learner.expert_parallel_size,
         "expert_tensor_parallel_size": learner.expert_tensor_parallel_size,
+    }
+
+
+def hybrid_fields(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig that describe linear attention."""
+    hybrid = architecture.delta_net
+    if hybrid is None:
+        return {}
+    return {
+        "linear_attention_freq": [int(linear) for linear in hybrid.layers],
+        "linear_conv_kernel_dim": hybrid.conv_width,
+        "linear_key_head_dim": hybrid.key_dim,
+        "linear_value_head_dim": hybrid.value_dim,
+        "linear_num_key_heads": hybrid.key_heads,
+        "linear_num_value_heads": hybrid.value_heads,
+        "attention_output_gate": True,
     }
 
 
@@ -224,6 +243,9 @@ class PolicyModel(GPTModel):
             post_process=parallel_state.is_pipeline_last_stage(**stage),
             share_embeddings_and_output_weights=architecture.tie_word_embeddings,
             position_embedding_type="rope",
+            rotary_percent=(
+                1.0 if architecture.delta_net is None else architecture.delta_net.rotary_factor
+            ),
             rotary_base=architecture.rope_theta,
             vp_stage=virtual_stage,
         )

@@ -96,6 +96,18 @@ class OptimizerShards:
         self._part_of = {
             parameter: part for part in self._parts for parameter in part.model_param_gbuf_map
         }
+        # Megatron's own index is wrong where a part has parameters of two types: those in float32
+        # come first in the optimizer.
+        self._updated = {
+            parameter: updated
+            for part in self._parts
+            for parameters, shards in (
+                (part.model_fp32_groups, part.shard_fp32_groups),
+                (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            )
+            for group, own in zip(parameters, shards, strict=True)
+            for parameter, updated in zip(group, own, strict=True)
+        }
 
     def master(self, parameter: Tensor) -> Tensor:
         """Return the flat float32 values that the optimizer updates; empty if this rank has none.
@@ -104,7 +116,7 @@ class OptimizerShards:
         """
         if parameter not in self._part_of:
             return parameter.new_empty(0, dtype=torch.float32)
-        return self._updated(parameter).detach()
+        return self._updated[parameter].detach()
 
     def write_master(self, parameter: Tensor, values: Tensor) -> None:
         """Copy this rank's range of `values`, which have the parameter's shape."""
@@ -179,7 +191,7 @@ class OptimizerShards:
             parameter = sharded.data
             if not isinstance(parameter, Tensor) or parameter not in self._part_of:
                 continue
-            updated = self._updated(parameter)
+            updated = self._updated[parameter]
             moments = self._part_of[parameter].optimizer.state[updated].items()
             tensors = {name: values for name, values in moments if name != "step"}
             if parameter.dtype != torch.float32:
@@ -192,12 +204,6 @@ class OptimizerShards:
                     for tensor in self._boxes_of(piece, parameter, name, values):
                         state[f"{tensor.key}.{tensor.global_offset}"] = tensor
         return state
-
-    def _updated(self, parameter: Tensor) -> Tensor:
-        """Return the tensor that the optimizer has instead of `parameter`, of which it has some."""
-        part = self._part_of[parameter]
-        group, order = part.model_param_group_index_map[parameter]
-        return part.optimizer.param_groups[group]["params"][order]
 
     def _range(self, parameter: Tensor) -> tuple[int, int]:
         """Return the flat range of `parameter` that this rank updates."""

@@ -28,7 +28,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.learner import packing
-from qurl_megatron.learner.layers import FP8_TOKENS, context_index, has_transformer_engine
+from qurl_megatron.learner.layers import FP8_TOKENS, context_index, uses_transformer_engine
 from qurl_megatron.learner.model import virtual_stages
 from qurl_megatron.model.architecture import Architecture
 
@@ -117,7 +117,7 @@ def deal(batch: TrainBatch, layout: LearnerConfig, architecture: Architecture) -
     by_replica = _plan(batch, layout, architecture) if dist.get_rank() == 0 else []
     own = _to_replicas([batch.select(numbers) for numbers in replica] for replica in by_replica)
     dealt = [list(itertools.chain.from_iterable(replica)) for replica in by_replica]
-    return Share(_lay_out(own, layout), dealt, batch.lengths.tolist())
+    return Share(_lay_out(own, layout, architecture), dealt, batch.lengths.tolist())
 
 
 def _plan(
@@ -140,7 +140,9 @@ def _plan(
     )
 
 
-def _lay_out(batches: Sequence[TrainBatch], layout: LearnerConfig) -> list[MicroBatch]:
+def _lay_out(
+    batches: Sequence[TrainBatch], layout: LearnerConfig, architecture: Architecture
+) -> list[MicroBatch]:
     """Pack each micro batch of a replica, with its sequences in their order."""
     pieces = _pieces(layout)
     # Sequence and context parallelism divide the tokens of a micro batch, and FP8 recipes blocks of
@@ -152,7 +154,11 @@ def _lay_out(batches: Sequence[TrainBatch], layout: LearnerConfig) -> list[Micro
         totals.append(packing.round_up(max(tokens, 1), multiple))
     if layout.pipeline_parallel_size > 1:  # stages exchange tensors of one shape
         totals = [max(totals)] * len(totals)
-    return [_pack(batch, total, pieces) for batch, total in zip(batches, totals, strict=True)]
+    # Layers without Transformer Engine read the bounds on the host, for which a GPU is not waited.
+    on_host = not uses_transformer_engine(architecture)
+    return [
+        _pack(batch, total, pieces, on_host) for batch, total in zip(batches, totals, strict=True)
+    ]
 
 
 def _take(tensor: Tensor, index: Tensor, *, back: int = 0, padding: int = 0) -> Tensor:
@@ -177,10 +183,11 @@ def _pieces(layout: LearnerConfig) -> int:
     return 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
 
 
-def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
+def _pack(batch: TrainBatch, total: int, pieces: int, on_host: bool) -> MicroBatch:
     """Lay inputs of sequences one behind another, each padded, and all of them to `total` tokens.
 
-    A sequence is padded to a multiple of `pieces`. Padding at the end is one more sequence.
+    A sequence is padded to a multiple of `pieces`. Padding at the end is one more sequence. With
+    `on_host` the padded bounds are on the host.
     """
     index = torch.full((total,), -1, dtype=torch.int64)
     bounds = [0]
@@ -200,8 +207,7 @@ def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
     max_length *= 2 if max_length == total else 1
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
     on_device = _to_device(cu_seqlens)
-    # Layers without Transformer Engine read the bounds on the host, for which a GPU is not waited.
-    on_host = None if has_transformer_engine() else cu_seqlens
+    padded = cu_seqlens if on_host else None
     rows = replace(batch, routed_experts=None, mask_sizes=None, mask_ids=None)
     rows = rows.map(lambda tensor: _take(tensor, index))
     rows = replace(rows, tokens=rows.tokens.long())
@@ -221,8 +227,8 @@ def _pack(batch: TrainBatch, total: int, pieces: int) -> MicroBatch:
             qkv_format="thd",
             cu_seqlens_q=on_device,
             cu_seqlens_kv=on_device,
-            cu_seqlens_q_padded=on_host,
-            cu_seqlens_kv_padded=on_host,
+            cu_seqlens_q_padded=padded,
+            cu_seqlens_kv_padded=padded,
             max_seqlen_q=max_length,
             max_seqlen_kv=max_length,
         ),

@@ -25,6 +25,7 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.measurements import Evaluator
 from qurl_megatron.loop.proof import Proof
 from qurl_megatron.loop.sampling import NothingScored, Sampler
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
@@ -211,11 +212,12 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
 
 
 def _load_learner(config: Config) -> Learner:
+    is_hybrid = Architecture.from_directory(config.model).delta_net is not None
     learner = Learner(
         Path(config.model),
         config.learner,
         config.optimizer,
-        transform=uaq.transform(config.quantization.uaq),
+        transform=uaq.transform(config.quantization.uaq, is_hybrid=is_hybrid),
         replays_routing=config.rollout.routing == "replay",
         adapters=Adapters.of(config),
     )

@@ -2,7 +2,7 @@
 
 Everything that builds, plans or reshards a model takes an `Architecture`; only this module reads
 the shape from `config.json`. It accepts the spelling of transformers 5 (`rope_parameters`) and the
-earlier one (`rope_theta`, `rope_scaling`).
+earlier one (`rope_theta`, `rope_scaling`). Of a model of text and images it reads the text part.
 
 Divisibility rules live here and nowhere else: `check_layout` for the learner's ranks,
 `check_server_layout` and `check_blocks` for a server's, `stage_layers` for pipeline stages.
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama"]
+CHUNK = 64  # tokens that the gated delta rule computes at once, here and in FLA's kernels
+Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen3_5_text", "qwen3_5_moe_text"]
 
 
 class ArchitectureError(ValueError):
@@ -32,6 +33,7 @@ class _FamilyTraits:
     key_value_heads: int | None = None  # None: as many as attention heads
     head_dim: int | None = None  # None: hidden size / attention heads
     has_experts: bool = False
+    is_hybrid: bool = False  # see `DeltaNet`
 
 
 # Extend this table for a new architecture. Its weights must fit `weight_map.RULES`.
@@ -44,6 +46,28 @@ SUPPORTED_ARCHITECTURES: dict[str, _FamilyTraits] = {
         "qwen3_moe", qkv_bias=False, qk_norm=True, key_value_heads=4, has_experts=True
     ),
     "LlamaForCausalLM": _FamilyTraits("llama", qkv_bias=False, qk_norm=False),
+    "Qwen3_5ForCausalLM": _FamilyTraits(
+        "qwen3_5_text",
+        qkv_bias=False,
+        qk_norm=True,
+        key_value_heads=4,
+        head_dim=256,
+        is_hybrid=True,
+    ),
+    "Qwen3_5MoeForCausalLM": _FamilyTraits(
+        "qwen3_5_moe_text",
+        qkv_bias=False,
+        qk_norm=True,
+        key_value_heads=2,
+        head_dim=256,
+        has_experts=True,
+        is_hybrid=True,
+    ),
+}
+# Models of text and images, as Qwen3.5 and 3.6 are published, and the models of their text.
+TEXT_PARTS = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
 
 
@@ -55,6 +79,50 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """What a hybrid model has that others lack: layers of gated DeltaNet, a linear attention.
+
+    Between them are layers of attention, which rotates only the first channels of a head, and whose
+    output has a gate for each channel. All norms of a hybrid multiply by 1 + weight, but for the
+    one after the linear attention.
+    """
+
+    layers: tuple[bool, ...]  # of every layer, whether its attention is linear
+    key_heads: int  # of queries too; each has the same number of value heads
+    value_heads: int
+    key_dim: int  # channels of one head
+    value_dim: int
+    conv_width: int  # tokens that the convolution before the linear attention sees
+    rotary_factor: float  # the share of an attention head's channels that is rotated
+
+    @property
+    def keys(self) -> int:
+        """Channels of all key heads."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all value heads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Channels between a layer's projections of a token and the one back, added up."""
+        return 2 * self.keys + 3 * self.values + 2 * self.value_heads
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a layer's rule and convolution for one token, in the forward pass.
+
+        They are those of `model.delta_rule`: products of the tokens of a chunk with each other, a
+        triangular solve, and three products with the state.
+        """
+        inside = CHUNK * (5 * self.key_dim + 3 * self.value_dim)
+        rule = self.value_heads * (inside + 6 * self.key_dim * self.value_dim)
+        return rule + 2 * self.conv_width * (2 * self.keys + self.values)
 
 
 @dataclass(frozen=True)
@@ -85,6 +153,8 @@ class Architecture:
     experts_per_token: int = 0
     moe_intermediate_size: int = 0  # channels of one expert; `intermediate_size` is not used then
     normalize_topk: bool = False  # the weights of a token's experts add up to 1
+    shared_intermediate_size: int = 0  # channels of the expert that every token passes through
+    delta_net: DeltaNet | None = None  # None: no hybrid
     adapter_rank: int = 0  # of a learner's adapters over this model; 0: it has none
 
     @classmethod
@@ -106,10 +176,10 @@ class Architecture:
             raise ArchitectureError(
                 f"'{directory}' has no config.json; give a Hugging Face model directory"
             )
-        config = read_json(file)
+        config = text_config(read_json(file), file)
         traits = _traits(config, file)
         num_layers = _size(config, "num_hidden_layers", file)
-        _check_features(config, num_layers, file)
+        _check_features(config, num_layers, file, traits)
         num_heads = _size(config, "num_attention_heads", file)
         num_key_value_heads = _key_value_heads(config, file, traits, num_heads)
         if num_heads % num_key_value_heads:
@@ -119,15 +189,21 @@ class Architecture:
             )
         hidden_size = _size(config, "hidden_size", file)
         vocab_size = _size(config, "vocab_size", file)
-        rope_theta, rope_scaling = _rope(config, file)
+        head_dim = _head_dim(config, file, traits, hidden_size, num_heads)
+        rope_theta, rope_scaling = _rope(config, file, traits)
         return cls(
             family=traits.family,
             num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=_size(config, "intermediate_size", file),
+            intermediate_size=_size(
+                config,
+                "intermediate_size",
+                file,
+                config.get("moe_intermediate_size") if traits.is_hybrid else None,
+            ),
             num_attention_heads=num_heads,
             num_key_value_heads=num_key_value_heads,
-            head_dim=_head_dim(config, file, traits, hidden_size, num_heads),
+            head_dim=head_dim,
             vocab_size=vocab_size,
             tie_word_embeddings=_flag(config, "tie_word_embeddings", file),
             qkv_bias=traits.qkv_bias,
@@ -137,13 +213,26 @@ class Architecture:
             rope_scaling=rope_scaling,
             max_position_embeddings=_size(config, "max_position_embeddings", file),
             eos_token_ids=_eos_token_ids(config, directory, vocab_size),
-            **(_experts(config, file) if traits.has_experts else {}),
+            **(_experts(config, file, traits) if traits.has_experts else {}),
+            delta_net=_delta_net(config, num_layers, head_dim, file) if traits.is_hybrid else None,
         )
 
     @property
     def active_intermediate_size(self) -> int:
         """Intermediate channels that one token passes through in a layer."""
-        return self.experts_per_token * self.moe_intermediate_size or self.intermediate_size
+        if not self.num_experts:
+            return self.intermediate_size
+        return self.experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Layers with attention, and so with keys and values; the others have a state."""
+        return self.num_layers - self.num_linear_layers
+
+    @property
+    def num_linear_layers(self) -> int:
+        """Layers with linear attention."""
+        return sum(self.delta_net.layers) if self.delta_net else 0
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Return the embedding rows with padding: the next multiple of `tensor_parallel_size`.
@@ -206,16 +295,22 @@ class Architecture:
         query = self.num_attention_heads * self.head_dim
         key_value = 2 * self.num_key_value_heads * self.head_dim
         mlp = 3 * self.active_intermediate_size + self.num_experts  # the router's rows
-        return self.num_layers * self.hidden_size * (2 * query + key_value + mlp)
+        mlp += self.shared_intermediate_size > 0  # the row of its gate
+        # Queries and outputs, and in a hybrid the output's gate.
+        attention = (3 if self.delta_net else 2) * query + key_value
+        linear = self.num_linear_layers * self.delta_net.projected if self.delta_net else 0
+        channels = self.num_layers * mlp + self.num_attention_layers * attention + linear
+        return self.hidden_size * channels
 
     def forward_flops(self, length: float, square: float | None = None) -> float:
-        """Return the FLOPs of the layers in the forward pass of one sequence, causal attention.
+        """Return the FLOPs of the layers in the forward pass of one sequence, attention causal.
 
         If `length` is the mean of several sequences, `square` is the mean of their squares.
         """
         square = length**2 if square is None else square
-        attention = self.num_layers * self.num_attention_heads * self.head_dim * square
-        return 2.0 * self.num_linear_weights * length + 2.0 * attention
+        attention = self.num_attention_layers * self.num_attention_heads * self.head_dim * square
+        rule = self.num_linear_layers * self.delta_net.flops * length if self.delta_net else 0.0
+        return 2.0 * self.num_linear_weights * length + 2.0 * attention + rule
 
     def check_layout(
         self,
@@ -236,6 +331,7 @@ class Architecture:
             self._check_divides("key-value heads", self.num_key_value_heads, size)
         if not self.num_experts:
             self._check_divides("intermediate channels", self.intermediate_size, size)
+        self._check_linear_layout(size)
         virtual_stages = virtual_pipeline_parallel_size
         if virtual_stages > 1 and pipeline_parallel_size == 1:
             raise ArchitectureError(
@@ -254,6 +350,18 @@ class Architecture:
                 f"a vocabulary of {self.vocab_size} tokens leaves a rank of "
                 f"tensor_parallel_size={size} without any; use fewer ranks"
             )
+
+    def _check_linear_layout(self, tensor_parallel_size: int) -> None:
+        """Check that heads of linear attention, and a shared expert, divide over ranks."""
+        if self.delta_net is not None:
+            for unit, heads in (
+                ("key", self.delta_net.key_heads),
+                ("value", self.delta_net.value_heads),
+            ):
+                unit += " heads of linear attention"
+                self._check_divides(unit, heads, tensor_parallel_size)
+        unit = "channels of the shared expert"
+        self._check_divides(unit, self.shared_intermediate_size, tensor_parallel_size)
 
     def check_expert_layout(
         self, expert_parallel_size: int, expert_tensor_parallel_size: int, stage_ranks: int
@@ -300,6 +408,7 @@ class Architecture:
             ArchitectureError: it cannot; the message lists the sizes that would.
         """
         self._check_divides("attention heads", self.num_attention_heads, tensor_parallel_size)
+        self._check_linear_layout(tensor_parallel_size)
         groups = expert_parallel_size
         if groups == 1 and not self.num_experts:
             return
@@ -351,8 +460,15 @@ class Architecture:
             "intermediate": intermediate // sharing,
             "hidden": self.hidden_size,
         }
+        if self.delta_net is not None:
+            widths["linear key"] = self.delta_net.keys // tensor_parallel_size
+            widths["linear value"] = self.delta_net.values // tensor_parallel_size
+        if self.shared_intermediate_size:
+            shared = self.shared_intermediate_size // tensor_parallel_size
+            widths["shared expert's intermediate"] = shared
         if is_int4:
             del widths["key-value"]
+            widths.pop("linear key", None)
         for width_name, width in widths.items():
             if width % block:
                 other = "format int8" if is_int4 else "format fp8"
@@ -398,6 +514,52 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return config.json as that of a model of text only, which all readers take as the same model.
+
+    Of a model of text and images it is `text_config`, with what is only beside that. Of a hybrid it
+    has two fields that SGLang reads and transformers does not: `full_attention_interval`, and
+    `partial_rotary_factor` outside of `rope_parameters`, where transformers writes 0.25 whatever it
+    is.
+
+    Raises:
+        ArchitectureError: it contradicts itself.
+    """
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name in TEXT_PARTS:
+        text = config.get("text_config")
+        if not isinstance(text, dict):
+            raise ArchitectureError(f"{file}: {name} without an object 'text_config'")
+        beside: dict[str, Any] = {
+            field: config[field]
+            for field in ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+            if field in config
+        }
+        tied = "tie_word_embeddings"
+        if text.get(tied, beside.get(tied)) != beside.get(tied, text.get(tied)):
+            raise ArchitectureError(
+                f"{file}: {tied} is {beside[tied]}, and {text[tied]} in text_config"
+            )
+        name = TEXT_PARTS[name]
+        config = {**beside, **text, "architectures": [name]}
+    traits = SUPPORTED_ARCHITECTURES.get(str(name))
+    if traits is None or not traits.is_hybrid:
+        return config
+    kinds = config.get("layer_types")
+    every = config.get("full_attention_interval")
+    if every is None and isinstance(kinds, list) and "full_attention" in kinds:
+        every = kinds.index("full_attention") + 1
+    rope = config.get("rope_parameters")
+    factor = config.get("partial_rotary_factor", 0.25)
+    factor = rope.get("partial_rotary_factor", factor) if isinstance(rope, dict) else factor
+    return {
+        **config,
+        "full_attention_interval": 4 if every is None else every,
+        "partial_rotary_factor": factor,
+    }
+
+
 def _size(config: dict[str, Any], name: str, file: Path, default: int | None = None) -> int:
     """Return a field that is a size; `default` stands for a missing one, None for none."""
     value = default if config.get(name) is None else config[name]
@@ -431,7 +593,7 @@ def _traits(config: dict[str, Any], file: Path) -> _FamilyTraits:
     if traits is None:
         raise ArchitectureError(
             f"{file}: architecture '{name}' is not supported; supported are "
-            f"{', '.join(SUPPORTED_ARCHITECTURES)} "
+            f"{', '.join([*SUPPORTED_ARCHITECTURES, *TEXT_PARTS])} "
             "(to add one, extend qurl_megatron.model.architecture.SUPPORTED_ARCHITECTURES)"
         )
     if config.get("model_type", traits.family) != traits.family:
@@ -442,7 +604,9 @@ def _traits(config: dict[str, Any], file: Path) -> _FamilyTraits:
     return traits
 
 
-def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None:
+def _check_features(
+    config: dict[str, Any], num_layers: int, file: Path, traits: _FamilyTraits
+) -> None:
     """Check that the model needs nothing that the learner lacks."""
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
@@ -465,19 +629,71 @@ def _check_features(config: dict[str, Any], num_layers: int, file: Path) -> None
             f"{file}: sliding window attention is not supported; "
             "only full attention is (use_sliding_window false)"
         )
-    if layer_types is not None and layer_types != ["full_attention"] * num_layers:
+    if traits.is_hybrid:
+        _check_hybrid(config, file)
+    elif layer_types is not None and layer_types != ["full_attention"] * num_layers:
         raise ArchitectureError(
             f"{file}: 'layer_types' must be 'full_attention' for each of the {num_layers} layers"
         )
 
 
-def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
+def _check_hybrid(config: dict[str, Any], file: Path) -> None:
+    """Check that gates and states are of the one kind that learner and server compute."""
+    for name, *known in (
+        ("attn_output_gate", True),
+        ("output_gate_type", "swish", "silu", None),
+        ("mamba_ssm_dtype", "float32", None),
+        ("norm_topk_prob", True),  # which transformers takes it for, whatever it is
+    ):
+        if name in config and config[name] not in known:
+            raise ArchitectureError(
+                f"{file}: '{name}' must be {known[0]!r}; {config[name]!r:.80} is not supported"
+            )
+
+
+def _delta_net(config: dict[str, Any], num_layers: int, head_dim: int, file: Path) -> DeltaNet:
+    every = _size(config, "full_attention_interval", file)
+    layers = tuple((layer + 1) % every > 0 for layer in range(num_layers))
+    kinds = ["linear_attention" if linear else "full_attention" for linear in layers]
+    if config.get("layer_types") not in (None, kinds):
+        raise ArchitectureError(
+            f"{file}: 'layer_types' must have full_attention in every {every}th of {num_layers} "
+            "layers, and linear_attention in the others, as full_attention_interval says"
+        )
+    factor = _positive(config, "partial_rotary_factor", file, 0.25)
+    if factor > 1 or head_dim * factor % 2:
+        raise ArchitectureError(
+            f"{file}: partial_rotary_factor {factor} of a head's {head_dim} channels is no even "
+            "number"
+        )
+    delta_net = DeltaNet(
+        layers=layers,
+        key_heads=_size(config, "linear_num_key_heads", file, 16),
+        value_heads=_size(config, "linear_num_value_heads", file, 32),
+        key_dim=_size(config, "linear_key_head_dim", file, 128),
+        value_dim=_size(config, "linear_value_head_dim", file, 128),
+        conv_width=_size(config, "linear_conv_kernel_dim", file, 4),
+        rotary_factor=factor,
+    )
+    if delta_net.value_heads % delta_net.key_heads:
+        raise ArchitectureError(
+            f"{file}: {delta_net.value_heads} value heads of linear attention do not divide into "
+            f"groups over {delta_net.key_heads} key heads"
+        )
+    return delta_net
+
+
+def _experts(config: dict[str, Any], file: Path, traits: _FamilyTraits) -> dict[str, Any]:
     """Return the fields of `Architecture` that describe the experts.
 
     Raises:
-        ArchitectureError: a layer has no experts, or has some that every token passes through.
+        ArchitectureError: a layer has no experts, or has some that every token passes through and
+            is of no hybrid.
     """
-    if config.get("shared_expert_intermediate_size"):
+    name, shared = "shared_expert_intermediate_size", 0
+    if traits.is_hybrid:
+        shared = _size(config, name, file, 512)
+    elif config.get(name):
         raise ArchitectureError(
             f"{file}: shared experts (shared_expert_intermediate_size) are not supported"
         )
@@ -488,12 +704,12 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
     if _flag(config, "tie_word_embeddings", file):
         raise ArchitectureError(
             f"{file}: tie_word_embeddings is true; with experts it must be false, because SGLang's "
-            "Qwen3-MoE has an output layer of its own"
+            "models with experts have an output layer of their own"
         )
     # transformers 5 writes the second name.
     num_experts = _size(config, "num_experts", file, config.get("num_local_experts"))
     experts_per_token = _size(config, "num_experts_per_tok", file)
-    normalize_topk = _flag(config, "norm_topk_prob", file)
+    normalize_topk = traits.is_hybrid or _flag(config, "norm_topk_prob", file)
     if experts_per_token > num_experts:
         raise ArchitectureError(
             f"{file}: num_experts_per_tok is {experts_per_token}, but num_experts {num_experts}"
@@ -508,6 +724,7 @@ def _experts(config: dict[str, Any], file: Path) -> dict[str, Any]:
         "experts_per_token": experts_per_token,
         "moe_intermediate_size": _size(config, "moe_intermediate_size", file),
         "normalize_topk": normalize_topk,
+        "shared_intermediate_size": shared,
     }
 
 
@@ -518,7 +735,7 @@ def _key_value_heads(
     name = "num_key_value_heads"
     if name not in config:
         return traits.key_value_heads or num_heads
-    if config[name] is None and not traits.has_experts:
+    if config[name] is None and not (traits.has_experts or traits.is_hybrid):
         return num_heads
     return _size(config, name, file)
 
@@ -538,11 +755,14 @@ def _head_dim(
     return head_dim
 
 
-def _rope(config: dict[str, Any], file: Path) -> tuple[float, Llama3RopeScaling | None]:
+def _rope(
+    config: dict[str, Any], file: Path, traits: _FamilyTraits
+) -> tuple[float, Llama3RopeScaling | None]:
     """Return the rotary base and scaling, from the spelling of transformers 5 or an earlier one.
 
     transformers and SGLang read the two spellings with different precedence, so a file that has
-    both must say the same in both.
+    both must say the same in both. Sections of several kinds of positions (mrope) are those of
+    images: a token of text has the same position in all of them.
     """
     given = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(fields, dict) for fields in given):
@@ -556,11 +776,14 @@ def _rope(config: dict[str, Any], file: Path) -> tuple[float, Llama3RopeScaling 
     if len(thetas) > 1:
         raise ArchitectureError(f"{file}: 'rope_theta' is given as {sorted(thetas)}; give one")
     theta = thetas.pop() if thetas else 10000.0
+    if traits.is_hybrid:
+        others = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+        named = [{key: fields[key] for key in fields if key not in others} for fields in named]
+    elif config.get("partial_rotary_factor") not in (None, 1):
+        raise ArchitectureError(f"{file}: partial_rotary_factor is not supported, only 1")
     scalings = [_rope_scaling(fields, file) for fields in named] or [None]
     if any(scaling != scalings[0] for scaling in scalings):
         raise ArchitectureError(f"{file}: rope_parameters and rope_scaling differ; give one")
-    if config.get("partial_rotary_factor") not in (None, 1):
-        raise ArchitectureError(f"{file}: partial_rotary_factor is not supported, only 1")
     return theta, scalings[0]
 
 
@@ -581,7 +804,12 @@ def _rope_scaling(fields: dict[str, Any], file: Path) -> Llama3RopeScaling | Non
         raise ArchitectureError(f"{file}: rope scaling is both 'default' and 'llama3'; give one")
     kind = kinds.pop()
     scaling_fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
-    allowed = {"rope_type", "type", "rope_theta", *(scaling_fields if kind == "llama3" else ())}
+    allowed = {
+        "rope_type",
+        "type",
+        "rope_theta",
+        *(scaling_fields if kind == "llama3" else ()),
+    }
     unknown = sorted(
         name
         for name, value in fields.items()

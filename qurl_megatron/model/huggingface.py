@@ -8,6 +8,7 @@ larger one NaN and infinity are found by the learner rank that loads them, while
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,12 @@ from torch import Tensor
 
 from qurl_megatron.files import write_whole
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture, ArchitectureError, read_json
+from qurl_megatron.model.architecture import (
+    Architecture,
+    ArchitectureError,
+    read_json,
+    text_config,
+)
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_BYTES_READ = 1024**3  # largest model whose values are read: about a second from a page cache
@@ -30,6 +36,11 @@ _WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt"),
     *(".gguf", ".h5", ".msgpack", ".onnx"),
 )
+
+# Of a model of text and images: where the weights of its text are, and those that are left out. The
+# second predict several tokens at once.
+_TEXT = "model.language_model."
+_LEFT_OUT = ("model.visual.", "mtp.")
 
 Progress = Callable[[int, int], None]
 """A callback that receives (bytes done, bytes in total) while a directory is written."""
@@ -58,10 +69,28 @@ class Weights:
                     f"{file}, which does not have it"
                 )
         self._check_others()
-
-        expected = weight_map.hugging_face_names(architecture)
+        # The names in the files, by the names of a model of text only.
+        self._names = {name: name for name in self._file_of}
+        self.left_out: list[str] = []  # prefixes of names that are not read
+        if architecture.delta_net:
+            self.left_out = [
+                prefix
+                for prefix in _LEFT_OUT
+                if any(name.startswith(prefix) for name in self._file_of)
+            ]
+            self._names = {
+                f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name: name
+                for name in self._file_of
+                if not name.startswith(_LEFT_OUT)
+            }
+        joins_experts = any(name.endswith(".experts.gate_up_proj") for name in self._names)
+        self._places = {
+            name: weight_map.in_file(name, architecture, joins_experts=joins_experts)
+            for name in sorted(weight_map.hugging_face_names(architecture))
+        }
+        expected = {place.name for place in self._places.values()}
         # Some checkpoints store tensors that others determine.
-        given = {name for name in self._file_of if not name.endswith("rotary_emb.inv_freq")}
+        given = {name for name in self._names if not name.endswith("rotary_emb.inv_freq")}
         given -= {"lm_head.weight"} if architecture.tie_word_embeddings else set()
         for problem, names in (("lacks", expected - given), ("has unknown", given - expected)):
             if names:
@@ -70,21 +99,17 @@ class Weights:
                     f"'{directory}' {problem} tensor '{min(names)}'{more}, according to its "
                     "config.json"
                 )
-        for name in sorted(expected):
-            rule, layer = weight_map.find_hugging_face(name)
-            hf_tensor = rule.tensors[rule.hugging_face_names(layer).index(name)]
-            expected_shape = list(weight_map.full_shape(hf_tensor, architecture))
+        for name, expected_shape in {p.name: p.shape for p in self._places.values()}.items():
             stored = self._stored(name)
             if stored.get_dtype() not in _DTYPES:
                 raise ArchitectureError(
                     f"'{directory}' has tensor '{name}' in {stored.get_dtype()}; weights must be "
                     f"in {', '.join(_DTYPES)}, not quantized"
                 )
-            stored_shape = list(stored.get_shape())
-            if stored_shape != expected_shape:
+            if (stored_shape := stored.get_shape()) != list(expected_shape):
                 raise ArchitectureError(
                     f"'{directory}' has tensor '{name}' of shape {stored_shape}; "
-                    f"its config.json implies {expected_shape}"
+                    f"its config.json implies {list(expected_shape)}"
                 )
 
     def _files_by_tensor(self) -> dict[str, str]:
@@ -143,17 +168,31 @@ class Weights:
             ) from None
 
     def _stored(self, name: str) -> Any:
+        name = self._names[name]
         return self._open[self._file_of[name]].get_slice(name)
 
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """Return the tensor `name` at `index`, in its stored dtype; only this part is read.
+        """Return the full tensor `name` at `index`, in its stored dtype; only this part is read.
 
         Raises:
             ArchitectureError: it holds NaN or infinity.
         """
-        tensor = self._stored(name)[index]
-        check_finite(self._directory / self._file_of[name], name, tensor)
+        place = self._places[name]
+        tensor = self._stored(place.name)[place.of_part(index)]
+        file = self._directory / self._file_of[self._names[place.name]]
+        check_finite(file, place.name, tensor)
         return tensor
+
+    def full_tensors(self) -> dict[str, dict[str, weight_map.Place]]:
+        """Return the places of the full tensors in each tensor of the files, from the first row."""
+
+        def start(part: tuple[str, weight_map.Place]) -> list[int]:
+            return [at if isinstance(at, int) else at.start for at in part[1].where]
+
+        stored: dict[str, dict[str, weight_map.Place]] = {}
+        for name, place in sorted(self._places.items(), key=start):
+            stored.setdefault(self._names[place.name], {})[name] = place
+        return stored
 
     def check_head(self) -> None:
         """Check that an output layer stored beside a tied embedding is equal to it.
@@ -199,6 +238,9 @@ def check_model(directory: Path) -> Weights:
     stored_dtype(directory)
     weights = Weights(directory, architecture)
     weights.check_head()
+    if weights.left_out:
+        left_out = " and ".join(f"{prefix}*" for prefix in weights.left_out)
+        print(f"qurl: {directory}: only its text is used; {left_out} are left out", file=sys.stderr)
     if weights.num_bytes <= MAX_BYTES_READ:
         for name in weight_map.hugging_face_names(architecture):
             weights.read(name, ())
@@ -206,12 +248,20 @@ def check_model(directory: Path) -> Weights:
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a transformers model as its checkpoint has them; they are views.
+    """Yield the parameters of a transformers model as full tensors; they are views.
 
-    transformers holds gate and up, and the experts of a layer, in one parameter.
+    transformers holds gate and up, and the experts of a layer, in one parameter, and the queries,
+    keys and values of linear attention.
     """
     for name, parameter in model.named_parameters():
         of_layer, _, kind = name.rpartition(".")
+        if of_layer.endswith((".in_proj_qkv", ".conv1d")):
+            config: Any = model.config
+            keys = config.linear_num_key_heads * config.linear_key_head_dim
+            rows = parameter.flatten(1).split([keys, keys, len(parameter) - 2 * keys])
+            for part, view in zip(("query", "key", "value"), rows, strict=True):
+                yield f"{of_layer}:{part}.weight", view
+            continue
         if kind not in ("gate_up_proj", "down_proj"):
             yield name, parameter
             continue
@@ -239,13 +289,14 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the content of `config.json`.
+    """Return the content of `config.json`, of a model of text and images that of its text part.
 
     Raises:
         ArchitectureError: the file is missing, broken, or of an unsupported architecture.
     """
     Architecture.from_directory(directory)
-    return read_json(directory / "config.json")
+    file = directory / "config.json"
+    return text_config(read_json(file), file)
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -267,12 +318,30 @@ def copy_beside_weights(source: Path, destination: Path) -> None:
     """Copy the files of a model directory other than its weights: config, tokenizer, licence.
 
     Copies of the weights in other formats stay behind too: beside trained weights they would be
-    those from before the training.
+    those from before the training. config.json is that of a model of text only.
     """
     for path in source.iterdir():
         name = path.name.removesuffix(".index.json")  # an index of weights stays behind as well
         if path.is_file() and not name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, destination / path.name)
+    config = read_config(source)
+    if config != read_json(source / "config.json"):
+        write_whole(destination / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def served_directory(source: Path, destination: Path) -> Path:
+    """Return a directory of the model in `source` that SGLang serves: `source` itself, if it does.
+
+    Otherwise `destination` is created, with links to the weights. SGLang takes the names that they
+    have in a model of text and images.
+    """
+    if read_config(source) == read_json(source / "config.json"):
+        return source
+    destination.mkdir()
+    copy_beside_weights(source, destination)
+    for path in source.glob("*.safetensors*"):
+        (destination / path.name).symlink_to(path.absolute())
+    return destination
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -7,7 +7,7 @@ own directory.
 import dataclasses
 from typing import Any
 
-from qurl_megatron.model.architecture import Architecture, Llama3RopeScaling
+from qurl_megatron.model.architecture import Architecture, DeltaNet, Llama3RopeScaling
 
 _QWEN2 = Architecture(
     family="qwen2",
@@ -47,6 +47,23 @@ _QWEN3_MOE = dataclasses.replace(
     experts_per_token=8,
     normalize_topk=True,
 )
+_QWEN3_5 = dataclasses.replace(
+    _QWEN3,
+    family="qwen3_5_text",
+    num_key_value_heads=4,
+    head_dim=256,
+    vocab_size=248320,
+    rope_theta=1e7,
+    max_position_embeddings=262144,
+    eos_token_ids=(248046, 248044),
+)
+_QWEN3_5_MOE = dataclasses.replace(
+    _QWEN3_5,
+    family="qwen3_5_moe_text",
+    num_experts=256,
+    experts_per_token=8,
+    normalize_topk=True,
+)
 _LLAMA = dataclasses.replace(
     _QWEN2,
     family="llama",
@@ -71,11 +88,25 @@ def _sized(
     )
 
 
+def _hybrid(architecture: Architecture, value_heads: int, **sizes: Any) -> Architecture:
+    """Return a hybrid, every fourth of whose layers has attention."""
+    layers = tuple((layer + 1) % 4 > 0 for layer in range(architecture.num_layers))
+    linear = DeltaNet(layers, 16, value_heads, 128, 128, conv_width=4, rotary_factor=0.25)
+    return dataclasses.replace(architecture, delta_net=linear, **sizes)
+
+
 def _small(architecture: Architecture, **sizes: Any) -> Architecture:
     """Return a model whose output layer is its embedding, as small models have it."""
     return dataclasses.replace(architecture, tie_word_embeddings=True, **sizes)
 
 
+_QWEN3_5_27B = _hybrid(_sized(_QWEN3_5, 64, 5120, 17408, 24, 4), 48)
+_QWEN3_5_35B = _hybrid(
+    _sized(_QWEN3_5_MOE, 40, 2048, 512, 16, 2),
+    32,
+    moe_intermediate_size=512,
+    shared_intermediate_size=512,
+)
 KNOWN_MODELS = {
     "Qwen2.5-0.5B": _small(_sized(_QWEN2, 24, 896, 4864, 14, 2), head_dim=64, vocab_size=151936),
     "Qwen2.5-1.5B": _small(_sized(_QWEN2, 28, 1536, 8960, 12, 2), vocab_size=151936),
@@ -95,6 +126,28 @@ KNOWN_MODELS = {
     ),
     "Qwen3-235B-A22B": dataclasses.replace(
         _sized(_QWEN3_MOE, 94, 4096, 12288, 64, 4), moe_intermediate_size=1536
+    ),
+    "Qwen3.5-0.8B": _small(_hybrid(_sized(_QWEN3_5, 24, 1024, 3584, 8, 2), 16)),
+    "Qwen3.5-2B": _small(_hybrid(_sized(_QWEN3_5, 24, 2048, 6144, 8, 2), 16)),
+    "Qwen3.5-4B": _small(_hybrid(_sized(_QWEN3_5, 32, 2560, 9216, 16, 4), 32)),
+    "Qwen3.5-9B": _hybrid(_sized(_QWEN3_5, 32, 4096, 12288, 16, 4), 32),
+    "Qwen3.5-27B": _QWEN3_5_27B,
+    "Qwen3.6-27B": _QWEN3_5_27B,
+    "Qwen3.5-35B-A3B": _QWEN3_5_35B,
+    "Qwen3.6-35B-A3B": _QWEN3_5_35B,
+    "Qwen3.5-122B-A10B": _hybrid(
+        _sized(_QWEN3_5_MOE, 48, 3072, 1024, 32, 2),
+        64,
+        moe_intermediate_size=1024,
+        shared_intermediate_size=1024,
+    ),
+    "Qwen3.5-397B-A17B": _hybrid(
+        _sized(_QWEN3_5_MOE, 60, 4096, 1024, 32, 2),
+        64,
+        num_experts=512,
+        experts_per_token=10,
+        moe_intermediate_size=1024,
+        shared_intermediate_size=1024,
     ),
     "Llama-3.2-1B": _small(_sized(_LLAMA, 16, 2048, 8192, 32, 8), head_dim=64),
     "Llama-3.2-3B": _small(_sized(_LLAMA, 28, 3072, 8192, 24, 8)),

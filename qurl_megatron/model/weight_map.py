@@ -27,6 +27,12 @@ ranks and is called the partition dimension. One that counts hidden or head chan
 An expert's parameters have a rule of their own, made by `Rule.of_expert`. Expert-parallel ranks
 have different experts; the ranks that share one are its tensor-parallel ranks.
 
+A layer of linear attention computes queries, keys and values with one tensor of the file, whose
+rows ranks divide as three. They are three full tensors here, `in_proj_qkv:query.weight`, `:key` and
+`:value`; so are the rows of the convolution behind it. `in_file` says where a full tensor lies. In
+a layer of attention of a hybrid, `q_proj` has the rows of each query head and then those of its
+gate.
+
 Invariants: `split(merge(parts)) == parts`, and the parts of all ranks, concatenated along the
 partition dimension, are the full tensor, bit for bit. Only shards have vocabulary padding.
 """
@@ -40,6 +46,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +55,11 @@ from qurl_megatron.model.architecture import Architecture
 
 # Tensor parallelism divides these sizes. Every rank has all of any other size.
 _PARTITIONED_SIZES = frozenset(
-    {"vocabulary", "query", "key_value", "intermediate", "moe_intermediate"}
+    {
+        *("vocabulary", "query_rows", "query", "key_value"),
+        *("linear_keys", "linear_values", "linear_heads"),
+        *("intermediate", "moe_intermediate", "shared_intermediate"),
+    }
 )
 
 
@@ -86,6 +97,15 @@ class Rule:
     fed_by: str | None = None
     expert: int | None = None  # the number of the expert; None: no expert's, or that of any
     is_adapter: bool = False  # A or B of an adapter, see `learner.adapters`
+    of_linear: bool | None = None  # True: of layers of linear attention only; False: of others
+
+    def layers(self, architecture: Architecture) -> list[int | None]:
+        """Return the layers that have such a parameter; [None] for one outside the layers."""
+        if not self.layered:
+            return [None]
+        hybrid = architecture.delta_net
+        is_linear = hybrid.layers if hybrid else (False,) * architecture.num_layers
+        return [n for n, linear in enumerate(is_linear) if self.of_linear in (None, linear)]
 
     @property
     def of_experts(self) -> bool:
@@ -156,14 +176,18 @@ def _rule(
     merge: Merge = Merge.SINGLE,
     quantized: bool = False,
     fed_by: str | None = None,
+    of_linear: bool | None = None,
 ) -> Rule:
     names = (megatron_names,) if isinstance(megatron_names, str) else megatron_names
-    return Rule(names, tuple(HuggingFaceTensor(*t) for t in tensors), merge, quantized, fed_by)
+    parts = tuple(HuggingFaceTensor(*tensor) for tensor in tensors)
+    return Rule(names, parts, merge, quantized, fed_by, of_linear=of_linear)
 
 
 _M = "decoder.layers.{layer}."
+_BEFORE_MIXER = _M + "input_layernorm.weight"
 _BEFORE_MLP = _M + "pre_mlp_layernorm.weight"
 _H = "model.layers.{layer}."
+_L = _H + "linear_attn."
 
 RULES: tuple[Rule, ...] = (
     _rule(
@@ -171,37 +195,82 @@ RULES: tuple[Rule, ...] = (
         ("model.embed_tokens.weight", ("vocabulary", "hidden")),
     ),
     _rule(
-        (_M + "input_layernorm.weight", _M + "self_attention.linear_qkv.layer_norm_weight"),
+        (_BEFORE_MIXER, _M + "self_attention.linear_qkv.layer_norm_weight"),
         (_H + "input_layernorm.weight", ("hidden",)),
     ),
     _rule(
         _M + "self_attention.linear_qkv.weight",
-        (_H + "self_attn.q_proj.weight", ("query", "hidden")),
+        (_H + "self_attn.q_proj.weight", ("query_rows", "hidden")),
         (_H + "self_attn.k_proj.weight", ("key_value", "hidden")),
         (_H + "self_attn.v_proj.weight", ("key_value", "hidden")),
         merge=Merge.GROUPED_QKV,
         quantized=True,
         fed_by=_H + "input_layernorm.weight",
+        of_linear=False,
     ),
     _rule(
         _M + "self_attention.linear_qkv.bias",
-        (_H + "self_attn.q_proj.bias", ("query",)),
+        (_H + "self_attn.q_proj.bias", ("query_rows",)),
         (_H + "self_attn.k_proj.bias", ("key_value",)),
         (_H + "self_attn.v_proj.bias", ("key_value",)),
         merge=Merge.GROUPED_QKV,
+        of_linear=False,
     ),
     _rule(
         _M + "self_attention.q_layernorm.weight",
         (_H + "self_attn.q_norm.weight", ("head",)),
+        of_linear=False,
     ),
     _rule(
         _M + "self_attention.k_layernorm.weight",
         (_H + "self_attn.k_norm.weight", ("head",)),
+        of_linear=False,
     ),
     _rule(
         _M + "self_attention.linear_proj.weight",
         (_H + "self_attn.o_proj.weight", ("hidden", "query")),
         quantized=True,
+        of_linear=False,
+    ),
+    _rule(
+        _M + "self_attention.in_proj.weight",
+        (_L + "in_proj_qkv:query.weight", ("linear_keys", "hidden")),
+        (_L + "in_proj_qkv:key.weight", ("linear_keys", "hidden")),
+        (_L + "in_proj_qkv:value.weight", ("linear_values", "hidden")),
+        (_L + "in_proj_z.weight", ("linear_values", "hidden")),
+        merge=Merge.STACKED,
+        quantized=True,
+        fed_by=_H + "input_layernorm.weight",
+        of_linear=True,
+    ),
+    _rule(
+        _M + "self_attention.gates.weight",
+        (_L + "in_proj_b.weight", ("linear_heads", "hidden")),
+        (_L + "in_proj_a.weight", ("linear_heads", "hidden")),
+        merge=Merge.STACKED,
+        fed_by=_H + "input_layernorm.weight",
+        of_linear=True,
+    ),
+    _rule(
+        _M + "self_attention.conv_weight",
+        (_L + "conv1d:query.weight", ("linear_keys", "conv")),
+        (_L + "conv1d:key.weight", ("linear_keys", "conv")),
+        (_L + "conv1d:value.weight", ("linear_values", "conv")),
+        merge=Merge.STACKED,
+        of_linear=True,
+    ),
+    _rule(_M + "self_attention.A_log", (_L + "A_log", ("linear_heads",)), of_linear=True),
+    _rule(_M + "self_attention.dt_bias", (_L + "dt_bias", ("linear_heads",)), of_linear=True),
+    _rule(
+        _M + "self_attention.out_norm.weight",
+        (_L + "norm.weight", ("linear_head",)),
+        of_linear=True,
+    ),
+    _rule(
+        _M + "self_attention.out_proj.weight",
+        (_L + "out_proj.weight", ("hidden", "linear_values")),
+        quantized=True,
+        of_linear=True,
     ),
     _rule(
         (_BEFORE_MLP, _M + "mlp.linear_fc1.layer_norm_weight"),
@@ -243,6 +312,24 @@ RULES: tuple[Rule, ...] = (
         ),
         (_H + "mlp.experts.{expert}.down_proj.weight", ("hidden", "moe_intermediate")),
         quantized=True,
+    ),
+    _rule(
+        _M + "mlp.shared_experts.linear_fc1.weight",
+        (_H + "mlp.shared_expert.gate_proj.weight", ("shared_intermediate", "hidden")),
+        (_H + "mlp.shared_expert.up_proj.weight", ("shared_intermediate", "hidden")),
+        merge=Merge.STACKED,
+        quantized=True,
+        fed_by=_H + "post_attention_layernorm.weight",
+    ),
+    _rule(
+        _M + "mlp.shared_experts.linear_fc2.weight",
+        (_H + "mlp.shared_expert.down_proj.weight", ("hidden", "shared_intermediate")),
+        quantized=True,
+    ),
+    _rule(
+        _M + "mlp.shared_experts.gate_weight",
+        (_H + "mlp.shared_expert_gate.weight", ("one", "hidden")),
+        fed_by=_H + "post_attention_layernorm.weight",
     ),
     _rule("decoder.final_layernorm.weight", ("model.norm.weight", ("hidden",))),
     _rule("output_layer.weight", ("lm_head.weight", ("vocabulary", "hidden"))),
@@ -286,14 +373,21 @@ def rules(architecture: Architecture) -> list[Rule]:
         absent |= {f"decoder.layers.{{layer}}.mlp.linear_{x}.weight" for x in ("fc1", "fc2")}
     else:
         absent.add("decoder.layers.{layer}.mlp.router.weight")
+    if not architecture.shared_intermediate_size:
+        shared = ("linear_fc1.weight", "linear_fc2.weight", "gate_weight")
+        absent |= {f"decoder.layers.{{layer}}.mlp.shared_experts.{x}" for x in shared}
+    # Transformer Engine fuses these into no layer: a router reads one too, and a hybrid's layers
+    # are not its own.
+    unfused = [_BEFORE_MLP] if architecture.num_experts else []
+    if architecture.delta_net:
+        unfused = [_BEFORE_MIXER, _BEFORE_MLP]
     applicable: list[Rule] = []
     for rule in RULES:
-        if architecture.num_experts and rule.megatron_names[0] == _BEFORE_MLP:
-            # Transformer Engine fuses it into no layer: the router reads it too.
-            applicable.append(replace(rule, megatron_names=(_BEFORE_MLP,)))
+        if rule.megatron_names[0] in unfused:
+            applicable.append(replace(rule, megatron_names=rule.megatron_names[:1]))
         elif rule.of_experts:
             applicable += map(rule.of_expert, range(architecture.num_experts))
-        elif rule.megatron_names[0] not in absent:
+        elif rule.megatron_names[0] not in absent and rule.layers(architecture):
             applicable.append(rule)
     if architecture.adapter_rank:
         layers = {rule.megatron_names[0].removesuffix("weight") for rule in applicable}
@@ -307,7 +401,7 @@ def hugging_face_names(architecture: Architecture) -> set[str]:
     """Return the names of all tensors in a checkpoint of this architecture."""
     names: set[str] = set()
     for rule in rules(architecture):
-        for layer in range(architecture.num_layers) if rule.layered else [None]:
+        for layer in rule.layers(architecture):
             names.update(rule.hugging_face_names(layer))
     return names
 
@@ -359,18 +453,82 @@ def _find(
 
 def full_shape(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> tuple[int, ...]:
     """Return the shape of a full tensor."""
+    query = architecture.num_attention_heads * architecture.head_dim
     sizes = {
         "vocabulary": architecture.vocab_size,
-        "query": architecture.num_attention_heads * architecture.head_dim,
+        "query_rows": query,
+        "query": query,
         "key_value": architecture.num_key_value_heads * architecture.head_dim,
         "intermediate": architecture.intermediate_size,
         "moe_intermediate": architecture.moe_intermediate_size,
+        "shared_intermediate": architecture.shared_intermediate_size,
         "experts": architecture.num_experts,
         "hidden": architecture.hidden_size,
         "head": architecture.head_dim,
         "rank": architecture.adapter_rank,
+        "one": 1,
     }
+    if hybrid := architecture.delta_net:
+        sizes |= {
+            "query_rows": 2 * query,  # each head has a gate
+            "linear_keys": hybrid.keys,
+            "linear_values": hybrid.values,
+            "linear_heads": hybrid.value_heads,
+            "linear_head": hybrid.value_dim,
+            "conv": hybrid.conv_width,
+        }
     return tuple(sizes[symbol] for symbol in hf_tensor.sizes)
+
+
+class Place(NamedTuple):
+    """Where a full tensor lies in a file: `stored[where]`, in its shape."""
+
+    name: str  # of the stored tensor, which may hold other full tensors too
+    where: tuple[int | slice, ...]
+    shape: tuple[int, ...]  # of the stored tensor
+
+    def of_part(self, part: tuple[slice, ...]) -> tuple[int | slice, ...]:
+        """Return where a part of the full tensor lies, which has this index in it; (): all."""
+        if not part:
+            return self.where
+        parts = iter(part)
+        return tuple(at if isinstance(at, int) else _part_of(at, next(parts)) for at in self.where)
+
+
+def in_file(name: str, architecture: Architecture, *, joins_experts: bool = False) -> Place:
+    """Return the place of a full tensor in the files of a checkpoint.
+
+    Args:
+        joins_experts: the experts of a layer are in two tensors, as Qwen3.5's are published, and
+            not in three for each expert.
+    """
+    rule, layer = find_hugging_face(name)
+    position = rule.hugging_face_names(layer).index(name)
+    shape = full_shape(rule.tensors[position], architecture)
+    where: list[int | slice] = [slice(0, size) for size in shape]
+    module, _, part = name.removesuffix(".weight").partition(":")
+    if part:
+        hybrid = architecture.delta_net
+        assert hybrid is not None
+        first = ("query", "key", "value").index(part) * hybrid.keys
+        where[0] = slice(first, first + shape[0])
+        shape = (2 * hybrid.keys + hybrid.values, shape[1])
+        name = f"{module}.weight"
+        if module.endswith("conv1d"):  # whose stored tensor is that of torch's module
+            where.insert(1, 0)
+            shape = (shape[0], 1, shape[1])
+    elif joins_experts and rule.expert is not None:
+        kind = "gate_up_proj" if len(rule.tensors) > 1 else "down_proj"
+        name = f"{name.partition('.experts.')[0]}.experts.{kind}"
+        first = position * shape[0]
+        where = [rule.expert, slice(first, first + shape[0]), where[1]]
+        shape = (architecture.num_experts, len(rule.tensors) * shape[0], shape[1])
+    return Place(name, tuple(where), shape)
+
+
+def sent_dtype(name: str) -> torch.dtype:
+    """Return the dtype in which a server holds a tensor that is not quantized."""
+    return torch.float32 if name.endswith(".A_log") else torch.bfloat16
 
 
 def num_values(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
@@ -381,7 +539,7 @@ def num_values(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
 def num_parameters(architecture: Architecture) -> int:
     """Return the number of values in a checkpoint."""
     return sum(
-        num_values(hf_tensor, architecture) * (architecture.num_layers if rule.layered else 1)
+        num_values(hf_tensor, architecture) * len(rule.layers(architecture))
         for rule in rules(architecture)
         for hf_tensor in rule.tensors
     )
@@ -477,6 +635,11 @@ def split(
         view, rest = rest.tensor_split([num_rows // groups], dim=1)
         parts.append(TensorPart(name, view, dim, slices, tp_rank, shape))
     return parts
+
+
+def _part_of(interval: slice, part: slice) -> slice:
+    within = range(interval.start, interval.stop)[part]
+    return slice(within.start, within.stop)
 
 
 def _length(interval: slice) -> int:

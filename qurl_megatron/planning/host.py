@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
-from qurl_megatron.config.server_options import tokens_of_requests
+from qurl_megatron.config.server_options import states_per_request, tokens_of_requests
 from qurl_megatron.files import gigabytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
@@ -18,6 +18,7 @@ from qurl_megatron.planning.memory import (
     learner_memory,
     peaks,
     server_weight_bytes,
+    state_bytes_per_sequence,
     total_bytes,
 )
 from qurl_megatron.planning.nodes import server_specs
@@ -65,10 +66,12 @@ class ServerSet:
         )
         weights = sum(by_part.values()) + KEPT_BYTES * num_parameters(self.architecture) // ranks
         logits = LOGIT_BYTES * self.server.max_running_requests * self.architecture.vocab_size
+        states = states_per_request(self.server, on_gpu=False) * self.server.max_running_requests
+        of_states = (states + 1) * state_bytes_per_sequence(self.architecture, ranks)
         cache = f"{self.section}.max_total_tokens" if given else self.length_field
         return {
             self.number_field: self.number * ranks * (SERVER_BYTES + weights),
-            f"{self.section}.max_running_requests": self.number * ranks * logits,
+            f"{self.section}.max_running_requests": self.number * ranks * (logits + of_states),
             cache: self.number * self.token_bytes * (given or self.tokens(1)),
         }
 

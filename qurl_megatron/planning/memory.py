@@ -46,6 +46,11 @@ scales, divided by the GPUs of a server; embedding, output layer and norms in BF
 cache. One sequence of maximum length must fit. The server decodes as many sequences at once as fit
 at their mean length, and at most max_running_requests. SGLang admits more than fit at full length
 and retracts some if memory runs out.
+
+In a hybrid only the layers with attention have keys and values. The others have a state a sequence,
+of one size at any length. SGLang divides what the weights leave between states and KV cache in a
+ratio of 0.9 to 1, and takes as many requests as have `states_per_request` each. Without a cache of
+prefixes it has as many states as max_running_requests.
 """
 
 import bisect
@@ -66,7 +71,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import CHUNK, Architecture, DeltaNet
 from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
 from qurl_megatron.planning.gpus import GIB
 from qurl_megatron.quantization import quantize
@@ -76,6 +81,7 @@ from qurl_megatron.quantization import quantize
 RUNTIME_BYTES = 4 * GIB
 SCORED_LOGIT_BYTES = 12  # of a logit, in a forward pass
 _ADAPTERS = 7  # of a layer: q, k, v, o, gate, up, down; each keeps x A^T of all tokens
+STATES_PART = 0.9 / 1.9  # SGLang's mamba_full_memory_ratio, of what weights leave
 WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
 
 
@@ -108,6 +114,17 @@ def stage_layers(architecture: Architecture, learner: LearnerConfig) -> list[int
     )
 
 
+def _layers_of_stage(
+    architecture: Architecture, learner: LearnerConfig, stage: int
+) -> Iterator[int]:
+    """Yield the numbers of a stage's layers, which are next to each other in a virtual stage."""
+    virtual = learner.virtual_pipeline_parallel_size
+    sizes = [layers // virtual for layers in stage_layers(architecture, learner)]
+    for chunk in range(virtual):
+        first = chunk * sum(sizes) + sum(sizes[:stage])
+        yield from range(first, first + sizes[stage])
+
+
 def _rank_parameters(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> Iterator[tuple[Rule, int, int]]:
@@ -115,8 +132,8 @@ def _rank_parameters(
 
     `stage` is the rank's pipeline stage.
     """
-    layers = stage_layers(architecture, learner)
-    last = stage == len(layers) - 1
+    own = set(_layers_of_stage(architecture, learner, stage))
+    last = stage == learner.pipeline_parallel_size - 1
     for rule in _rules(architecture):
         ranks, of_layer = _division(rule, architecture, learner)
         if rule.tensors[0].sizes[0] == "vocabulary":
@@ -132,7 +149,8 @@ def _rank_parameters(
             for part in rule.tensors
         )
         if rule.layered:
-            yield rule, numel, layers[stage] * of_layer
+            number = sum(layer in own for layer in rule.layers(architecture))
+            yield rule, numel, number * of_layer
         elif last:  # the final norm
             yield rule, numel, 1
 
@@ -223,7 +241,7 @@ def published_tensors(
                 codes = math.prod(shape) // quantize.packing(weight_format)
                 in_format = codes // ranks + scales
             kept = _kept_in(part, architecture, keep)
-            for layer in range(architecture.num_layers) if rule.layered else (None,):
+            for layer in rule.layers(architecture):
                 tensors.append((rule, layer, count * (in_bf16 if layer in kept else in_format)))
     return tensors
 
@@ -314,7 +332,30 @@ def kv_bytes_per_token(
 ) -> int:
     """Return the bytes of a token's keys and values on one GPU of a server."""
     heads = architecture.key_value_heads_on_rank(tensor_parallel_size)
-    return 2 * value_bytes * architecture.num_layers * heads * architecture.head_dim
+    return 2 * value_bytes * architecture.num_attention_layers * heads * architecture.head_dim
+
+
+def state_bytes_per_sequence(architecture: Architecture, tensor_parallel_size: int = 1) -> int:
+    """Return the bytes of a sequence's states on one GPU of a server; 0 without linear attention.
+
+    They are the float32 states of the rule, and the last inputs of the convolution in BF16.
+    """
+    linear = architecture.delta_net
+    if linear is None:
+        return 0
+    rule = 4 * linear.value_heads * linear.key_dim * linear.value_dim
+    convolution = 2 * (linear.conv_width - 1) * (2 * linear.keys + linear.values)
+    return architecture.num_linear_layers * (rule + convolution) // tensor_parallel_size
+
+
+def num_states(architecture: Architecture, server: ServerConfig, free_bytes: int) -> int:
+    """Return how many states a server has, in what its weights leave of a GPU's memory."""
+    per_state = state_bytes_per_sequence(architecture, server.tensor_parallel_size)
+    if not per_state:
+        return 0
+    if server.options.get("disable_radix_cache"):
+        return server.max_running_requests
+    return max(0, int(free_bytes * STATES_PART) // per_state - 1)  # one is padding
 
 
 def layer_activation_bytes(
@@ -325,6 +366,7 @@ def layer_activation_bytes(
     *,
     recompute: RecomputeMode | None = None,
     fused: bool = True,
+    linear: bool = False,
 ) -> int:
     """Return the bytes that one layer keeps for the backward pass of a micro batch.
 
@@ -332,30 +374,69 @@ def layer_activation_bytes(
         tokens: tokens of this context-parallel rank.
         time: length of the longest sequence.
         recompute: what this layer computes again; None for nothing.
-        fused: True for a GPU, where a norm and SwiGLU are one kernel each, and False for a CPU.
+        fused: True for a GPU, where a norm, SwiGLU and the gated delta rule are one kernel each,
+            and False for a CPU.
+        linear: True for a layer of a hybrid with linear attention.
     """
     size = learner.tensor_parallel_size
     if recompute == "full":
         return tokens * element_bytes(learner) * architecture.hidden_size // size
     element = element_bytes(learner)
-    heads, kv_heads = architecture.num_attention_heads, architecture.num_key_value_heads
-    query, key = heads * architecture.head_dim, kv_heads * architecture.head_dim
     hidden, intermediate = architecture.hidden_size, architecture.active_intermediate_size
-    selective = recompute == "selective"
-    # The input, the token's float32 factor, and the output.
-    norm = (element if fused else 8) * hidden + 4 + element * hidden
-    per_token = 2 * (element * hidden if selective and not fused else norm)
-    per_token += element * (3 * query + 3 * key) + 4 * heads
-    if architecture.qk_norm:
-        # The norm's input is a view of the qkv output for key, and a copy of it for query. On a
-        # CPU the norm keeps float32 tensors of both.
-        per_token += 4 * (heads + kv_heads)
-        per_token += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
+    selective, hybrid = recompute == "selective", architecture.delta_net
+    # The input, in float32 if 1 + weight multiplies it, the token's float32 factor, and the output.
+    norm = (8 if not fused else 4 if hybrid else element) * hidden + 4 + element * hidden
+    per_token = 2 * (element * hidden if selective and (hybrid or not fused) else norm)
+    if linear and hybrid:
+        per_token += _linear_attention_bytes(hybrid, element, time, fused=fused)
+    else:
+        per_token += _attention_bytes(architecture, element, fused=fused)
     per_token += element * intermediate * (2 if selective else 3 if fused else 5)
     # Each chosen expert's input; logits and probabilities in float32, and who is chosen.
     copies = architecture.experts_per_token * learner.expert_tensor_parallel_size
     per_token += element * copies * hidden + 9 * architecture.num_experts
     return tokens * per_token // size + 4 * element * architecture.head_dim * time
+
+
+def _attention_bytes(architecture: Architecture, element: int, *, fused: bool) -> int:
+    """Return the bytes that a layer's attention keeps of a token, without the norm before it."""
+    heads, kv_heads = architecture.num_attention_heads, architecture.num_key_value_heads
+    query, key = heads * architecture.head_dim, kv_heads * architecture.head_dim
+    kept = element * (3 * query + 3 * key) + 4 * heads
+    if architecture.delta_net:
+        # The projections, whose gates and values stay; queries and keys with their positions, and
+        # a copy of the values; the output, before and after the gate, which is in float32.
+        kept = element * (5 * query + 4 * key) + 4 * query + 4 * heads
+        # The norms keep float32 tensors.
+        return kept + (4 if fused else 8) * (query + key) + 4 * (heads + kv_heads)
+    if architecture.qk_norm:
+        # The norm's input is a view of the qkv output for key, and a copy of it for query. On a
+        # CPU the norm keeps float32 tensors of both.
+        kept += 4 * (heads + kv_heads)
+        kept += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
+    return kept
+
+
+def _linear_attention_bytes(linear: DeltaNet, element: int, time: int, *, fused: bool) -> int:
+    """Return the bytes that linear attention keeps of a token, without the norm before it.
+
+    Of the gated delta rule, FLA's kernels keep what `rehearsal.linear_attention` lists, and torch
+    all tensors of float32 in whole chunks.
+    """
+    heads, keys, values = linear.value_heads, linear.keys, linear.values
+    channels = 2 * keys + values
+    # The projections and gates; the norm's input and output, and the gate in float32, before and
+    # after SiLU; the gated output.
+    kept = element * (channels + values + 3 * values) + 8 * values + heads * (element + 8)
+    if fused:
+        rule = 2 * keys + values + CHUNK * heads
+        return kept + element * rule + 8 * linear.key_heads + heads * (element + 10)
+    # The convolution has a copy of its input for each token that it sees, and keeps its output.
+    kept += (4 * linear.conv_width + element) * channels
+    per_head = 40 * linear.key_dim + 12 * linear.value_dim + 20 * CHUNK + 28
+    per_head += linear.key_dim * linear.value_dim * 4 // CHUNK  # the state of each chunk
+    padded = -(-time // CHUNK) * CHUNK
+    return kept + (heads * per_head + 8 * keys) * padded // time
 
 
 def recomputed_layers(learner: LearnerConfig, layers: int) -> int:
@@ -428,11 +509,17 @@ def learner_memory(
     of_layer = functools.partial(
         layer_activation_bytes, architecture, learner, tokens, longest, fused=fused
     )
-    whole, kept = of_layer(), of_layer(recompute=learner.recompute)
+    is_linear = architecture.delta_net.layers if architecture.delta_net else [False] * sum(layers)
+    kinds = Counter(is_linear[layer] for layer in _layers_of_stage(architecture, learner, stage))
     recomputed = recomputed_layers(learner, layers[stage])
-    activations = int(in_flight * (whole - recomputed / layers[stage] * (whole - kept)))
+    activations, again = 0.0, 0
+    for kind, number in kinds.items():
+        whole, kept = of_layer(linear=kind), of_layer(recompute=learner.recompute, linear=kind)
+        part = in_flight * number / layers[stage]
+        activations += part * (whole - recomputed / layers[stage] * (whole - kept))
+        again = max(again, whole - kept)
     if recomputed == layers[stage]:  # else a layer is recomputed when others are already freed
-        activations += whole - kept
+        activations += again
     logits = 0
     if stage == len(layers) - 1:
         activations += tokens * (2 * element * hidden + 4) // size  # final norm, its output
@@ -451,7 +538,7 @@ def learner_memory(
         format_ = config.quantization.weight_format
         weights += sum(_frozen_bytes(r, n, format_, element) * count for r, n, count in parameters)
         largest = max(n for rule, n, _ in parameters if rule.quantized)
-        activations += int(in_flight * element * tokens * _ADAPTERS * architecture.adapter_rank)
+        activations += in_flight * element * tokens * _ADAPTERS * architecture.adapter_rank
     has_reference = config.objective.kl_coefficient > 0 and not architecture.adapter_rank
     return {
         "weights": weights,
@@ -465,7 +552,7 @@ def learner_memory(
         "workspaces": WORKSPACE_BYTES * (2 if experts else 1)
         + element * sum(n for r, n, _ in parameters if r.quantized and is_trained(r, architecture)),
         "runtime": RUNTIME_BYTES,
-        "activations": activations,
+        "activations": int(activations),
         "backward": backward + element * largest,
         "logits": logits,
         **({"exchange": _exchange_bytes(architecture, learner, tokens)} if experts else {}),

@@ -26,6 +26,7 @@ from operator import attrgetter
 from typing import Any
 
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
+from qurl_megatron.config.server_options import states_per_request
 from qurl_megatron.config.validate import (
     check_base,
     check_layout,
@@ -48,7 +49,9 @@ from qurl_megatron.planning.memory import (
     kv_bytes_per_token,
     kv_value_bytes,
     learner_memory,
+    num_states,
     rollout_weights,
+    state_bytes_per_sequence,
     total_bytes,
     with_cheapest_recomputation,
 )
@@ -220,8 +223,8 @@ def _planned(
         copies = {"copies": colocation.copies_s}
     rollout = config.rollout
     learner_bytes = _fullest_stage(architecture, config, node)
-    server_bytes, kv_tokens = _server_memory(architecture, config, node)
-    slots = min(rollout.server.max_running_requests, int(kv_tokens / workload.mean_length))
+    server_bytes, kv_tokens, most = _server_memory(architecture, config, node)
+    slots = min(most, int(kv_tokens / workload.mean_length))
     publish = plan_publish(architecture, config, node)
     load = server_load(architecture, config, workload, slots, publish.time_s, node)
     learner = learner_time(architecture, config, workload, node)
@@ -364,8 +367,10 @@ def _fullest_stage(architecture: Architecture, config: Config, node: Node) -> di
 
 def _server_memory(
     architecture: Architecture, config: Config, node: Node
-) -> tuple[dict[str, int], int]:
-    """Return the bytes by part on one GPU of a server, and the tokens in its KV cache.
+) -> tuple[dict[str, int], int, int]:
+    """Return the bytes by part on one GPU of a server, its tokens, and its sequences at once.
+
+    They are the tokens that its KV cache holds, and the sequences that it takes at most.
 
     Raises:
         DoesNotFit: the weights and one sequence of maximum length do not fit.
@@ -374,7 +379,14 @@ def _server_memory(
     size, weights = server.tensor_parallel_size, rollout_weights(architecture, config)
     room = int(node.gpu.memory_bytes * server.mem_fraction_static)
     per_token = kv_bytes_per_token(architecture, size, kv_value_bytes(server))
-    kv_tokens = max(0, (room - sum(weights.values())) // per_token)
+    free, most = room - sum(weights.values()), server.max_running_requests
+    of_states = {}
+    if state := state_bytes_per_sequence(architecture, size):
+        states = num_states(architecture, server, free)
+        most = max(1, min(most, states // states_per_request(server, on_gpu=True)))
+        of_states["states of linear attention"] = (states + 1) * state
+        free -= (states + 1) * state
+    kv_tokens = max(0, free // per_token)
     if server.max_total_tokens is not None:
         kv_tokens = min(kv_tokens, server.max_total_tokens)
     if kv_tokens < longest:
@@ -383,12 +395,13 @@ def _server_memory(
         raise DoesNotFit(
             f"rollout.server.tensor_parallel_size={size}: {what} not fit: "
             f"mem_fraction_static={server.mem_fraction_static} of a GPU is {room / GIB:.1f} GiB, "
-            f"{config.quantization.weight_format} weights take {weights_gib:.1f} GiB and one "
-            f"sequence of {longest} tokens {longest * per_token / GIB:.1f} GiB",
-            (sum(weights.values()) + longest * per_token) / room,
+            f"{config.quantization.weight_format} weights take {weights_gib:.1f} GiB"
+            + "".join(f", {name} {size / GIB:.1f} GiB" for name, size in of_states.items())
+            + f" and one sequence of {longest} tokens {longest * per_token / GIB:.1f} GiB",
+            (room - free + longest * per_token) / room,
         )
     unused = {"left for graphs and activations": node.gpu.memory_bytes - room}
-    return {**weights, "KV cache": kv_tokens * per_token, **unused}, kv_tokens
+    return {**weights, **of_states, "KV cache": kv_tokens * per_token, **unused}, kv_tokens, most
 
 
 def layouts(
@@ -401,11 +414,12 @@ def layouts(
     """Yield `config` in every layout that may be the fastest; `plan` refuses some of them.
 
     Tensor-parallel groups stay within a node, and each node has as many ranks. There are up to 16
-    pipeline stages, all equal or with a shorter last one, one, two or four context-parallel ranks,
-    and as many data-parallel replicas as fit. Experts are whole, on expert-parallel ranks of one
-    node. Micro batches have the tokens of one longest sequence, and the cheapest recomputation that
-    fits is taken. Servers decode up to 256 or 512 sequences at once. The fields in `given` keep
-    their values. If learner and servers are colocated, the learner has a rank on each GPU.
+    pipeline stages, all equal or with a shorter last one, one, two or four context-parallel ranks
+    (of a hybrid one), and as many data-parallel replicas as fit. Experts are whole, on
+    expert-parallel ranks of one node. Micro batches have the tokens of one longest sequence, and
+    the cheapest recomputation that fits is taken. Servers decode up to 256 or 512 sequences at
+    once. The fields in `given` keep their values. If learner and servers are colocated, the learner
+    has a rank on each GPU.
     """
     learner, rollout = config.learner, config.rollout
     is_colocated = rollout.placement == "colocated"
@@ -427,7 +441,7 @@ def layouts(
     for tensor, stages, context in itertools.product(
         values("learner.tensor_parallel_size", sizes),
         values("learner.pipeline_parallel_size", range(1, 17)),
-        values("learner.context_parallel_size", (1, 2, 4)),
+        values("learner.context_parallel_size", (1,) if architecture.delta_net else (1, 2, 4)),
     ):
         searched: dict[str, Any] = {
             "tensor_parallel_size": tensor,

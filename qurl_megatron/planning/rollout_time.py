@@ -81,7 +81,9 @@ def server_load(
         context = running * (workload.mean_prompt + lengths.mean_age)
         return publish_s + prefill_s(architecture, weight_format, size, context, node)
 
-    read = rollout.prompts_per_step / rollout.servers * workload.mean_prompt
+    caches = not rollout.server.options.get("disable_radix_cache")
+    readings = 1 if caches else rollout.completions_per_prompt
+    read = rollout.prompts_per_step / rollout.servers * readings * workload.mean_prompt
     read += sequences_per_step * workload.observed * workload.mean_completion
     return ServerLoad(
         token_s=token_s,

@@ -1,15 +1,17 @@
 """Estimate the time of a step, by phase. The terms of each are in the function that is named.
 
     decode     `decode_s`: one token for each of the sequences of a server. It reads the weights, or
-               multiplies by them if that takes longer; reads the KV cache; has an overhead for each
-               layer and sequence, and two all-reduces a layer, over InfiniBand if a server has more
-               GPUs than a node. Of experts those are read that at least one sequence chooses, if
-               all are chosen equally often. Grouped products read their many small weights at an
-               efficiency of their own, and need further kernels: `EXPERT_DECODE`.
-    rollout    `rollout_time.py`. Prompts are read once per group, at the matrix product rate of the
-               weight format.
-    forward    `_forward_s`: two operations per weight and token and those of causal attention, at
-               the peak x `LEARNER_MFU`, those of experts x `EXPERT_RATE`; the output layer for
+               multiplies by them if that takes longer; reads the KV cache, and reads and writes
+               the states of linear attention; has an overhead for each layer and sequence, and two
+               all-reduces a layer, over InfiniBand if a server has more GPUs than a node.
+               Of experts those are read that at least one sequence chooses, if all are chosen
+               equally often. Grouped products read their many small weights at an efficiency of
+               their own, and need further kernels: `EXPERT_DECODE`.
+    rollout    `rollout_time.py`. Prompts are read once per group, and without a cache of prefixes
+               once per completion, at the matrix product rate of the weight format.
+    forward    `_forward_s`: two operations per weight and token and those of causal attention and
+               of linear attention, at the peak x `LEARNER_MFU`, those of experts x `EXPERT_RATE`;
+               what linear attention reaches of it was never measured; the output layer for
                tokens of completions. Two all-reduces a layer (with sequence parallelism, a
                reduce-scatter and an all-gather each), and with context parallelism the keys and
                values of all ranks, not overlapped. Tokens go to their experts and back, sorted by
@@ -51,6 +53,7 @@ from qurl_megatron.planning.memory import (
     server_weight_bytes,
     stage_layers,
     state_bytes,
+    state_bytes_per_sequence,
     values_by_copies,
 )
 
@@ -148,6 +151,8 @@ def decode_s(
     time_s = max(read_s, multiply_s(linear / size, weight_format))
     time_s += max(2 * output / size / weights_per_s, multiply_s(output / size, "bf16"))
     kv_bytes = context_tokens * kv_bytes_per_token(architecture, size, kv_value_bytes)
+    # A state is read and written.
+    kv_bytes += 2 * sequences * state_bytes_per_sequence(architecture, size)
     time_s += kv_bytes / (hbm * HBM_EFFICIENCY["kv"])
     if architecture.adapter_rank:
         layer_s += ADAPTERS_S
@@ -185,7 +190,8 @@ def pass_flops(
     layers = sequences * architecture.forward_flops(length, square)
     experts = 0.0
     if architecture.num_experts:
-        weights = 3 * architecture.hidden_size * architecture.active_intermediate_size
+        weights = 3 * architecture.hidden_size * architecture.moe_intermediate_size
+        weights *= architecture.experts_per_token
         experts = 2 * sequences * length * architecture.num_layers * weights
     output = 2 * num_output_weights(architecture) * sequences * workload.mean_completion
     return layers - experts, experts, output
@@ -209,7 +215,9 @@ def _forward_s(
     tokens = rollout.completions_per_step * workload.mean_length
     tokens /= learner.data_parallel_size * learner.context_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
-    layer_s += 2 * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size, node)
+    # A linear attention gathers its input twice.
+    collectives = 2 + architecture.num_linear_layers / num_layers / 2
+    layer_s += collectives * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size, node)
     # Every context-parallel rank passes on the keys and values of all the others.
     heads = architecture.key_value_heads_on_rank(learner.tensor_parallel_size)
     channels = 2 * heads * architecture.head_dim

@@ -14,7 +14,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.config.validate import check_scales
@@ -53,10 +54,11 @@ from qurl_megatron.quantization import quantize, uaq
 JOB_FILE = "job.json"
 UAQ_FIELD = "qurl_uaq"  # in config.json: the UaqConfig that a directory was scaled with
 PROBE_TOKENS = 64
+_PART = re.compile(r":\w+")  # of a name in the weight map
 MAX_PIECE_BYTES = 8 * 1024**3  # in float32; published models come in files of 4 to 5 GB of BF16
 
 Rewrite = Callable[[str, Tensor], dict[str, Tensor]]
-"""(name, tensor as stored) -> the tensors written in its place, by name."""
+"""(name of a full tensor, its values as stored) -> the tensors written in its place, by name."""
 
 
 @dataclass(frozen=True)
@@ -90,20 +92,28 @@ def quantize_directory(
         ArchitectureError, ConfigError: the source or the destination cannot be used, or `keep`
             matches no layers, or only some that a server holds as one.
     """
-    kept = kept_layers(keep, Architecture.from_directory(source))
+    architecture = Architecture.from_directory(source)
+    architecture.check_blocks(weight_format)
+    kept = kept_layers(keep, architecture)
 
     def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
         is_quantized = weight_map.find_hugging_face(name)[0].quantized
         if weight_format == "bf16" or not is_quantized or name.removesuffix(".weight") in kept:
-            return {name: tensor.to(torch.bfloat16)}
+            return {name: tensor.to(weight_map.sent_dtype(name))}
         quantized = quantize.quantize(tensor, weight_format)
         scale_name = quantize.scale_name(name, weight_format)
         return {name: quantized.codes, scale_name: quantize.engine_scale(quantized)}
 
     # "torch_dtype" is the older spelling of "dtype".
     changes: dict[str, Any] = {"dtype": "bfloat16", "torch_dtype": None}
-    Architecture.from_directory(source).check_blocks(weight_format)
+    in_bf16 = layers_of(kept)
     if weight_format == "fp8-block":
+        # SGLang's own method would quantize them.
+        names = weight_map.hugging_face_names(architecture)
+        gates = [
+            name for name in names if name.endswith((".in_proj_a.weight", ".in_proj_b.weight"))
+        ]
+        in_bf16 += sorted(name.removesuffix(".weight") for name in gates)
         changes["quantization_config"] = {
             "quant_method": "fp8",
             "fmt": "e4m3",
@@ -112,8 +122,8 @@ def quantize_directory(
         }
     elif weight_format != "bf16":
         changes["quantization_config"] = {"quant_method": quantize.ENGINE_METHODS[weight_format]}
-    if kept and weight_format != "bf16":
-        changes["quantization_config"]["modules_to_not_convert"] = kept
+    if in_bf16 and weight_format != "bf16":
+        changes["quantization_config"]["modules_to_not_convert"] = in_bf16
     job = {"quantize": weight_format, "keep": kept}
     rewrite_directory(source, destination, rewrite, changes, job, progress)
 
@@ -131,9 +141,11 @@ def scale_directory(
         raise ConfigError(
             f"{source} is scaled already ({UAQ_FIELD} in its config.json); undo that first"
         )
-    check_scales(config, Architecture.from_directory(source))
+    architecture = Architecture.from_directory(source)
+    check_scales(config, architecture)
     changes = {UAQ_FIELD: dataclasses.asdict(config)}
-    return _scale(source, destination, uaq.transform(config), changes, progress)
+    transform = uaq.transform(config, is_hybrid=architecture.delta_net is not None)
+    return _scale(source, destination, transform, changes, progress)
 
 
 def unscale_directory(source: Path, destination: Path, progress: Progress) -> Invariance:
@@ -147,7 +159,9 @@ def unscale_directory(source: Path, destination: Path, progress: Progress) -> In
     if fields is None:
         raise ConfigError(f"{source} is not scaled: its config.json has no {UAQ_FIELD}")
     config = from_tree(UaqConfig, fields)
-    return _scale(source, destination, uaq.inverse(config), {UAQ_FIELD: None}, progress)
+    is_hybrid = Architecture.from_directory(source).delta_net is not None
+    inverse = uaq.inverse(config, is_hybrid=is_hybrid)
+    return _scale(source, destination, inverse, {UAQ_FIELD: None}, progress)
 
 
 def _scale(
@@ -202,11 +216,11 @@ def rewrite_directory(
     job: dict[str, Any],
     progress: Progress,
 ) -> None:
-    """Rewrite every tensor, or resume an interrupted call for the same `job`.
+    """Rewrite every full tensor, or resume an interrupted call for the same `job`.
 
-    `changes` are made to config.json; None removes a field.
+    Of a model of text and images that is the text only. `changes` are made to config.json; None
+    removes a field.
     """
-    architecture = Architecture.from_directory(source)
     weights = check_model(source)
     files = weights.files
     if os.path.lexists(destination):  # also a link to nowhere, which a rename would not replace
@@ -224,14 +238,14 @@ def rewrite_directory(
         )
     _create_or_resume(partial, {"source": _fingerprint(source, files), **job})
 
-    known = weight_map.hugging_face_names(architecture)
-    pieces = [piece for file in files for piece in _cut(source, file)]
+    full_tensors = weights.full_tensors()
+    pieces = [piece for file in files for piece in _cut(source, file, weights.left_out)]
     file_of: dict[str, str] = {}
     done_bytes = 0
     for piece in pieces:
         written = partial / piece.written_file
         if not written.exists():
-            _write_piece(source, piece, rewrite, known, written)
+            _write_piece(source, piece, rewrite, full_tensors, written)
         with safe_open(written, "pt") as opened:
             file_of |= dict.fromkeys(opened.keys(), piece.written_file)
         done_bytes += piece.num_bytes
@@ -258,11 +272,16 @@ class _Piece:
     num_bytes: int = 0  # in float32, as they are rewritten
 
 
-def _cut(source: Path, file: str) -> list[_Piece]:
-    """Cut a source file into pieces of at most MAX_PIECE_BYTES, or of one larger tensor."""
+def _cut(source: Path, file: str, left_out: Sequence[str]) -> list[_Piece]:
+    """Cut a source file into pieces of at most MAX_PIECE_BYTES, or of one larger tensor.
+
+    Names that begin with one of `left_out` are not read.
+    """
     pieces = [_Piece(file, written_file=file)]
     with safe_open(source / file, "pt") as opened:
         for name in opened.keys():
+            if name.startswith(tuple(left_out)):
+                continue
             num_bytes = 4 * math.prod(opened.get_slice(name).get_shape())
             if pieces[-1].names and pieces[-1].num_bytes + num_bytes > MAX_PIECE_BYTES:
                 pieces.append(_Piece(file, written_file=file))
@@ -275,16 +294,31 @@ def _cut(source: Path, file: str) -> list[_Piece]:
 
 
 def _write_piece(
-    source: Path, piece: _Piece, rewrite: Rewrite, known: set[str], path: Path
+    source: Path,
+    piece: _Piece,
+    rewrite: Rewrite,
+    full_tensors: Mapping[str, Mapping[str, weight_map.Place]],
+    path: Path,
 ) -> None:
-    """Write the tensors of a piece. A tensor that is not `known` is copied unchanged."""
-    written: dict[str, Tensor] = {}
+    """Write the tensors of a piece. What holds no full tensor is copied unchanged."""
+    written: dict[str, list[Tensor]] = {}
     with safe_open(source / piece.source_file, "pt") as opened:
-        for name in piece.names:
-            tensor = opened.get_tensor(name)
-            check_finite(source / piece.source_file, name, tensor)
-            written |= rewrite(name, tensor) if name in known else {name: tensor}
-    tensors = {name: tensor.contiguous() for name, tensor in written.items()}
+        for stored in piece.names:
+            tensor = opened.get_tensor(stored)
+            check_finite(source / piece.source_file, stored, tensor)
+            if stored not in full_tensors:
+                written[stored] = [tensor]
+            for name, place in full_tensors.get(stored, {}).items():
+                for new_name, values in rewrite(name, tensor[place.where]).items():
+                    # The parts of a tensor of the file, and their scales, are one there again.
+                    written.setdefault(_PART.sub("", new_name), []).append(values)
+    tensors = {
+        name: torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+        for name, parts in written.items()
+    }
+    for name in tensors:
+        if name.endswith(".conv1d.weight"):
+            tensors[name] = tensors[name].unsqueeze(1)
     write_tensors(tensors, path)
 
 

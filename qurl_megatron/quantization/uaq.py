@@ -9,7 +9,11 @@ by s > 1 once, before training, and multiplies their input by s:
 The rule: the linear layers fed by a norm (q, k, v, gate, up) are divided by s, and the weight of
 that norm, which produces their input x, is multiplied by s. The model computes the same function.
 In a mixture of experts these are gate and up of every expert, and the router, which reads the same
-input.
+input. In a hybrid they are queries, keys, values and z of a linear attention, and its beta and
+decay; a gate of a shared expert too.
+
+A hybrid's norms multiply by 1 + w. Their w becomes (1 + w) s - 1, which float32 rounds by up to
+1e-7, and BF16 by 2^-8 where w was near 0, also for a power of two.
 
 Effects:
 - The codes of W / s are those of W, and the scales are 1/s of W's, because scales are relative to
@@ -24,7 +28,9 @@ as well, because they act on that product.
 Two linear layers in a block are not fed by a norm. Two options, off by default, divide them by s
 and multiply the layer that feeds them by s, at the expense of that layer:
 - `through_value` divides o_proj by s and multiplies v_proj, bias included, by s, because attention
-  is linear in its values. Together with the rule above, v_proj keeps its values.
+  is linear in its values. Together with the rule above, v_proj keeps its values. The states of a
+  linear attention are linear in its values too, but the norm behind them takes out what multiplies
+  them: there it divides out_proj by s, and multiplies that norm by s, which has plain weights.
 - `through_up` divides down_proj by s and multiplies up_proj by s, because the gated product is
   linear in up (not in gate). Together with the rule above, up_proj keeps its values.
 
@@ -36,7 +42,7 @@ are almost equal, a rounding chooses another one (`config.validate.check_scales`
 
 Example:
 
-    scale = transform(UaqConfig(scale=2.0))
+    scale = transform(UaqConfig(scale=2.0), is_hybrid=False)
     scale("model.layers.0.self_attn.q_proj.weight", weight)        # weight / 2
     scale("model.layers.0.input_layernorm.weight", weight)         # weight * 2
     scale("model.layers.0.mlp.down_proj.weight", weight)           # weight
@@ -57,11 +63,14 @@ Transform = Callable[[str, Tensor], Tensor]
 """(name in a Hugging Face checkpoint, value) -> new value."""
 
 
-def transform(config: UaqConfig, direction: int = 1) -> Transform:
-    """Return a function that applies QuRL Eq. 11 to one Hugging Face parameter, or undoes it.
+def transform(config: UaqConfig, *, is_hybrid: bool, direction: int = 1) -> Transform:
+    """Return a function that applies QuRL Eq. 11 to one full tensor, or undoes it.
 
-    It takes the parameter's name in transformers and its value, of any shape. A parameter that UAQ
+    It takes the tensor's name in the weight map and its value, of any shape. A tensor that UAQ
     scales must be float32; any other is returned as it is. With `direction` -1 it is the inverse.
+
+    Args:
+        is_hybrid: whether the norms are those of a hybrid.
 
     Raises:
         ValueError: a scale is not a positive finite number; from the returned function: a
@@ -79,27 +88,38 @@ def transform(config: UaqConfig, direction: int = 1) -> Transform:
             raise ValueError(f"UAQ scales float32 weights only; {name} is {weight.dtype}")
         _, layer = weight_map.find_hugging_face(name)
         scale = config.scale if layer is None else config.layer_scales.get(layer, config.scale)
+        if is_hybrid and _is_norm(name, layer):
+            return ((1 + weight.double()) * scale**power - 1).float()
         return weight * scale if power > 0 else weight / scale
 
     return apply
 
 
-def inverse(config: UaqConfig) -> Transform:
-    """Return the inverse of `transform(config)`: exact for powers of two, else up to rounding."""
-    return transform(config, direction=-1)
+def inverse(config: UaqConfig, *, is_hybrid: bool) -> Transform:
+    """Return the inverse of `transform`: exact for powers of two, else up to rounding.
+
+    A hybrid's norms are always rounded.
+    """
+    return transform(config, is_hybrid=is_hybrid, direction=-1)
+
+
+def _is_norm(name: str, layer: int | None) -> bool:
+    """Return whether a tensor is a norm that UAQ scales."""
+    return layer is not None and name in {norm.format(layer=layer) for norm in _NORMS}
 
 
 def _power(name: str, config: UaqConfig) -> int:
     """Return the power of s that the parameter is multiplied by: -1, 0 or 1."""
     rule, layer = weight_map.find_hugging_face(name)
-    module = name.split(".")[-2]
+    module = name.rpartition(".")[0]
     is_weight = name.endswith(".weight")
     power = -1 if rule.fed_by and is_weight else 0
-    if layer is not None and name in {norm.format(layer=layer) for norm in _NORMS}:
+    if _is_norm(name, layer):
         power = 1
     for enabled, feeding, fed in (
-        (config.through_value, "v_proj", "o_proj"),
-        (config.through_up, "up_proj", "down_proj"),
+        (config.through_value, ".v_proj", ".o_proj"),
+        (config.through_value, ".linear_attn.norm", ".linear_attn.out_proj"),
+        (config.through_up, ".up_proj", ".down_proj"),
     ):
-        power += enabled * ((module == feeding) - (module == fed))
+        power += enabled * (module.endswith(feeding) - module.endswith(fed))
     return power

@@ -18,7 +18,7 @@ from typing import Any
 
 from qurl_megatron.device import machine_memory_bytes
 from qurl_megatron.planning.gpus import GIB
-from qurl_megatron.rehearsal import fake_gpu, transformer_engine
+from qurl_megatron.rehearsal import fake_gpu, linear_attention, transformer_engine
 from qurl_megatron.rehearsal.rehearsal import Rehearsal
 
 RANK_BYTES = 4 * GIB  # of the host's memory, for a rank of a 32B model
@@ -29,6 +29,7 @@ def main() -> None:
     rehearsals: list[Rehearsal] = pickle.load(sys.stdin.buffer)
     warnings.simplefilter("ignore")
     fake_gpu.install(rehearsals[0].node)
+    linear_attention.install()
     if rehearsals[0].transformer_engine:
         transformer_engine.install(rehearsals[0].transformer_engine)
     from qurl_megatron.rehearsal import play  # Megatron, and all that imports it

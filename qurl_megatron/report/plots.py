@@ -40,6 +40,9 @@ INK = "#010203"  # placeholder for the page's text colour, light or dark
 # Metrics whose axis is logarithmic.
 LOGARITHMIC = {"kl_behaviour_proximal_k3", "weight_update_norm", "weight_quant_error", "grad_norm"}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEAR_PROJECTIONS = (  # of linear attention
+    *(f"in_proj_qkv:{part}" for part in ("query", "key", "value")), "in_proj_z", "out_proj",
+)  # fmt: skip
 WINDOWS_PER_RUN = 20  # the window of a running mean is this part of the steps: a twentieth
 
 matplotlib.rcParams.update(
@@ -290,14 +293,18 @@ def layer_grid(axes: Axes, runs: list[RunRecord], metric: str) -> None:
     for name, measures in run.weights.items():
         _, _, layer, *_, projection, _ = name.split(".")
         layers.setdefault(int(layer), {}).setdefault(projection, []).append(measures[metric])
+    columns: tuple[str, ...] = PROJECTIONS
+    if any("out_proj" in measured for measured in layers.values()):
+        columns += LINEAR_PROJECTIONS
     grid = [
-        [fmean(layers[layer].get(projection, [math.nan])) for projection in PROJECTIONS]
+        [fmean(layers[layer].get(projection, [math.nan])) for projection in columns]
         for layer in sorted(layers)
     ]
     positive = [value for row in grid for value in row if value > 0]
     norm = LogNorm(min(positive), max(positive)) if positive else None
     image = axes.imshow(grid, aspect="auto", cmap="viridis", norm=norm, interpolation="nearest")
-    axes.set_xticks(range(len(PROJECTIONS)), [p.removesuffix("_proj") for p in PROJECTIONS])
+    names = [p.rpartition(":")[2].removesuffix("_proj").removeprefix("in_proj_") for p in columns]
+    axes.set_xticks(range(len(columns)), names, rotation=0 if columns == PROJECTIONS else 45)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="", ylabel="layer")
     assert axes.figure is not None

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from qurl_megatron import device
-from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     ConfigError,
@@ -40,11 +40,13 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.config.server_options import (
     CONTEXT_RESERVE,
     command_line,
+    states_per_request,
     tokens_of_requests,
 )
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.huggingface import served_directory
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
     NO_THREADS,
@@ -185,6 +187,7 @@ class ServerPlan:
         scratch_dir, lock = scratch_directory("qurl-server-")
         _locks[scratch_dir] = lock
         options = self.options()
+        options["model_path"] = served_directory(self.model_dir, Path(scratch_dir) / "model")
         if gpus:
             options["base_gpu_id"] = gpus[0]
         key_file = Path(scratch_dir) / "key.yaml"
@@ -265,8 +268,8 @@ class ServerPlan:
             method = options["quantization"] = ENGINE_METHODS[self.weight_format]
             quantization: dict[str, object] = {"quant_method": method}
             if self.keep:
-                layers = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
-                quantization["modules_to_not_convert"] = layers
+                kept = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
+                quantization["modules_to_not_convert"] = layers_of(kept)
             if rank := self.adapters.rank:
                 quantization["adapters"] = {"rank": rank, "alpha": self.adapters.alpha}
             if len(quantization) > 1:
@@ -278,6 +281,12 @@ class ServerPlan:
             needed = tokens_of_requests(config, self.context_length, requests)
             options["max_total_tokens"] = config.max_total_tokens or needed
             options["mem_fraction_static"] = 1.0
+            if Architecture.from_directory(self.model_dir).delta_net:
+                # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
+                options["mamba_radix_cache_strategy"] = "extra_buffer"
+                # Of fewer states SGLang would serve fewer requests at a time.
+                states = states_per_request(config, on_gpu=False)
+                options["max_mamba_cache_size"] = states * requests
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.
             flags = ("disable_overlap_schedule", "sleep_on_idle")
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}

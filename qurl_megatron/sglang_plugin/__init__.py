@@ -7,8 +7,8 @@ the reloadable quantized linear layers and experts `qurl_int8`, `qurl_int4`, `qu
 checksums of the weights a server holds; receiving weights with a time limit, also from the
 learner's memory; a weight version for every sampled token; sampling masks of several answers to a
 prompt; memory that a sleeping server gives back, and a KV cache that takes none before it is
-written; weights over HTTP, and access control before all
-routes (`access.py`). Importing this package does nothing.
+written; weights over HTTP, and access control before all routes (`access.py`). Without a GPU it
+also replaces the kernels of linear attention (`delta_net.py`). Importing this package does nothing.
 """
 
 
@@ -59,7 +59,7 @@ def add_hooks() -> list[str]:
     """Register this package's hooks; return the names of what they replace or wrap."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from qurl_megatron.sglang_plugin import memory, platform, routes, sampling, weights
+    from qurl_megatron.sglang_plugin import delta_net, memory, platform, routes, sampling, weights
 
     replacements = {
         "utils.weight_checker.WeightChecker._compute_checksum": weights.compute_checksum,
@@ -79,6 +79,7 @@ def add_hooks() -> list[str]:
         "utils.auth.add_api_key_middleware": routes.add_routes,
         "entrypoints.engine._server_args_for_logging": routes.without_key,
         "mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal": memory.create_cache,
+        "mem_cache.memory_pool.MambaPool.__init__": memory.create_states,
         f"{scheduler}.continue_generation": platform.resume,
         f"{scheduler}._record_scheduler_state_for_paused_engine": platform.rest,
         f"{scheduler}.run_batch": weights.run_batch,
@@ -91,6 +92,11 @@ def add_hooks() -> list[str]:
         for kind, functions in kinds.items()
         for name, function in functions.items()
     ]
+    if activate_cpu_platform():
+        hooks += [
+            (f"sglang.kernels.ops.{name}", function, HookType.REPLACE)
+            for name, function in delta_net.KERNELS.items()
+        ]
     for hook in hooks:
         HookRegistry.register(*hook)
     return [name for name, _, _ in hooks]

@@ -183,6 +183,9 @@ def sum_over_experts(
     return StandardCombineInput(hidden_states=out.to(x.dtype))
 
 
+_FUSED = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}  # beside those that SGLang knows
+
+
 class QurlConfig(QuantizationConfig):
     """Base class of the quantization configs that SGLang chooses from by name.
 
@@ -232,7 +235,8 @@ class QurlConfig(QuantizationConfig):
             return QuantizedExpertsMethod(self.linear_method(self))
         if not isinstance(layer, LinearBase):
             return None
-        if is_layer_skipped(prefix, self.kept_layers):
+        # Beta and decay are two rows a head, and decide what a state keeps.
+        if prefix.endswith(".in_proj_ba") or is_layer_skipped(prefix, self.kept_layers, _FUSED):
             return UnquantizedLinearMethod()
         return self.linear_method(self)
 

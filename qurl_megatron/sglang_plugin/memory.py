@@ -1,16 +1,16 @@
 """Memory that a sleeping server gives back, so that a learner can have it.
 
-SGLang gives memory back by what it is for: keys and values (`kv_cache`), CUDA graphs, and weights.
-On a GPU torch_memory_saver unmaps it, and maps other memory at the same addresses later. This
-module does the same without a GPU: the kernel takes the pages of a tensor, and gives empty ones
-when the tensor is used next. Either way nothing that was in the memory comes back.
+SGLang gives memory back by what it is for: keys, values and states of linear attention
+(`kv_cache`), CUDA graphs, and weights. On a GPU torch_memory_saver unmaps it, and maps other memory
+at the same addresses later. This module does the same without a GPU: the kernel takes the pages of
+a tensor, and gives empty ones when the tensor is used next. Either way nothing that was in the
+memory comes back.
 
 CUDA's inter-process handles cannot be made of what torch_memory_saver maps. Weights that stay in a
 sleeping server, into which the learner's ranks write, are therefore allocated outside of it.
 """
 
 import ctypes
-import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -59,8 +59,19 @@ def create_cache(original: Callable[..., None], pool: Any) -> None:
     Without a GPU SGLang would write zeros to all of a cache that is as large as its requests can
     need. So the kernel gives a page when it is first written.
     """
-    with _Unwritten() if torch.device(pool.device).type == "cpu" else nullcontext():
+    with _unwritten(pool.device):
         original(pool)
+
+
+def create_states(original: Callable[..., None], pool: Any, **sizes: Any) -> None:
+    """Create the states of linear attention in the same way, around `MambaPool.__init__`."""
+    with _unwritten(sizes["device"]):
+        original(pool, **sizes)
+
+
+def _unwritten(device: str) -> AbstractContextManager[Any]:
+    """Return the context in which a device's tensors of zeros are created."""
+    return _Unwritten() if torch.device(device).type == "cpu" else nullcontext()
 
 
 class _Unwritten(TorchFunctionMode):
@@ -71,10 +82,10 @@ class _Unwritten(TorchFunctionMode):
     ) -> Any:
         if function is not torch.zeros:
             return function(*args, **(kwargs or {}))
-        (shape,), dtype = args, kwargs["dtype"]
+        zeros = torch.zeros(*args, **{**(kwargs or {}), "device": "meta"})
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
-        return torch.frombuffer(pages, dtype=dtype).view(shape)
+        pages = mmap.mmap(-1, zeros.nbytes, flags=flags)
+        return torch.frombuffer(pages, dtype=zeros.dtype).view(zeros.shape)
 
 
 def give_back(tensor: Tensor) -> None:
@@ -97,6 +108,10 @@ def _memory_of(model_runner: Any, tags: Sequence[str]) -> Iterator[Tensor]:
     """Yield the tensors of a CPU server that these tags stand for; it has no graphs."""
     if "kv_cache" in tags:
         pool = model_runner.token_to_kv_pool
+        pool = getattr(pool, "full_kv_pool", pool)
         yield from (*pool.k_buffer, *pool.v_buffer)
+        states = getattr(model_runner.req_to_token_pool, "mamba_pool", None)
+        if states is not None:  # of linear attention
+            yield from (*states.mamba_cache.conv, states.mamba_cache.temporal)
     if "weights" in tags:
         yield from (parameter.detach() for parameter in model_runner.model.parameters())

@@ -52,7 +52,9 @@ class CpuPlatform(CpuSRTPlatform):
         # SGLang waits for the kind of device that torch was built for before it gives memory back.
         get_device_module = torch.get_device_module
         torch.get_device_module = lambda device="cpu": get_device_module(device)  # type: ignore[assignment]
-        # The table of each token's experts: SGLang pins its memory, which needs a GPU.
+        # Pinned memory needs a GPU. SGLang pins what says which states to keep, and the table of
+        # each token's experts.
+        torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment,misc]
         base.BaseHostCache = base.BaseDeviceCache
 
     def empty_cache(self) -> None:
@@ -64,6 +66,9 @@ class CpuPlatform(CpuSRTPlatform):
         """
         gc.collect()
         trim_heap()
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True  # see `delta_net.py`
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"

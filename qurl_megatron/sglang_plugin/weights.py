@@ -30,6 +30,7 @@ after SGLang's own loaders have fused and sharded what was sent.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -44,6 +45,7 @@ from sglang.srt.layers.linear import (
     RowParallelLinear,
 )
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.managers.io_struct import (
     BeginWeightUpdateReqInput,
@@ -71,6 +73,14 @@ from qurl_megatron.weight_sync.direct import describe
 LEARNER_TIMEOUT_S = 120.0
 
 _ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # and the names that are sent
+# SGLang's Qwen3.5 has the modules of its full attention in the layer itself.
+_IN_ATTENTION = re.compile(r"(?<=\d)\.(qkv_proj|o_proj|q_norm|k_norm)$")
+_MIXED = ("query", "key", "value")  # what a DeltaNet layer convolves, behind each other
+_MERGED = {  # the projections that SGLang holds as one
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": (*(f"in_proj_qkv:{part}" for part in _MIXED), "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
 
 HeldPart = tuple[str, Part]  # the name of a Hugging Face tensor, and the part that this rank holds
 
@@ -321,11 +331,40 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
     if parts is None:
         parts = {}
         for path, module in model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                for sent_name, part in _cut(module, path, name, parameter.detach()):
-                    parts.setdefault(sent_name, []).append(part)
+            for sent_name, part in _parts_of(module, path):
+                parts.setdefault(sent_name, []).append(part)
         object.__setattr__(model, "_qurl_held_parts", parts)
     return parts
+
+
+def _parts_of(module: torch.nn.Module, path: str) -> Iterator[HeldPart]:
+    """Yield the parts of a module's own parameters; it is at `path` in the model."""
+    if isinstance(getattr(module, "attn", None), RadixLinearAttention):
+        yield from _cut_delta_net(module, path)
+    elif not isinstance(module, RadixLinearAttention) and not path.endswith(".conv1d"):
+        path = _IN_ATTENTION.sub(r".self_attn.\1", path)
+        for name, parameter in module.named_parameters(recurse=False):
+            yield from _cut(module, path, name, parameter.detach())
+
+
+def _cut_delta_net(layer: Any, path: str) -> Iterator[HeldPart]:
+    """Yield the parts of a DeltaNet layer's heads, and of its convolution.
+
+    The convolution's weight is cut as the layer multiplies with it, [channels, width]. Ranks share
+    its queries' rows, its keys' and its values'.
+    """
+    mixer: Any = layer.attn
+    rows = [mixer.q_dim, mixer.k_dim, mixer.v_dim]
+    tensors = {
+        "A_log": layer.A_log.detach(),
+        "dt_bias": layer.dt_bias.detach(),
+        **{
+            f"conv1d:{part}.weight": values
+            for part, values in zip(_MIXED, mixer.conv_weights.detach().split(rows), strict=True)
+        },
+    }
+    for name, values in tensors.items():
+        yield f"{path}.{name}", Part(values, layer.attn_tp_rank * len(values), 0)
 
 
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
@@ -357,7 +396,7 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
 
 def _projections(module: torch.nn.Module, path: str) -> list[tuple[str, int, int]]:
     """Return what is fused in a module: path, rows on a rank, and number of this rank's part."""
-    parent = path.rpartition(".")[0]
+    parent, _, last = path.rpartition(".")
     rank, size = get_group_rank_size(getattr(module, "tp_group", None))
     if isinstance(module, QKVParallelLinear):
         kv_rank = get_group_rank_size(module.kv_tp_group)[0] // module.num_kv_head_replicas
@@ -367,8 +406,10 @@ def _projections(module: torch.nn.Module, path: str) -> list[tuple[str, int, int
             (f"{parent}.v_proj", module.v_proj_shard_size, kv_rank),
         ]
     if isinstance(module, MergedColumnParallelLinear):
-        gate, up = (rows // size for rows in module.output_sizes)
-        return [(f"{parent}.gate_proj", gate, rank), (f"{parent}.up_proj", up, rank)]
+        return [
+            (f"{parent}.{name}", rows // size, rank)
+            for name, rows in zip(_MERGED[last], module.output_sizes, strict=True)
+        ]
     return []
 
 

@@ -49,6 +49,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from qurl_megatron.config.keep import layer_of
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import TensorPart
@@ -339,18 +340,18 @@ def model_tensors(
 
     Args:
         weight_format: of the layers that are quantized; "bf16": none is.
-        kept: layers that stay in BF16, as `keep.kept_layers` returns them.
+        kept: layers that stay in BF16, as `keep.layers_of` returns them.
     """
     tensors: dict[str, SentTensor] = {}
     nothing = torch.empty(0)  # a server has no shard of the learner's
     for rule in weight_map.rules(architecture):
-        for layer in range(architecture.num_layers) if rule.layered else [None]:
+        for layer in rule.layers(architecture):
             for tensor, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 shape = weight_map.full_shape(tensor, architecture)
                 part = TensorPart(name, nothing, None, None, 0, shape)
                 is_plain = weight_format == "bf16" or not rule.quantized
-                if is_plain or name.removesuffix(".weight") in kept:
-                    weight = SentWeight.plain(part, torch.bfloat16)
+                if is_plain or layer_of(name.removesuffix(".weight")) in kept:
+                    weight = SentWeight.plain(part, weight_map.sent_dtype(name))
                 else:
                     weight = SentWeight.quantized(part, weight_format)
                 tensors.update({sent.name: sent for sent in weight.tensors})

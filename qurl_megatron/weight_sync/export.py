@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from qurl_megatron.config.keep import adapted_layers
@@ -20,6 +21,7 @@ from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole
 from qurl_megatron.learner import checkpoint as checkpoints
 from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import (
     Progress,
@@ -28,7 +30,6 @@ from qurl_megatron.model.huggingface import (
     write_index,
     write_tensors,
 )
-from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.quantization import uaq
 from qurl_megatron.quantization.adapter_files import (
     merge_directory,
@@ -89,7 +90,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         _write_merged(tensors, adapters, Path(config.model), destination, of_adapters, progress)
         return
     model = checkpoint / "model"
-    values = num_parameters(Architecture.from_directory(model))
+    values = weight_map.num_parameters(Architecture.from_directory(model))
     needed, free = values * stored_dtype(model).itemsize, free_bytes(destination)
     if free < needed:
         raise checkpoints.CheckpointError(
@@ -154,18 +155,37 @@ class _Writer:
     def __init__(self, source: Path, directory: Path, config: UaqConfig, infix: str = "") -> None:
         self._source = source
         self._directory = directory
-        self._unscale = uaq.inverse(config)
         self._infix = infix  # tells the files of several writers apart
         self._dtype = stored_dtype(source)
+        self._architecture = Architecture.from_directory(source)
+        is_hybrid = self._architecture.delta_net is not None
+        self._unscale = uaq.inverse(config, is_hybrid=is_hybrid)
         self.file_of: dict[str, str] = {}
         self._num_files = 0
+        # Stored tensors that hold several full tensors, and how many of their values are missing.
+        self._unfinished: dict[str, tuple[Tensor, int]] = {}
 
     def write_file(self, masters: Iterable[tuple[str, Tensor]]) -> None:
         """Write float32 weights, given by name, to the next file."""
-        tensors = {
-            name: self._unscale(name, master.cpu()).to(self._dtype).contiguous()
-            for name, master in masters
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, master in masters:
+            # What a server holds in float32 stays so; config.json's dtype is that of the others.
+            is_exact = weight_map.sent_dtype(name) == torch.float32
+            dtype = torch.float32 if is_exact else self._dtype
+            values = self._unscale(name, master.cpu()).to(dtype).contiguous()
+            place = weight_map.in_file(name, self._architecture)
+            if place.name == name:
+                tensors[name] = values
+                continue
+            empty = torch.empty(place.shape, dtype=self._dtype)
+            stored, missing = self._unfinished.pop(place.name, (empty, empty.numel()))
+            stored[place.where] = values
+            if missing > values.numel():
+                self._unfinished[place.name] = stored, missing - values.numel()
+            else:
+                tensors[place.name] = stored
+        if not tensors:
+            return
         self._num_files += 1
         file = f"model{self._infix}-{self._num_files:05}.safetensors"
         write_tensors(tensors, self._directory / file)

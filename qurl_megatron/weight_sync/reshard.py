@@ -288,7 +288,6 @@ class Converter:
     def _weights(self, team: Team) -> Iterator[SentWeight]:
         """Yield what is sent of a team's tensors; a frozen base comes first."""
         architecture = self._learner.architecture
-        dtype = torch.float32 if self._is_exact else torch.bfloat16
 
         def split(rule: Rule, layer: int | None, shard: Tensor) -> list[TensorPart]:
             return weight_map.split(rule, shard, architecture, layer, team.rank, team.size)
@@ -308,6 +307,7 @@ class Converter:
                     yield SentWeight.quantized(part, self._format)
                 else:
                     is_frozen = self.has_frozen_base and not rule.is_adapter
+                    dtype = torch.float32 if self._is_exact else weight_map.sent_dtype(part.name)
                     yield replace(SentWeight.plain(part, dtype), is_frozen=is_frozen)
 
     def _shards(self, team: Team) -> Iterator[tuple[Rule, int | None, Tensor]]:

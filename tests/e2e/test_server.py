@@ -27,7 +27,7 @@ from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.rollout.fleet import FleetTooSmall
 from qurl_megatron.rollout.server import ServerFailed, ServerPlan
-from tiny import EOS_TOKEN_ID, quantized
+from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 torch.set_num_threads(1)
 
@@ -305,9 +305,10 @@ def test_a_server_that_dies_while_it_samples_is_reported_with_its_log(
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> None:
-    plan = ServerPlan(
-        tmp_path / "no-such-model", ServerConfig(), "int8", 64, tmp_path / "server.log", seed=0
-    )
-    with pytest.raises(ServerFailed, match="(?s)died while starting.*no-such-model"):
+    model_dir = build_tiny_model(tmp_path / "without_weights")
+    (model_dir / "model.safetensors").unlink()
+    log_file = tmp_path / "server.log"
+    plan = ServerPlan(model_dir, ServerConfig(), "int8", 64, log_file, seed=0, loads=True)
+    with pytest.raises(ServerFailed, match="(?s)died while starting.*without_weights"):
         with plan.running():
             pass

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from importlib.metadata import version
 from urllib.parse import urlsplit
 
-from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.model.architecture import Architecture
@@ -40,7 +40,7 @@ def description_of(architecture: Architecture, config: Config) -> Description:
     quantization, rollout = config.quantization, config.rollout
     method = ENGINE_METHODS.get(quantization.weight_format)
     model = json.loads(json.dumps(dataclasses.asdict(architecture)))  # as it comes over HTTP
-    kept = kept_layers(quantization.keep, architecture) if method else []
+    kept = layers_of(kept_layers(quantization.keep, architecture)) if method else []
     records = rollout.routing != "ignore"
     return Description(version("qurl-megatron"), method, rollout.max_length, model, kept, records)
 

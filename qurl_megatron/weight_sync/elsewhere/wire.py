@@ -58,7 +58,7 @@ class Description:
     method: str | None  # SGLang's name of the weight format, as in `quantize.ENGINE_METHODS`
     context_length: int  # maximum prompt plus completion length, in tokens
     model: dict[str, Any]  # the fields of its `Architecture`
-    kept: list[str]  # layers in BF16, as `keep.kept_layers` returns them
+    kept: list[str]  # layers in BF16, as `keep.layers_of` returns them
     records_routing: bool  # answers with the experts that were chosen
     run: str = ""  # that it serves, as the run names itself; empty: none
 
