@@ -13,14 +13,14 @@ from sglang.srt.models.qwen3_5 import Qwen3_5ForCausalLM
 from torch import Tensor
 
 import sglang_loader
-from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.sglang_plugin.weights import held_parts, write_bucket
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.bucket import Bucket, model_tensors
 from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
 
@@ -96,6 +96,20 @@ def test_ranks_hold_what_was_sent_whole_and_as_a_delta(
         assert sglang_loader.checksums_of(ranks) == {
             name: checksum(tensor) for name, tensor in first.items()
         }
+
+
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_server_elsewhere_takes_what_is_sent_of_a_hybrid(
+    weight_format: WeightFormat, tmp_path: Path
+) -> None:
+    model_dir = build_tiny_model(tmp_path, "qwen3_5_moe_text", **FORMATS[weight_format])
+    architecture = Architecture.from_directory(model_dir)
+    kept = kept_layers(["layers.1.linear_attn"], architecture)
+    sent = quantized(model_dir, weight_format, kept=kept)
+    taken = model_tensors(architecture, weight_format, layers_of(kept))
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()} == {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in taken.items()
+    }
 
 
 @pytest.mark.usefixtures("engine")
