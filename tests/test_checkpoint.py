@@ -243,7 +243,6 @@ OF_FAMILIES: dict[str, tuple[Family, str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", "bfloat16", VPP2, TP2),
     "experts": ("qwen3_moe", "bfloat16", {**TP2, **DP2, **EP2}, PP2),
     "hybrid": ("qwen3_5_text", "bfloat16", TP2, {**VPP2, **DP2}),
-    "hybrid, float32": ("qwen3_5_text", "float32", PP2, TP2),
     "hybrid experts": ("qwen3_5_moe_text", "bfloat16", {**TP2, **EP2, **DP2}, PP2),
 }
 STATES = ("master", "exp_avg", "exp_avg_sq")

@@ -293,7 +293,7 @@ def layer_grid(axes: Axes, runs: list[RunRecord], metric: str) -> None:
     for name, measures in run.weights.items():
         _, _, layer, *_, projection, _ = name.split(".")
         layers.setdefault(int(layer), {}).setdefault(projection, []).append(measures[metric])
-    columns = PROJECTIONS
+    columns: tuple[str, ...] = PROJECTIONS
     if any("out_proj" in measured for measured in layers.values()):
         columns += LINEAR_PROJECTIONS
     grid = [

@@ -1,10 +1,10 @@
 """Memory that a sleeping server gives back, so that a learner can have it.
 
-SGLang gives memory back by what it is for: keys and values (`kv_cache`), and states of linear
-attention with them, CUDA graphs, and weights.
-On a GPU torch_memory_saver unmaps it, and maps other memory at the same addresses later. This
-module does the same without a GPU: the kernel takes the pages of a tensor, and gives empty ones
-when the tensor is used next. Either way nothing that was in the memory comes back.
+SGLang gives memory back by what it is for: keys, values and states of linear attention
+(`kv_cache`), CUDA graphs, and weights. On a GPU torch_memory_saver unmaps it, and maps other memory
+at the same addresses later. This module does the same without a GPU: the kernel takes the pages of
+a tensor, and gives empty ones when the tensor is used next. Either way nothing that was in the
+memory comes back.
 
 CUDA's inter-process handles cannot be made of what torch_memory_saver maps. Weights that stay in a
 sleeping server, into which the learner's ranks write, are therefore allocated outside of it.
