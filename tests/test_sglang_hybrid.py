@@ -22,7 +22,7 @@ from qurl_megatron.sglang_plugin.weights import held_parts, write_bucket
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, model_tensors
 from qurl_megatron.weight_sync.gather import delta_bucket
-from tiny import build_tiny_model, quantized
+from tiny import build_published_model, build_tiny_model, quantized
 
 # Widths of a rank are whole blocks of 128, or groups of 32.
 BLOCKS: dict[str, Any] = {
@@ -133,12 +133,14 @@ def test_what_is_sent_lies_where_sglangs_own_loader_puts_the_file(
 def test_a_quantized_directory_is_loaded_like_a_publish(
     family: Family, weight_format: WeightFormat, tmp_path: Path
 ) -> None:
+    """A directory as it is published has joined experts, and images, whose weights stay out."""
     model_dir = build_tiny_model(tmp_path / "model", family, **FORMATS[weight_format])
+    published = build_published_model(tmp_path / "published", family, **FORMATS[weight_format])
     keep = ["layers.1.linear_attn.in_proj_qkv", "layers.1.linear_attn.in_proj_z", "o_proj"]
     kept = kept_layers(keep, Architecture.from_directory(model_dir))
     sent = quantized(model_dir, weight_format, kept=kept)
     written = tmp_path / "quantized"
-    quantize_directory(model_dir, written, weight_format, lambda *_: None, keep)
+    quantize_directory(published, written, weight_format, lambda *_: None, keep)
     for size, groups in LAYOUTS[family]:
         ranks = sglang_loader.build_ranks(written, weight_format, size, groups)
         sglang_loader.load(ranks, load_file(written / "model.safetensors"), groups)
