@@ -72,8 +72,8 @@ OF_EXPERTS: dict[str, dict[str, Any]] = {
     "experts on one rank": {},
     "DP2, EP2": {**DP2, **EP2, **BUDGET},
     "TP2, all experts on every rank": {**TP2, **SELECTIVE},
-    "TP2, ETP2": {**TP2, **ETP2, **FULL},
     "CP2, EP2": {**CP2, **EP2},
+    "TP2, ETP2": {**TP2, **ETP2, **FULL},
     "TP2xDP2, EP2, each expert on two ranks": {**TP2, **DP2, **EP2, **OFFLOAD},
     "TP2xDP2, EP2, ETP2": {**TP2, **DP2, **EP2, **ETP2},
     "PP2xDP2, EP2": {**PP2, **DP2, **EP2, **BUDGET},
@@ -119,10 +119,11 @@ def models_of(layout: str) -> list[str]:
     """Return the models that a layout is tested with: families in turn, tied and untied in turn.
 
     Llama has no weight that the two other families lack; one rank and four are enough for it.
-    Hybrids are in every layout without context parallelism, which they do not have.
+    Hybrids are in every layout without context parallelism, which they do not have; with experts in
+    every other one.
     """
     if layout in OF_EXPERTS:
-        return ["experts"] if layout in ("CP2, EP2",) else ["experts", "hybrid experts"]
+        return ["experts", "hybrid experts"][: 2 - list(OF_EXPERTS).index(layout) % 2]
     if layout in SHARED_HEADS:
         return [name for name in MODELS if "8 heads" in name]
     place = list(DENSE).index(layout)
