@@ -59,7 +59,8 @@ LAYOUTS = {
     "hybrid, last stage": """Qwen3.5-27B 8 4 learner.tensor_parallel_size=4
         learner.pipeline_parallel_size=2 learner.recompute=selective""",
     "hybrid with experts": """Qwen3.5-35B-A3B 4 0 learner.tensor_parallel_size=2
-        learner.data_parallel_size=4 learner.expert_parallel_size=8 learner.recompute=full""",
+        learner.data_parallel_size=4 learner.expert_parallel_size=8
+        learner.tokens_per_micro_batch=9216 optimizer.minibatches_per_step=1""",
     "adapters": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=2 adapters.rank=16
         learner.tokens_per_micro_batch=9216 learner.recompute=full quantization.format=int4""",
 }

@@ -30,6 +30,7 @@ from tiny import build_tiny_model
 
 DOCS = Path(__file__).parent.parent / "docs"
 SLURM_PAGE, COLOCATED_PAGE = DOCS / "slurm.md", DOCS / "colocated.md"
+HYBRIDS_PAGE = DOCS / "hybrids.md"
 QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]
 STUDIED = ("Qwen2.5-32B", "Qwen3-32B")
 FORMATS = ("bf16", "int8", "fp8")
@@ -379,12 +380,19 @@ def test_turns_leave_each_phase_its_memory_and_copy_what_waits() -> None:
     assert beside == pytest.approx(LEFT_BYTES + (stays if kept else 0), abs=2**20)
 
 
-@pytest.mark.parametrize(("name", "gpus"), [("Qwen2.5-7B", 8), ("Qwen2.5-32B", 16)])
-def test_the_page_on_shared_gpus_has_the_steps_of_each_placement(name: str, gpus: int) -> None:
-    (cells,) = re.findall(
-        rf"^\| {name} \| {gpus} \| (.*) \|$", COLOCATED_PAGE.read_text(), re.MULTILINE
-    )
-    config = study(name, 64, "int8")
+@pytest.mark.parametrize(
+    ("page", "name", "gpus", "config"),
+    [
+        (COLOCATED_PAGE, "Qwen2.5-7B", 8, study("", 64, "int8")),
+        (COLOCATED_PAGE, "Qwen2.5-32B", 16, study("", 64, "int8")),
+        (HYBRIDS_PAGE, "Qwen3.5-27B", 16, qwen3_5.recipe()),
+    ],
+    ids=["7B", "32B", "hybrid"],
+)
+def test_a_page_has_the_steps_of_each_placement(
+    page: Path, name: str, gpus: int, config: Config
+) -> None:
+    (cells,) = re.findall(rf"^\| {name} \| {gpus} \| (.*) \|$", page.read_text(), re.MULTILINE)
     row = planned_row(KNOWN_MODELS[name], config, gpus, Workload.of(config), DGX_H100, given=set())
     steps = row.placements_s
     assert cells.split(" | ") == [f"{steps[key]:.0f}" if steps[key] else "-" for key in steps]
