@@ -142,8 +142,6 @@ def states_per_request(server: ServerConfig, *, on_gpu: bool) -> int:
     """
     if server.options.get("disable_radix_cache"):
         return 1
-    if server.options.get("mamba_radix_cache_strategy") == "no_buffer":
-        return 3
     overlaps = on_gpu and not server.options.get("disable_overlap_schedule")
     return 5 if overlaps else 4
 
