@@ -268,11 +268,18 @@ def test_layers_that_every_block_has_are_named_once(adapters: Path) -> None:
 @pytest.mark.parametrize(
     "field,value,message",
     [
-        ("use_dora", True, "use_dora is True, and must be False"),
-        ("use_rslora", True, "use_rslora is True"),
+        ("use_dora", True, "use_dora is set, and is not supported"),
+        ("use_rslora", True, "use_rslora is set"),
         ("bias", "all", "bias is 'all', and must be 'none'"),
-        ("modules_to_save", ["lm_head"], "modules_to_save is not supported"),
+        ("init_lora_weights", "pissa", "init_lora_weights is 'pissa', and must be True"),
+        ("alora_invocation_tokens", [5, 6], "alora_invocation_tokens is set"),
+        ("of_a_later_peft", {"a": 1}, "of_a_later_peft is set"),
+        ("modules_to_save", ["lm_head"], "modules_to_save is set, and is not supported"),
+        ("target_modules", ["q_proj", "up_proj"], "no adapter of up_proj"),
         ("r", "many", "no directory of adapters"),
+        ("r", 0, "no directory of adapters: float division by zero"),
+        ("r", 8, "r is 8, and .* has rank 4"),
+        ("lora_alpha", float("nan"), "lora_alpha=nan over r=4 is no factor"),
     ],
 )
 def test_adapters_that_are_no_plain_product_are_refused(

@@ -134,10 +134,11 @@ FIELDS = rows(r"""
     adapters.rank=4 & quantization.publish=delta  sends nothing but adapters
     adapters.rank=4 & learner.fp8=blockwise   the base is quantized already
     adapters.rank=4 & advantage_estimator=gae  critic is a whole model
+    adapters.targets=[q_proj]  with adapters.rank=0 the whole model is trained
     adapters.rank=4 & rollout.servers_at=["http://localhost:1"]  servers elsewhere hold no adapters
     adapters.rank=-1                          greater than or equal to 0
     adapters.alpha=0                          adapters.alpha=0
-    adapters.targets=[lm_head]                adapters.targets=lm_head: matches no quantized layer
+    adapters.rank=4 & adapters.targets=[lm_head]  adapters.targets=lm_head: matches no quantized
     quantization.keep=[*.q_proj]            a server holds them as one layer, so keep all or none
     quantization.publish=auto & quantization.transport=direct  =direct all tensors are written in
     quantization.transport=direct & rollout.servers_at=["http://localhost:1"]  are on other machines

@@ -471,6 +471,11 @@ def _validate_fields(config: Config) -> None:
         validate_colocated(config)
     if config.adapters.rank:
         validate_adapters(config)
+    elif config.adapters.targets:
+        raise ConfigError(
+            "adapters.targets: with adapters.rank=0 the whole model is trained; give a rank, or "
+            "leave out the targets"
+        )
     if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "

@@ -37,7 +37,7 @@ _WEIGHT_SUFFIXES = (
     *(".gguf", ".h5", ".msgpack", ".onnx"),
 )
 
-# Of a model of text and images: where the weights of its text are, and those that are left out. The
+# Of a model of text and images: where the weights of its text are, and what is left out. The
 # second predict several tokens at once.
 _TEXT = "model.language_model."
 _LEFT_OUT = ("model.visual.", "mtp.")

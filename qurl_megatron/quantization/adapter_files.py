@@ -27,8 +27,15 @@ from qurl_megatron.quantization import offline, quantize
 
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "qurl_base.json"
 _PREFIX = "base_model.model."  # of peft's names
-# Fields of peft with which an adapter is no plain product of A and B, and what they must be.
-_PLAIN = {"peft_type": "LORA", "use_dora": False, "use_rslora": False, "bias": "none"}
+# Fields of peft that say which layers have adapters, or how these were trained. Any other field
+# that is set may change what an adapter computes, also one of a later peft.
+_HARMLESS = set(
+    """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r
+    lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
+    megatron_core qalora_group_size""".split()
+)
+# What a field must be where a plain product of A and B has something else than "not set".
+_PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,8 @@ def write_adapters(
     directory.mkdir(parents=True)
     layers = sorted(name.removesuffix(".lora_A.weight") for name in tensors if ".lora_A." in name)
     config = {
-        **_PLAIN,
+        "peft_type": "LORA",
+        "bias": "none",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": str(source),
         "r": len(tensors[f"{layers[0]}.lora_A.weight"]),
@@ -91,7 +99,8 @@ def read_adapters(directory: Path) -> AdapterFiles:
     Without `qurl_base.json` they were trained over the original weights.
 
     Raises:
-        ConfigError: the directory is none, or its adapters are no plain LoRA of linear layers.
+        ConfigError: the directory is none, its adapters are no plain LoRA of linear layers, or its
+            tensors do not fit its configuration.
     """
     try:
         config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
@@ -99,20 +108,30 @@ def read_adapters(directory: Path) -> AdapterFiles:
         base = directory / BASE
         weight_format = json.loads(base.read_text())["format"] if base.exists() else "bf16"
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        scaling = alpha / rank
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, SafetensorError) as error:
         raise ConfigError(f"{directory}: no directory of adapters: {error}") from None
-    for field, value in _PLAIN.items():
-        if config.get(field, value) != value:
+    for field, value in config.items():
+        if field in _PLAIN and value not in _PLAIN[field]:
             raise ConfigError(
-                f"{directory / CONFIG}: {field} is {config[field]!r:.80}, and must be {value!r}"
+                f"{directory / CONFIG}: {field} is {value!r:.80}, and must be {_PLAIN[field][0]!r}"
             )
-    for field in ("modules_to_save", "rank_pattern", "alpha_pattern"):
-        if config.get(field):
-            raise ConfigError(f"{directory / CONFIG}: {field} is not supported")
+        if field not in _PLAIN and field not in _HARMLESS and value:
+            raise ConfigError(f"{directory / CONFIG}: {field} is set, and is not supported")
+    if not 0 < scaling < float("inf"):
+        raise ConfigError(f"{directory / CONFIG}: lora_alpha={alpha} over r={rank} is no factor")
     if weight_format not in get_args(WeightFormat):
         raise ConfigError(f"{directory / BASE}: unknown format {weight_format!r:.80}")
     names = {name.removeprefix(_PREFIX): values for name, values in tensors.items()}
-    return AdapterFiles(names, alpha / rank, cast(WeightFormat, weight_format))
+    ranks = {name: len(values) for name, values in names.items() if ".lora_A." in name}
+    for name, found in ranks.items():
+        if found != rank:
+            raise ConfigError(f"{directory}: r is {rank}, and '{name}' has rank {found}")
+    targets = config.get("target_modules")
+    for target in targets if isinstance(targets, list) else [""]:
+        if not any(f".{name}".endswith(f".{target}.lora_A.weight") or not target for name in ranks):
+            raise ConfigError(f"{directory / TENSORS}: no adapter of {target or 'any layer'}")
+    return AdapterFiles(names, scaling, cast(WeightFormat, weight_format))
 
 
 def check_adapters(adapters: AdapterFiles, architecture: Architecture) -> None:

@@ -183,7 +183,7 @@ def sum_over_experts(
     return StandardCombineInput(hidden_states=out.to(x.dtype))
 
 
-_FUSED = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}  # beside those that SGLang knows
+_FUSED = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}  # SGLang knows the others
 
 
 class QurlConfig(QuantizationConfig):
