@@ -37,8 +37,8 @@ _WEIGHT_SUFFIXES = (
     *(".gguf", ".h5", ".msgpack", ".onnx"),
 )
 
-# Of a model of text and images: where the weights of its text are, and what is left out. The
-# second predict several tokens at once.
+# Of a model of text and images: where the weights of its text are, and what is left out: images,
+# and heads that predict several tokens at once.
 _TEXT = "model.language_model."
 _LEFT_OUT = ("model.visual.", "mtp.")
 
