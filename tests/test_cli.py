@@ -100,6 +100,8 @@ def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(
     model = build_tiny_model(tmp_path / "experts", "qwen3_moe")
     words = [*grpo_words(tmp_path, good_problems()), f"model={model}"]
     assert prepare_new("grpo", [*words, "name=two"])[0].quantization.uaq.scale == 2
+    hybrid = [f"model={build_tiny_model(tmp_path / 'hybrid', 'qwen3_5_moe_text')}", "name=one"]
+    assert prepare_new("grpo", [*words, *hybrid])[0].quantization.uaq.scale == 1
     off = grpo.recipe()
     off.quantization.uaq = UaqConfig()
     monkeypatch.setattr(grpo, "recipe", lambda: off)

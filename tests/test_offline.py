@@ -192,3 +192,19 @@ def test_undo_is_exact_for_powers_of_two_and_within_a_bf16_rounding_otherwise(
     assert len(rounded) <= told.rounded_tensors
     assert (changed > 0) == (ulps > 0)
     assert "qurl_uaq" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_a_hybrid_is_scaled_and_back_in_the_tensors_of_its_files(tmp_path: Path) -> None:
+    source = build_tiny_model(tmp_path / "model", "qwen3_5_text", dtype=torch.float32)
+    config = UaqConfig(1.5, through_value=True, through_up=True)
+    invariance = offline.scale_directory(source, tmp_path / "scaled", config, no_progress)
+    assert invariance.float32_difference < 1e-4 * invariance.largest_logit
+    offline.unscale_directory(tmp_path / "scaled", tmp_path / "back", no_progress)
+    stored, scaled, back = map(tensors_of, (source, tmp_path / "scaled", tmp_path / "back"))
+    assert stored.keys() == scaled.keys() == back.keys()
+    for name, tensor in stored.items():
+        torch.testing.assert_close(back[name], tensor, rtol=1e-6, atol=1e-7)
+    changed = {name.rpartition(".")[0] for name in stored if not stored[name].equal(scaled[name])}
+    of_linear = {name.rpartition(".")[2] for name in changed if ".1.linear_attn" in name}
+    projections = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}
+    assert of_linear == projections | {"norm"}

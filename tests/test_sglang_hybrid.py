@@ -13,16 +13,16 @@ from sglang.srt.models.qwen3_5 import Qwen3_5ForCausalLM
 from torch import Tensor
 
 import sglang_loader
-from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.sglang_plugin.weights import held_parts, write_bucket
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.bucket import Bucket, model_tensors
 from qurl_megatron.weight_sync.gather import delta_bucket
-from tiny import build_tiny_model, quantized
+from tiny import build_published_model, build_tiny_model, quantized
 
 # Widths of a rank are whole blocks of 128, or groups of 32.
 BLOCKS: dict[str, Any] = {
@@ -98,6 +98,20 @@ def test_ranks_hold_what_was_sent_whole_and_as_a_delta(
         }
 
 
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_a_server_elsewhere_takes_what_is_sent_of_a_hybrid(
+    weight_format: WeightFormat, tmp_path: Path
+) -> None:
+    model_dir = build_tiny_model(tmp_path, "qwen3_5_moe_text", **FORMATS[weight_format])
+    architecture = Architecture.from_directory(model_dir)
+    kept = kept_layers(["layers.1.linear_attn"], architecture)
+    sent = quantized(model_dir, weight_format, kept=kept)
+    taken = model_tensors(architecture, weight_format, layers_of(kept))
+    assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in sent.items()} == {
+        name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in taken.items()
+    }
+
+
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_what_is_sent_lies_where_sglangs_own_loader_puts_the_file(
@@ -119,12 +133,14 @@ def test_what_is_sent_lies_where_sglangs_own_loader_puts_the_file(
 def test_a_quantized_directory_is_loaded_like_a_publish(
     family: Family, weight_format: WeightFormat, tmp_path: Path
 ) -> None:
+    """A directory as it is published has joined experts, and images, whose weights stay out."""
     model_dir = build_tiny_model(tmp_path / "model", family, **FORMATS[weight_format])
+    published = build_published_model(tmp_path / "published", family, **FORMATS[weight_format])
     keep = ["layers.1.linear_attn.in_proj_qkv", "layers.1.linear_attn.in_proj_z", "o_proj"]
     kept = kept_layers(keep, Architecture.from_directory(model_dir))
     sent = quantized(model_dir, weight_format, kept=kept)
     written = tmp_path / "quantized"
-    quantize_directory(model_dir, written, weight_format, lambda *_: None, keep)
+    quantize_directory(published, written, weight_format, lambda *_: None, keep)
     for size, groups in LAYOUTS[family]:
         ranks = sglang_loader.build_ranks(written, weight_format, size, groups)
         sglang_loader.load(ranks, load_file(written / "model.safetensors"), groups)

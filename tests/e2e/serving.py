@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -188,6 +190,21 @@ def joined(
         [quantized(path, weight_format) for path in model_dirs],
     )
     sender.close()
+
+
+def wait_for_tokens(server: Server) -> None:
+    """Wait until the server has logged decoding twice more: every `decode_log_interval` batches."""
+    log = Path(server.log_file)
+
+    def batches() -> int:
+        return len(re.findall(r"Decode batch", log.read_text()))
+
+    before = batches()
+    for _ in range(2400):
+        if batches() > before + 1:
+            return
+        time.sleep(0.05)
+    pytest.fail("the server decodes nothing")
 
 
 def assert_reloads_bit_for_bit(deployment: Deployment, reloads: int) -> None:

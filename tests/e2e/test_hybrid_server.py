@@ -1,7 +1,6 @@
 """Hybrid models on the real server: their states beside keys and values, and a shared expert."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from e2e.serving import (
     held_checksums,
     joined,
     launched,
+    wait_for_tokens,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import PauseMode
@@ -37,7 +37,11 @@ HEADS = {"head_dim": 64, "linear_key_head_dim": 128, "linear_value_head_dim": 12
 SIZES: dict[str, Any] = {"hidden_size": 256, **HEADS} if ON_GPU else {}
 
 # Requests of several prompts do not fit in it at once, and SGLang holds none of it back for them.
-SMALL_CACHE: dict[str, OptionValue] = {"max_total_tokens": 1024, "schedule_conservativeness": 0.0}
+SMALL_CACHE: dict[str, OptionValue] = {
+    "max_total_tokens": 1024,
+    "schedule_conservativeness": 0.0,
+    "decode_log_interval": 8,
+}
 LINEAR = "model.layers.1.linear_attn"
 CORRUPTED = [
     f"{LINEAR}.A_log",
@@ -181,7 +185,7 @@ def test_every_token_is_of_the_version_that_it_names(
             temperature=1.0,
             max_completion_length=160,
         )
-        time.sleep(0.5)
+        wait_for_tokens(deployment.server)
         deployment.sender.send(deployment.weights[1], version=11)
         completions = with_prompts(running.result())
     sent = dict(zip((10, 11), deployment.weights, strict=True))

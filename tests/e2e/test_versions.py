@@ -1,7 +1,5 @@
 """Weights that change under running requests, on the real server, in both pause modes."""
 
-import re
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,7 +13,7 @@ import torch
 from transformers import AutoTokenizer
 
 from e2e.reference import NEARER, MixedReference, Reference, Weights
-from e2e.serving import START_TIMEOUT_S
+from e2e.serving import START_TIMEOUT_S, wait_for_tokens
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import (
     LearnerConfig,
@@ -193,21 +191,6 @@ def sampled(deployment: Deployment, pause_mode: PauseMode) -> Sampled:
             for first, second in zip(fresh[publisher.version], after_all, strict=True)
         ]
     return Sampled(deployment, pause_mode, spanning, fresh)
-
-
-def wait_for_tokens(server: Server) -> None:
-    """Wait until the server has logged decoding twice more, which it does every eighth batch."""
-    log = Path(server.log_file)
-
-    def batches() -> int:
-        return len(re.findall(r"Decode batch", log.read_text()))
-
-    before = batches()
-    for _ in range(2400):
-        if batches() > before + 1:
-            return
-        time.sleep(0.05)
-    pytest.fail("the server decodes nothing")
 
 
 def pairs(groups: list[list[Completion]]) -> list[tuple[Prompt, Completion]]:
