@@ -1,10 +1,12 @@
 """The quickstart with linear attention: a Qwen3.5 of 1.5M parameters learns to spell backward.
 
 Task, verifier and most settings are those of `quickstart`. Three of its four layers are gated
-DeltaNet, one is gated attention.
+DeltaNet, one is gated attention. It is shown right answers until it gives two fifths of them: at a
+fifth, after 36 steps, it is still so unsure that one of thirty samples is right.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config
@@ -30,7 +32,7 @@ def recipe() -> Config:
 def build_taught_model(directory: Path, seed: int) -> Callable[[Config], None]:
     """Write the model of `build_model`; return what shows it some right answers."""
     build_model(directory, seed)
-    return quickstart.teach
+    return partial(quickstart.teach, accuracy=0.4)
 
 
 def build_model(directory: Path, seed: int, **dimensions: int) -> None:
