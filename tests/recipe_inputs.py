@@ -68,6 +68,8 @@ def write_inputs(recipe: str, directory: Path) -> list[str]:
     families: dict[str, Family] = {"qwen3_moe": "qwen3_moe", "qwen3_5": "qwen3_5_text"}
     # INT4's groups of 128 must be whole.
     widths = {"hidden_size": 128, "intermediate_size": 256} if recipe == "adapters_32b" else {}
+    if recipe == "qwen3_5":
+        widths = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
     build_tiny_model(  # its layers and heads divide into the layouts
         directory / "model",
         families.get(recipe, "qwen2"),

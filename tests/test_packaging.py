@@ -27,6 +27,7 @@ PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_tex
 IMPORT_NAMES = {"megatron-core": "megatron", "pyyaml": "yaml"}
 # torch and sglang bring these; the last two are extras, and the one before is for GPUs.
 BROUGHT_BY_OTHERS = {
+    "fla",  # of requirements-gpu.txt
     "jinja2",
     "triton",
     "sgl_kernel",
