@@ -324,6 +324,8 @@ def copy_beside_weights(source: Path, destination: Path) -> None:
         name = path.name.removesuffix(".index.json")  # an index of weights stays behind as well
         if path.is_file() and not name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, destination / path.name)
+    if not (source / "config.json").exists():
+        return  # taken away under a run, whose steps are saved all the same
     config = read_config(source)
     if config != read_json(source / "config.json"):
         write_whole(destination / "config.json", json.dumps(config, indent=2) + "\n")

@@ -45,7 +45,7 @@ from qurl_megatron.config.server_options import (
 )
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import served_directory
 from qurl_megatron.process import (
     LAUNCHER_SIGNALS,
@@ -187,7 +187,8 @@ class ServerPlan:
         scratch_dir, lock = scratch_directory("qurl-server-")
         _locks[scratch_dir] = lock
         options = self.options()
-        options["model_path"] = served_directory(self.model_dir, Path(scratch_dir) / "model")
+        if self._is_of_hybrid():
+            options["model_path"] = served_directory(self.model_dir, Path(scratch_dir) / "model")
         if gpus:
             options["base_gpu_id"] = gpus[0]
         key_file = Path(scratch_dir) / "key.yaml"
@@ -235,6 +236,16 @@ class ServerPlan:
         finally:
             server.stop()
 
+    def _is_of_hybrid(self) -> bool:
+        """Return whether the model has linear attention.
+
+        Of a model that has become unreadable the server's own log tells, as of any failed restart.
+        """
+        try:
+            return Architecture.from_directory(self.model_dir).delta_net is not None
+        except ArchitectureError:
+            return False
+
     def options(self) -> dict[str, object]:
         """Return the server's options of `sglang.launch_server`, by name with underscores."""
         config = self.config
@@ -281,7 +292,7 @@ class ServerPlan:
             needed = tokens_of_requests(config, self.context_length, requests)
             options["max_total_tokens"] = config.max_total_tokens or needed
             options["mem_fraction_static"] = 1.0
-            if Architecture.from_directory(self.model_dir).delta_net:
+            if self._is_of_hybrid():
                 # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
                 options["mamba_radix_cache_strategy"] = "extra_buffer"
                 # Of fewer states SGLang would serve fewer requests at a time.
