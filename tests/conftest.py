@@ -94,7 +94,7 @@ def signals() -> Iterator[None]:
 
 @pytest.fixture
 def short_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the quickstarts few problems, a reward without processes and models without lessons.
+    """Give the quickstart few problems, a reward without processes and a model without lessons.
 
     Every preparation of a run generates and checks all problems, which takes seconds for 10,000.
     """
@@ -110,7 +110,6 @@ def short_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
         return config
 
     monkeypatch.setattr(quickstart, "recipe", recipe)
-    monkeypatch.setattr(quickstart, "teach", lambda config, **_: None)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.evaluation import avg_at_k
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, warn_of_pickles
-from qurl_megatron.recipes import grpo
+from qurl_megatron.recipes import grpo, quickstart
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
 from tiny import EOS_TOKEN_ID, build_tiny_model
@@ -60,9 +60,11 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     inputs: dict[str, list[str]],
     tmp_path: Path,
     request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if (name, weight_format) != ("quickstart", "int8"):  # all its problems are checked once
         request.getfixturevalue("short_quickstart")
+        monkeypatch.setattr(quickstart, "teach", lambda config, **_: None)
     recipe = importlib.import_module(f"qurl_megatron.recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
     words += inputs[name]
