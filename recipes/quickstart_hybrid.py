@@ -1,4 +1,4 @@
-"""The quickstart with linear attention: a Qwen3.5 of 1.5M parameters learns to spell backward.
+"""The quickstart with linear attention: a Qwen3.5 of 1.8M parameters learns to spell backward.
 
 Task, verifier and most settings are those of `quickstart`. Three of its four layers are gated
 DeltaNet, one is gated attention. It is shown right answers until it gives two fifths of them: at a
@@ -25,19 +25,14 @@ _DIMENSIONS: dict[str, int | bool] = {
 
 def recipe() -> Config:
     config = quickstart.recipe()
-    config.model_builder = "qurl_megatron.recipes.quickstart_hybrid:build_taught_model"
+    config.model_builder = "qurl_megatron.recipes.quickstart_hybrid:build_model"
     return config
 
 
-def build_taught_model(directory: Path, seed: int) -> Callable[[Config], None]:
-    """Write the model of `build_model`; return what shows it some right answers."""
-    build_model(directory, seed)
-    return partial(quickstart.teach, accuracy=0.4)
-
-
-def build_model(directory: Path, seed: int, **dimensions: int) -> None:
+def build_model(directory: Path, seed: int) -> Callable[[Config], None]:
     """Write a randomly initialized Qwen3.5 and its tokenizer as a Hugging Face directory.
 
-    `dimensions` override fields of its config.json.
+    Return what shows it some right answers.
     """
-    quickstart.write_model(directory, seed, "qwen3_5_text", **(_DIMENSIONS | dimensions))
+    quickstart.write_model(directory, seed, "qwen3_5_text", **_DIMENSIONS)
+    return partial(quickstart.teach, accuracy=0.4)

@@ -7,7 +7,7 @@ Requirements:
 - `data`: a jsonl file with `question` and `answer` on each line.
 
 `study` returns the configuration for a number of GPUs. `recipe` returns that for 64 GPUs, on which
-learner and servers have nodes of their own. On 16 GPUs they take turns.
+learner and servers have nodes of their own. On 16 GPUs they are colocated.
 
 Sources of the settings:
 

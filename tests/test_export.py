@@ -26,7 +26,7 @@ def run_and_export(
     from qurl_megatron.weight_sync.export import export
 
     optimizer = OptimizerConfig(learning_rate=1e-2)
-    is_hybrid = Architecture.from_directory(source).delta_net is not None
+    is_hybrid = Architecture.from_directory(source).is_hybrid
     transform = uaq.transform(scaling, is_hybrid=is_hybrid)
     learner = Learner(source, config, optimizer, transform=transform)
     weights = torch.full((TOKENS.numel(),), 1 / TOKENS.numel())

@@ -171,7 +171,7 @@ def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
         layout.expert_tensor_parallel_size,
         layout.world_size // layout.pipeline_parallel_size,
     )
-    is_hybrid = architecture.delta_net is not None
+    is_hybrid = architecture.is_hybrid
     if (architecture.num_experts or is_hybrid) and layout.fp8:
         what = "linear attention" if is_hybrid else "experts"
         raise ArchitectureError(

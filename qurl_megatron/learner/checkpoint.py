@@ -345,7 +345,7 @@ def _read(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of `rules` in one layer; None stands for those outside the layers."""
     # Megatron stacks the tensors of all layers, but for hybrids, whose layers are of two kinds.
-    is_stacked = layer is not None and architecture.delta_net is None
+    is_stacked = layer is not None and not architecture.is_hybrid
     slices: dict[str, Tensor] = {}
     names = [_stored_name(rule, None if is_stacked else layer, is_bfloat16) for rule in rules]
     for rule, name in zip(rules, names, strict=True):

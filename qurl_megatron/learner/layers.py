@@ -304,7 +304,7 @@ def uses_transformer_engine(architecture: Architecture) -> bool:
 
     It fuses the norm before the attention into one product, and two read it in a linear attention.
     """
-    return has_transformer_engine() and architecture.delta_net is None
+    return has_transformer_engine() and not architecture.is_hybrid
 
 
 def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:

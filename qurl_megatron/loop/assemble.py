@@ -212,7 +212,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
 
 
 def _load_learner(config: Config) -> Learner:
-    is_hybrid = Architecture.from_directory(config.model).delta_net is not None
+    is_hybrid = Architecture.from_directory(config.model).is_hybrid
     learner = Learner(
         Path(config.model),
         config.learner,

@@ -225,6 +225,11 @@ class Architecture:
         return self.experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether some layers have linear attention."""
+        return self.delta_net is not None
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers with attention, and so with keys and values; the others have a state."""
         return self.num_layers - self.num_linear_layers
@@ -804,12 +809,7 @@ def _rope_scaling(fields: dict[str, Any], file: Path) -> Llama3RopeScaling | Non
         raise ArchitectureError(f"{file}: rope scaling is both 'default' and 'llama3'; give one")
     kind = kinds.pop()
     scaling_fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
-    allowed = {
-        "rope_type",
-        "type",
-        "rope_theta",
-        *(scaling_fields if kind == "llama3" else ()),
-    }
+    allowed = {"rope_type", "type", "rope_theta", *(scaling_fields if kind == "llama3" else ())}
     unknown = sorted(
         name
         for name, value in fields.items()

@@ -144,7 +144,7 @@ def scale_directory(
     architecture = Architecture.from_directory(source)
     check_scales(config, architecture)
     changes = {UAQ_FIELD: dataclasses.asdict(config)}
-    transform = uaq.transform(config, is_hybrid=architecture.delta_net is not None)
+    transform = uaq.transform(config, is_hybrid=architecture.is_hybrid)
     return _scale(source, destination, transform, changes, progress)
 
 
@@ -159,7 +159,7 @@ def unscale_directory(source: Path, destination: Path, progress: Progress) -> In
     if fields is None:
         raise ConfigError(f"{source} is not scaled: its config.json has no {UAQ_FIELD}")
     config = from_tree(UaqConfig, fields)
-    is_hybrid = Architecture.from_directory(source).delta_net is not None
+    is_hybrid = Architecture.from_directory(source).is_hybrid
     inverse = uaq.inverse(config, is_hybrid=is_hybrid)
     return _scale(source, destination, inverse, {UAQ_FIELD: None}, progress)
 

@@ -242,7 +242,7 @@ class ServerPlan:
         Of a model that has become unreadable the server's own log tells, as of any failed restart.
         """
         try:
-            return Architecture.from_directory(self.model_dir).delta_net is not None
+            return Architecture.from_directory(self.model_dir).is_hybrid
         except ArchitectureError:
             return False
 

@@ -158,8 +158,7 @@ class _Writer:
         self._infix = infix  # tells the files of several writers apart
         self._dtype = stored_dtype(source)
         self._architecture = Architecture.from_directory(source)
-        is_hybrid = self._architecture.delta_net is not None
-        self._unscale = uaq.inverse(config, is_hybrid=is_hybrid)
+        self._unscale = uaq.inverse(config, is_hybrid=self._architecture.is_hybrid)
         self.file_of: dict[str, str] = {}
         self._num_files = 0
         # Stored tensors that hold several full tensors, and how many of their values are missing.
