@@ -2,10 +2,10 @@
 
 Each seed is one complete `qurl train quickstart`, or of the recipe that `--recipe` names, in each
 of the `--placements` of learner and servers, with the fields that are given, such as
-`adapters.rank=8`. They run one after the other. A step's time is the sum
-of its phases, as the median over the steps. The README quotes the resulting table, and shows the
-plot that `--plot` draws of the first placement's runs: the reward of each step and the held-out
-accuracy, as `qurl report` does.
+`adapters.rank=8`. They run one after the other. A step's time is the sum of its phases; it and k3,
+the estimate of KL(behaviour, proximal), are medians over the steps. The README quotes the resulting
+table, and shows the plot that `--plot` draws of the first placement's runs: the reward of each step
+and the held-out accuracy, as `qurl report` does.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ def main() -> None:
     machine.print_machine("torch", "sglang", "megatron-core")
     print(
         "placement  seed  before   after    gain  steps  RL time    a step  whole command  publish"
+        "       k3  largest"
     )
     gains: dict[str, list[float]] = {placement: [] for placement in arguments.placements}
     runs = []
@@ -51,6 +52,7 @@ def main() -> None:
         words += arguments.fields
         summary, steps = complete_run(run_dir, words)
         command_s = time.perf_counter() - start
+        k3 = [step["kl_behaviour_proximal_k3"] for step in steps]
         step_s = median(sum(step[f"time_{phase}_s"] for phase in PHASES) for step in steps)
         if placement == arguments.placements[0]:
             runs.append(dataclasses.replace(read_run(run_dir), name=f"seed {seed}"))
@@ -59,7 +61,8 @@ def main() -> None:
         print(
             f"{placement:9}  {seed:4}  {before:6.1%}  {after:6.1%}  {gains[placement][-1]:+6.1f}  "
             f"{summary['steps']:5}  {summary['time_s']:5.0f} s  {step_s:6.2f} s  "
-            f"{command_s:11.0f} s  {summary['time_publish_s_mean']:5.3f} s",
+            f"{command_s:11.0f} s  {summary['time_publish_s_mean']:5.3f} s  "
+            f"{median(k3):7.1e}  {max(k3):7.1e}",
             flush=True,
         )
     for placement, of_seeds in gains.items():

@@ -39,7 +39,7 @@ from learner_reference import (
     policy_gradient,
 )
 from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
-from qurl_megatron.learner.adapters import Adapters
+from qurl_megatron.learner.adapters import Adapters, _BaseProduct
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.quantization.adapter_files import (
@@ -49,6 +49,7 @@ from qurl_megatron.quantization.adapter_files import (
     write_adapters,
 )
 from qurl_megatron.quantization.checksum import checksum
+from qurl_megatron.quantization.quantize import quantize
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
 from sent import as_bytes, tensors_in
@@ -123,6 +124,10 @@ def test_the_base_is_sent_once_as_its_codes_and_then_adapters_alone(
     before, after = ranks[0].conversions
     assert before.checksums == {each: checksum(tensor) for each, tensor in first.items()}
     assert after.checksums == {each: checksum(t) for each, t in (first | second).items()}
+    assert before.drift.keys() == after.drift.keys() == adapters
+    for each, drift in after.drift.items():  # only B was written
+        assert drift.code_flip_fraction == pytest.approx(float(".lora_B." in each)), each
+        assert 0 < drift.quant_error < 2**-16
     assert before.num_bytes == after.num_bytes > 2 * sum(t.nbytes for t in second.values())
     reference = base_of(model, weight_format).bfloat16()
     adapt(reference, {each: tensor.float() for each, tensor in second.items()})
@@ -130,6 +135,35 @@ def test_the_base_is_sent_once_as_its_codes_and_then_adapters_alone(
     assert merged.keys() == whole.keys()
     for each, tensor in whole.items():
         torch.testing.assert_close(merged[each].float(), tensor, rtol=0.01, atol=2e-3)
+
+
+def first_adapters(model: Path, rank: int) -> dict[str, float]:
+    learner = learner_of(model, {}, Adapters(rank, ALPHA, "int8"), "float32")
+    found = learner._parameters()
+    return {
+        name: parameter.abs().sum().item() for name, rule, _, parameter in found if rule.is_adapter
+    }
+
+
+def test_an_a_as_wide_as_its_rank_is_drawn_too(tmp_path: Path) -> None:
+    model = build(tmp_path, "qwen2")
+    (sums,) = run_ranks(first_adapters, 1, model, DIMS["hidden_size"])
+    assert sums and all((total > 0) == ("lora_a" in name) for name, total in sums.items())
+
+
+def test_a_learner_in_bf16_multiplies_with_the_scales_of_the_servers() -> None:
+    """Rounded to BF16, one would move a whole row by up to 0.2 %."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 256).bfloat16().requires_grad_()
+    base = quantize(torch.randn(512, 256), "int8")
+    codes, scale = base.codes, base.scale
+    exact = x.detach().double() @ (codes.double() * scale.double()).t()
+    out = _BaseProduct.apply(x, codes, scale)
+    factors = (out.double() * exact).sum(0) / exact.square().sum(0)
+    assert (factors - 1).abs().mean() < 3e-4
+    out.backward(grad := torch.randn(512, 512).bfloat16())
+    expected = grad.double() @ (codes.double() * scale.double())
+    torch.testing.assert_close(x.grad.double(), expected, rtol=0.02, atol=0.02)
 
 
 def values_of(model: Any) -> dict[str, Tensor]:

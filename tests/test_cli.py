@@ -62,9 +62,9 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(quickstart, "teach", lambda config, **_: None)
     if (name, weight_format) != ("quickstart", "int8"):  # all its problems are checked once
         request.getfixturevalue("short_quickstart")
-        monkeypatch.setattr(quickstart, "teach", lambda config, **_: None)
     recipe = importlib.import_module(f"qurl_megatron.recipes.{name}")
     words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
     words += inputs[name]

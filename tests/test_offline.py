@@ -199,11 +199,12 @@ def test_a_hybrid_is_scaled_and_back_in_the_tensors_of_its_files(tmp_path: Path)
     config = UaqConfig(1.5, through_value=True, through_up=True)
     invariance = offline.scale_directory(source, tmp_path / "scaled", config, no_progress)
     assert invariance.float32_difference < 1e-4 * invariance.largest_logit
-    offline.unscale_directory(tmp_path / "scaled", tmp_path / "back", no_progress)
+    told = offline.unscale_directory(tmp_path / "scaled", tmp_path / "back", no_progress)
     stored, scaled, back = map(tensors_of, (source, tmp_path / "scaled", tmp_path / "back"))
     assert stored.keys() == scaled.keys() == back.keys()
     for name, tensor in stored.items():
         torch.testing.assert_close(back[name], tensor, rtol=1e-6, atol=1e-7)
+    assert told.rounded_tensors == sum(not stored[name].equal(scaled[name]) for name in stored)
     changed = {name.rpartition(".")[0] for name in stored if not stored[name].equal(scaled[name])}
     of_linear = {name.rpartition(".")[2] for name in changed if ".1.linear_attn" in name}
     projections = {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}

@@ -136,6 +136,7 @@ FIELDS = rows(r"""
     adapters.rank=4 & advantage_estimator=gae  critic is a whole model
     adapters.targets=[q_proj]  with adapters.rank=0 the whole model is trained
     adapters.rank=4 & rollout.servers_at=["http://localhost:1"]  servers elsewhere hold no adapters
+    adapters.rank=4096                        no rank above it adds anything
     adapters.rank=-1                          greater than or equal to 0
     adapters.alpha=0                          adapters.alpha=0
     adapters.rank=4 & adapters.targets=[lm_head]  adapters.targets=lm_head: matches no quantized

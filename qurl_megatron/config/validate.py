@@ -350,7 +350,7 @@ def validate_resume(saved: Config, config: Config) -> None:
     for field, value in after.items():
         reason = next((why for prefix, why in fixed.items() if field.startswith(prefix)), None)
         if reason and before[field] != value:
-            own = "none" if before[field] in (None, "", [], {}) else before[field]
+            own = "it empty" if before[field] in (None, "", [], {}) else before[field]
             raise ConfigError(f"{field}={value}: the run has {own}, and {reason}; start a new run")
 
 
@@ -425,8 +425,8 @@ def check_base(config: Config, architecture: Architecture) -> None:
     """Check that a learner of adapters can hold its part of the base, and targets exist.
 
     Raises:
-        ConfigError: a group of INT4 would lie on two ranks, a target matches no layer, or the base
-            has linear attention.
+        ConfigError: a group of INT4 would lie on two ranks, a target matches no layer, the rank is
+            above the hidden size, or the base has linear attention.
     """
     if config.adapters.rank and architecture.delta_net:
         raise ConfigError(
@@ -437,6 +437,11 @@ def check_base(config: Config, architecture: Architecture) -> None:
         adapted_layers(config.adapters.targets, architecture)
     if not config.adapters.rank:
         return
+    if config.adapters.rank > architecture.hidden_size:
+        raise ConfigError(
+            f"adapters.rank={config.adapters.rank}: the model's hidden size is "
+            f"{architecture.hidden_size}, and no rank above it adds anything; use 8 to 64"
+        )
     size = config.learner.tensor_parallel_size
     try:
         architecture.check_blocks(config.quantization.weight_format, size)

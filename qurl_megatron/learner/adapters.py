@@ -71,9 +71,10 @@ def base_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tenso
     """Return a matrix [out, in], and a factor of each of its rows or None: their product is W.
 
     With a scale for each row the matrix is that of the codes, which every dtype represents exactly.
+    The factors stay in float32: BF16 would move a whole row by up to 0.2 %.
     """
     if scale.shape[1] == 1:
-        return codes.to(dtype), scale.to(dtype).view(-1)
+        return codes.to(dtype), scale.view(-1)
     return quantize.int4_values(codes, scale).to(dtype), None
 
 
@@ -91,7 +92,9 @@ class _BaseProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         codes, scale = ctx.saved_tensors
         matrix, factor = base_values(codes, scale, grad.dtype)
-        return (grad if factor is None else grad * factor) @ matrix, None, None
+        if factor is not None:
+            grad = torch.mul(grad, factor, out=torch.empty_like(grad))  # rounded once, as `out` is
+        return grad @ matrix, None, None
 
 
 class FrozenBase(torch.nn.Module):

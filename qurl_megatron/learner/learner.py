@@ -461,7 +461,7 @@ class Learner:
         for base_rule, base_layer, module in self._frozen_layers():
             self._load_base(weights, base_rule, base_layer, module)
         for _, rule, layer, parameter in self._parameters():
-            if rule.is_adapter and parameter.shape[1] == self.architecture.adapter_rank:
+            if rule.is_adapter and rule.megatron_names[0].endswith("lora_b"):
                 continue  # B is 0
             tp_rank, tp_size = tensor_parallel_place(rule)
             parts = []

@@ -200,7 +200,7 @@ def rules(
         )
     elif now["learning_rate"] == 0:
         yield "no learning rate", "the learning rate is 0; raise optimizer.learning_rate (rule: 0)"
-    elif is_quantized and not config.adapters.rank and flips < 1e-4:  # under adapters none changes
+    elif is_quantized and flips < 1e-4:
         yield (
             "few changed codes",
             f"each publish changes {flips:.4%} of the quantized codes. A small "

@@ -161,8 +161,8 @@ class StepMetrics:
 
     weight_update_norm: float
     """Normalized weight update (QuRL Eq. 13) since the last publish: squared norm of the change
-    over squared norm before it, over the quantized weights (a sample of evenly spaced rows). 0 if
-    none is quantized."""
+    over squared norm before it, over the quantized weights (a sample of evenly spaced rows). With
+    adapters: over these, which are rounded to BF16. 0 if none is quantized."""
 
     weight_quant_error: float
     """Normalized weight quantization error (QuRL Eq. 14): squared norm of Q(w) - w over squared

@@ -181,6 +181,7 @@ class SentWeight:
     part: TensorPart
     tensors: Sequence[SentTensor]  # the weight, or its codes and then its scales
     is_frozen: bool = False  # the same in every pass
+    is_adapter: bool = False  # over a frozen base
     scales: Tensor | None = None  # of codes that the learner itself holds: `part` is one of codes
 
     @classmethod

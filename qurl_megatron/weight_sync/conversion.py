@@ -42,7 +42,10 @@ _TINY = 1e-300  # keeps 0 / 0 at 0
 
 
 class WeightDrift(NamedTuple):
-    """Sums over the elements of quantized weights; the last two are 0 in the first pass."""
+    """Sums over the elements of quantized weights; the last two are 0 in the first pass.
+
+    An adapter counts as quantized: its codes are the BF16 values that servers get.
+    """
 
     num_codes: float = 0
     code_flips: float = 0  # codes that changed since the last pass
@@ -63,8 +66,8 @@ class WeightDrift(NamedTuple):
 
     @property
     def update_norm(self) -> float:
-        """Normalized weight update since the last pass, QuRL Eq. 13; 0 in the first pass."""
-        return self.update_squares / max(self.previous_squares, _TINY)
+        """Normalized weight update since the last pass, QuRL Eq. 13; 0 if it was 0, or not measured."""
+        return self.update_squares / self.previous_squares if self.previous_squares else 0.0
 
     @property
     def code_flip_fraction(self) -> float:
@@ -110,14 +113,16 @@ class Measures:
         self._sums: list[Tensor] = []  # [parts] int64
         self._absmaxes: list[tuple[TensorPart, Tensor]] = []
         self._names: list[str] = []  # of all tensors of the pass
-        self._quantized: list[str] = []  # of all quantized weights
+        self._drifting: list[str] = []  # of all weights whose drift is measured
         self._num_bytes = 0
 
     def begin(self, planned: PlannedBucket) -> None:
         """Note what a bucket holds, of which parts are measured next."""
         self._names += [tensor.name for tensor in planned.tensors]
-        self._quantized += [
-            each.part.name for each in planned.weights if each.is_quantized and not each.is_frozen
+        self._drifting += [
+            each.part.name
+            for each in planned.weights
+            if (each.is_quantized or each.is_adapter) and not each.is_frozen
         ]
         self._num_bytes += sum(weight.num_bytes for weight in planned.weights)
 
@@ -132,7 +137,7 @@ class Measures:
 
     def finish(self, team: Team) -> Conversion:
         """Return what was measured. Collective over the team; complete on each of its ranks."""
-        names, quantized = self._names, self._quantized
+        names, drifting = self._names, self._drifting
         at = {name: number for number, name in enumerate(names)}
         nothing = torch.zeros(0, dtype=torch.int64, device=device())
         sums = torch.cat([nothing, *self._sums])
@@ -140,8 +145,8 @@ class Measures:
         flags = torch.cat([absmax.reshape(-1) for _, absmax in self._absmaxes] or [sums.float()])
         integers = torch.cat([sums, (~flags.isfinite()).any().long().view(1)])
         measured, drift = self.meter.results()
-        at = {name: number for number, name in enumerate(quantized)}
-        drift = _scatter(drift.to(device()), [at[name] for name in measured], len(quantized))
+        at = {name: number for number, name in enumerate(drifting)}
+        drift = _scatter(drift.to(device()), [at[name] for name in measured], len(drifting))
         if team.size > 1:
             dist.all_reduce(integers, group=team.group)  # int64 wraps around, as the checksum does
             dist.all_reduce(drift, group=team.group)
@@ -150,7 +155,7 @@ class Measures:
         drifts = host[len(integers) :].view(torch.float64).view(-1, drift.shape[1]).tolist()
         conversion = Conversion(dict(zip(names, totals, strict=True)), num_bytes=self._num_bytes)
         conversion.drift = {
-            name: WeightDrift(*values) for name, values in zip(quantized, drifts, strict=True)
+            name: WeightDrift(*values) for name, values in zip(drifting, drifts, strict=True)
         }
         if num_spoilt:
             notes: list[str] = [""] * team.size
@@ -191,14 +196,21 @@ class DriftMeter:
         self._factors: list[list[float]] = []  # codes, and rows for each measured one
         self._sums: list[Tensor] = []  # [samples, 5]
 
-    def measure(self, name: str, weight: Tensor, quantized: QuantizedTensor) -> None:
-        """Take rows of a part of a weight, [out, in], to compare with those of the pass before."""
-        key = name, quantized.offset
+    def measure(self, name: str, weight: Tensor, sent: QuantizedTensor | Tensor) -> None:
+        """Take rows of a part of a weight, [out, in], to compare with those of the pass before.
+
+        `sent` is what servers get of it: codes and scales, or an adapter's values.
+        """
         num_rows = weight.shape[0]
         step = -(-num_rows // self._measured_rows)
         rows = slice(step // 2, None, step)
-        kept, codes = weight[rows].clone(), quantize.code_values(quantized, rows).clone()
-        scale = quantize.spread_scale(quantized, rows).expand(len(kept), -1)
+        kept = weight[rows].clone()
+        if isinstance(sent, QuantizedTensor):
+            key, codes = (name, sent.offset), quantize.code_values(sent, rows).clone()
+            scale = quantize.spread_scale(sent, rows).expand(len(kept), -1)
+        else:  # a rank has one part of an adapter
+            key, codes = (name, (0, 0)), sent[rows].clone()
+            scale = torch.ones(len(kept), 1, device=sent.device)
         previous = self._previous.get(key)
         if previous is not None and previous[0].shape != kept.shape:
             previous = None  # the weight was measured in other parts

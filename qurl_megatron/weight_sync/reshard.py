@@ -112,9 +112,9 @@ class Converter:
             False: DriftMeter(),
             True: DriftMeter(max(EXPERT_ROWS, MEASURED_ROWS // max(1, num_experts))),
         }
-        # Whether adapters are sent over a base that does not change.
         self._is_exact = weight_format == "masters"
         is_quantized = not self._is_exact and weight_format != "bf16"
+        # Whether adapters are sent over a base that does not change.
         self.has_frozen_base = learner.adapters is not None and is_quantized
         self._base: dict[bool, Conversion] = {}  # by `Team.of_experts`, what the base measured
         # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass.
@@ -240,7 +240,7 @@ class Converter:
                     pass
             return Conversion()
         meter = self._meters[team.of_experts]
-        measures, of_base = (Measures(meter, self._format) for _ in range(2))
+        measures, of_base = (Measures(each, self._format) for each in (meter, DriftMeter()))
         kept = self._kept[team.of_experts]
         if not self.keeps_codes:
             kept.clear()
@@ -306,9 +306,12 @@ class Converter:
                 if is_quantized and not self._is_exact and self._format != "bf16":
                     yield SentWeight.quantized(part, self._format)
                 else:
-                    is_frozen = self.has_frozen_base and not rule.is_adapter
                     dtype = torch.float32 if self._is_exact else weight_map.sent_dtype(part.name)
-                    yield replace(SentWeight.plain(part, dtype), is_frozen=is_frozen)
+                    yield replace(
+                        SentWeight.plain(part, dtype),
+                        is_frozen=self.has_frozen_base and not rule.is_adapter,
+                        is_adapter=self.has_frozen_base and rule.is_adapter,
+                    )
 
     def _shards(self, team: Team) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield this rank's shards of what is converted. Collective if they are gathered."""
@@ -340,6 +343,8 @@ class Converter:
                     summed.add(name)
             elif views[name].numel():
                 views[name].copy_(weight.part.tensor)
+                if weight.is_adapter:
+                    measures.meter.measure(name, weight.part.tensor, views[name])
         rest = [tensor for tensor in planned.tensors if tensor.name not in summed]
         parts = [Part(views[tensor.name], *tensor.offset_on(team.rank)) for tensor in rest]
         if parts:
