@@ -9,6 +9,7 @@ that this process gets the signal before the time limit.
 import contextlib
 import csv
 import dataclasses
+import errno
 import hashlib
 import itertools
 import os
@@ -263,14 +264,16 @@ def keep_code(code: Mapping[Path, bytes], place: Path) -> None:
     if place.exists():
         return
     unfinished = Path(tempfile.mkdtemp(dir=place.parent))
-    for file, data in code.items():
-        (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
-        (unfinished / file).write_bytes(data)
     try:
+        for file, data in code.items():
+            (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
+            (unfinished / file).write_bytes(data)
         unfinished.rename(place)
         place.chmod(0o755)
-    except OSError:  # another launch was faster
+    except OSError as error:
         shutil.rmtree(unfinished)
+        if error.errno != errno.ENOTEMPTY:  # another launch was faster
+            raise
 
 
 def job_script(

@@ -48,11 +48,14 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
     specs = server_specs(config)
     world_size = config.learner.world_size
     ranks = {"learner": world_size}
-    ranks |= {f"{spec.set_name}.server": spec.server.tensor_parallel_size for spec in specs}
+    ranks |= {
+        f"{spec.set_name}.server.tensor_parallel_size": spec.server.tensor_parallel_size
+        for spec in specs
+    }
     for name, num_ranks in ranks.items():
         if 0 < num_gpus < num_ranks:
             raise ConfigError(
-                f"{name}.tensor_parallel_size: {num_ranks} ranks need a GPU each (NCCL refuses two "
+                f"{name}: {num_ranks} ranks need a GPU each (NCCL refuses two "
                 f"on one); this machine has {num_gpus}"
             )
     if not num_gpus:

@@ -1,6 +1,7 @@
 """Agents in processes of their own: what they are given, and what each way to fail costs."""
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import AgentConfig, Config, ConfigError
+from qurl_megatron.evaluation import episodes
+from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.loop.sampling import NothingScored
 from samplers import sampler_of, scores_of
 from tiny import EOS_TOKEN_ID, build_tiny_model
@@ -387,6 +390,29 @@ def test_an_agent_that_cannot_be_used_is_refused_in_one_line(
     config = AgentConfig(agent=f"{directory}/agent.py:{name}")
     with pytest.raises(ConfigError, match=f"^agent=.*{name}: {why}$"):
         check_agent(config, str(directory / "model"))
+
+
+def test_a_command_that_plays_episodes_serves_the_weights_in_the_format(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Served(Exception):
+        pass
+
+    def serving(config: EvalConfig, served: Path, console: Any) -> Any:
+        raise Served(json.loads((served / "config.json").read_text())["quantization_config"])
+
+    monkeypatch.setattr(episodes, "serving", serving)
+    (tmp_path / "problems.jsonl").write_text('{"question": "1", "answer": "2"}\n')
+    config = EvalConfig(
+        model=str(directory / "model"),
+        data=[str(tmp_path / "problems.jsonl")],
+        agent=f"{directory}/agent.py:three",
+        format="int8",
+        max_prompt_length=50,
+        max_completion_length=50,
+    )
+    with pytest.raises(Served, match="int8"):
+        episodes.run(config, 1)
 
 
 def test_what_sampling_raises_ends_the_run_and_not_the_episode(

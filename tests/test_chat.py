@@ -267,6 +267,13 @@ def test_a_call_that_fits_no_tool_or_fails_is_answered_with_why() -> None:
     assert asyncio.run(call_tools(parse("plain"), [multiply])) == []
 
 
+def test_what_is_not_a_valid_call_stays_in_the_text_beside_one() -> None:
+    broken = "<tool_call>\n{broken\n</tool_call>"
+    message = parse(f"first {CALL} then {broken}")
+    assert len(message["tool_calls"]) == 1
+    assert message["content"] == f"first  then {broken}"
+
+
 LLAMA = """{{ '{"name": "' + tool_call.name + '", "parameters": ' + arguments | tojson }}"""
 
 

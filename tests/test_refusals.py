@@ -394,6 +394,7 @@ COMMANDS = rows("""
     eval model problems.jsonl max_turns=3          max_turns=3: there is no agent; give agent, or
     eval model problems.jsonl agent=json:dumps max_episode_tokens=999  model has 512 positions
     agent json:dumps --model nowhere --data problems.jsonl  'nowhere' does not exist
+    agent json:dumps --model model --data problems.jsonl adapters=model keep=[q]  keep: a base under
     agent json:dumps --model model --data problems.jsonl --episodes 0  '--episodes'
     eval model no_such.jsonl max_prompt_length=99 max_completion_length=99  no_such.jsonl
     eval model problems.jsonl k=-1                 k=-1
@@ -456,6 +457,7 @@ COMMANDS = rows("""
     plan Qwen2.5-32B --mean-completion inf           --mean-completion inf: must be from 1 to
     plan Qwen2.5-32B --mean-completion 1e9           rollout.max_completion_length=
     plan math_tools model=Qwen2.5-7B --mean-completion 16000  15360, the room of an episode
+    plan Qwen2.5-32B rollout.placement=colocated rollout.max_staleness=1  the servers sleep while
     plan Qwen2.5-32B steps=0                       steps=0
     plan quickstart model=nowhere                  model directory 'nowhere' does not exist
     plan problems.jsonl                            no such directory, model
@@ -463,6 +465,7 @@ COMMANDS = rows("""
     launch no_such_recipe                          no such recipe
     launch quickstart --executor ray               executors are local and slurm
     launch quickstart --account a                  --account: only with --executor slurm
+    launch quickstart --max-restarts 5             --max-restarts: only with --executor slurm
     launch quickstart --time 1:00:00               --time: only with --executor slurm
     launch quickstart --sweep steps                --sweep steps: not of the form
     launch quickstart --sweep steps=1,             --sweep steps=1,: not of the form

@@ -98,7 +98,7 @@ def parse(text: str, template: str = "") -> Message:
     """
     is_llama = '"parameters": ' in template and "<tool_call>" not in template
     form, key = (_LLAMA_CALL, "parameters") if is_llama else (_TOOL_CALL, "arguments")
-    calls = []
+    calls, said = [], text
     for number, found in enumerate(form.finditer(text)):
         try:
             call = json.loads(found[1])
@@ -107,11 +107,12 @@ def parse(text: str, template: str = "") -> Message:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             continue
         calls.append({"id": f"call_{number}", "type": "function", "function": function})
+        said = said.replace(found[0], "", 1)
     if not calls:
         return {"role": "assistant", "content": text}
     return {
         "role": "assistant",
-        "content": form.sub("", text).strip(),
+        "content": said.strip(),
         "tool_calls": calls,
     }
 

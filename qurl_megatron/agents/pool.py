@@ -137,6 +137,8 @@ class _Playing:
             return
         if kind == "sample":
             self._sampling = self._loop.create_task(self._turn(content))
+            # The worker waits for an answer, also to a turn that was abandoned before it began.
+            self._sampling.add_done_callback(self._answer_abandoned)
         elif kind == "abandon":
             self.close()
         else:
@@ -145,12 +147,13 @@ class _Playing:
     async def _turn(self, request: Request) -> None:
         try:
             self._send(await self._sample(request))
-        except asyncio.CancelledError:
-            self._send(None)
-            raise
         except Exception as error:
             if not self.ended.done():
                 self.ended.set_exception(error)
+
+    def _answer_abandoned(self, turn: asyncio.Task[None]) -> None:
+        if turn.cancelled():
+            self._send(None)
 
     def close(self) -> None:
         if self._sampling:

@@ -28,7 +28,7 @@ Overrides = Annotated[
 ]
 # Options of `qurl launch` that make no sense on this machine.
 SLURM_OPTIONS = """account partition time gpus_per_node gpu heterogeneous sbatch container_image
-    container_mounts setup env""".split()
+    container_mounts setup env max_restarts""".split()
 
 
 def doctor() -> None:
@@ -180,8 +180,9 @@ def launch(
         typer.Option(metavar="NAME=VALUE", help="A variable of the jobs, such as NCCL_DEBUG=INFO."),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, max=10_000, help="How often a job may be requeued.")
-    ] = 20,
+        int | None,
+        typer.Option(min=0, max=10_000, help="How often a job may be requeued; 20 if not given."),
+    ] = None,
 ) -> None:
     """Run a recipe, or a sweep over it, on this machine or as Slurm jobs.
 

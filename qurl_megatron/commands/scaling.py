@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.validate import validate_colocated
 from qurl_megatron.files import check_output, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
@@ -67,9 +68,12 @@ def planned_row(
     """
     if given is None:
         return Row(plan_or_suggest(architecture, config, gpus, workload, node))
+    candidates = placements(config, given)
+    if not candidates:
+        validate_colocated(config)  # all else has a placement
     plans: dict[str, Plan | None] = {}
     refusals = []
-    for name, candidate in placements(config, given).items():
+    for name, candidate in candidates.items():
         try:
             plans[name] = suggest(architecture, candidate, gpus, workload, node, given)
         except ConfigError as error:

@@ -19,11 +19,13 @@ def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
     moments; a bfloat16 model is saved beside its masters.
     """
     per_value = 12 if config.learner.dtype == "float32" else 14
-    models = 2 if config.advantage_estimator == "gae" else 1
     values = num_parameters(architecture)
+    if config.advantage_estimator == "gae":
+        critic = config.critic.model
+        values += num_parameters(Architecture.from_directory(critic)) if critic else values
     if rank := config.adapters.rank:  # these alone are saved
         values = num_parameters(dataclasses.replace(architecture, adapter_rank=rank)) - values
-    return models * per_value * values
+    return per_value * values
 
 
 def check_disk(config: Config) -> str:

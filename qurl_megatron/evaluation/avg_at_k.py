@@ -129,9 +129,9 @@ class EvalConfig(AgentConfig):
     """Maximum time of one call of a reward function of your own, in seconds."""
     scoring_workers: CountOrZero = 0
     """Number of processes that score answers. 0: a quarter of the cores, from 1 to 16."""
-    question_key: str = ""
+    question_key: Text = ""
     """Field of the data that holds the question. Empty: question, prompt, problem or messages."""
-    answer_key: str = ""
+    answer_key: Text = ""
     """Field of the data that holds the answer. Empty: answer, reward_model.ground_truth, or the
     assistant's last message."""
     incomplete: Unusable = "refuse"
@@ -247,8 +247,10 @@ def _title(config: EvalConfig) -> str:
     return f"{config.adapters}, trained over {trained}, merged over {config.weight_format}"
 
 
-def _converted(config: EvalConfig, model_dir: Path, directory: Path) -> Path:
-    """Return the directory with the weights that are served, which is written."""
+def served_model(config: EvalConfig, model_dir: Path, directory: Path) -> Path:
+    """Return the directory of the weights that are served, which is written if it is another."""
+    if config.format == "bf16" and not config.adapters:
+        return model_dir
 
     def progress(done: int, total: int) -> None:
         pass
@@ -313,10 +315,22 @@ def check(config: EvalConfig) -> None:
     check_group_size(config.format, config.group_size, "group_size=")
     validate_server("server", config.server, architecture, config.served_format, config.max_length)
     if config.adapters:
+        if config.keep:
+            raise ConfigError("keep: a base under adapters has one format; leave it out")
         check_adapters(read_adapters(Path(config.adapters)), architecture)
     validate_agent(config, architecture, config.max_prompt_length)
     validate_stop_tokens(config.stop_token_ids, architecture)
     validate_lengths(architecture, config.max_prompt_length, config.max_completion_length)
+
+
+def check_format(config: EvalConfig) -> None:
+    """Check that this machine can serve the format.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if config.format == "fp8-block" and device.accelerator() == "cpu":
+        raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
 
 
 def run(config: EvalConfig) -> None:
@@ -328,8 +342,7 @@ def run(config: EvalConfig) -> None:
         ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
         ServerFailed: the server died.
     """
-    if config.format == "fp8-block" and device.accelerator() == "cpu":
-        raise ConfigError("format=fp8-block: SGLang's own fp8 layers need a GPU; use format=fp8")
+    check_format(config)
     output = Path(config.output)
     reward = Config(
         reward=absolute(config.reward),
@@ -351,12 +364,11 @@ def run(config: EvalConfig) -> None:
         tokenizer = load_tokenizer(model_dir, *template)
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer, columns)
-        if config.format != "bf16" or config.adapters:
-            model_dir = _converted(config, model_dir, Path(scratch) / "converted")
+        served = served_model(config, model_dir, Path(scratch) / "converted")
         output.mkdir(parents=True)
         with (
             contextlib.ExitStack() as stack,
-            serving(config, model_dir, console) as fleet,  # before any thread, so tests can fork it
+            serving(config, served, console) as fleet,  # before any thread, so tests can fork it
             Scorer(reward, reward.scoring_workers) as scorer,
         ):
             client = RolloutClient(fleet, tokenizer, config.stop_token_ids)

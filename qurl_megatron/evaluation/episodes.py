@@ -19,7 +19,13 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.data.problems import Fields, read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.data.rewards import absolute
-from qurl_megatron.evaluation.avg_at_k import EvalConfig, serving, settle_cache
+from qurl_megatron.evaluation.avg_at_k import (
+    EvalConfig,
+    check_format,
+    served_model,
+    serving,
+    settle_cache,
+)
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
@@ -38,6 +44,7 @@ def run(config: EvalConfig, count: int) -> None:
     """
     if not config.agent:
         raise ConfigError("agent=: missing; give FILE.py:NAME or MODULE:NAME")
+    check_format(config)
     config.agent, model = absolute(config.agent), Path(config.model)
     check_model(model)
     check_agent(config, config.model)
@@ -56,7 +63,11 @@ def run(config: EvalConfig, count: int) -> None:
     with (
         tempfile.TemporaryDirectory(prefix="qurl-agent-") as scratch,
         Agents(config, config.max_length, config.model, None, template, *drawn) as agents,
-        serving(dataclasses.replace(config, output=scratch), model, console) as fleet,
+        serving(
+            dataclasses.replace(config, output=scratch),
+            served_model(config, model, Path(scratch) / "converted"),
+            console,
+        ) as fleet,
     ):
         client = AgentClient(agents, 0.0, fleet, tokenizer, stops)
         groups = client.generate(

@@ -1,7 +1,4 @@
-"""Build the parts of a run: learner, critic, publisher, sampler, evaluator, checkpoints, log.
-
-A run can begin with a supervised warm-up of the learner.
-"""
+"""Build the parts of a run: learner, critic, publisher, sampler, evaluator, checkpoints, log."""
 
 import itertools
 import time

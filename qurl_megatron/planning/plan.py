@@ -69,6 +69,7 @@ from qurl_megatron.planning.step_time import (
     is_direct,
     learner_time,
     plan_publish,
+    server_gpus,
 )
 
 REMEDIES = {
@@ -194,9 +195,7 @@ def plan_run(architecture: Architecture, config: Config, workload: Workload, nod
     Raises:
         ConfigError: it does not fit the model or the memory of the GPUs.
     """
-    servers = config.rollout.servers * config.rollout.server.tensor_parallel_size
-    if config.rollout.placement == "colocated":
-        servers = 0  # with GPUs of their own
+    servers = 0 if config.rollout.placement == "colocated" else server_gpus(config)
     gpus = config.learner.world_size + servers
     if gpus > node.gpus:
         learner_nodes = nodes_of_learner(config.learner.world_size, node.gpus)

@@ -346,12 +346,19 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
     return PublishPlan(num_bytes, is_direct=False, time_s=time_s)
 
 
+def server_gpus(config: Config) -> int:
+    """Return how many GPUs the servers of a run have, if these are not the learner's."""
+    rollout, evaluation = config.rollout, config.evaluation
+    of_evaluation = evaluation.server.tensor_parallel_size if evaluation.enabled else 0
+    return rollout.servers * rollout.server.tensor_parallel_size + of_evaluation
+
+
 def is_direct(config: Config, node: Node = DGX_H100) -> bool:
     """Return whether ranks write into the servers' parameters: all are in one node."""
     quantization, rollout = config.quantization, config.rollout
     if rollout.placement == "colocated":
         return rollout.server.releases == "cache"
-    gpus = config.learner.world_size + rollout.servers * rollout.server.tensor_parallel_size
+    gpus = config.learner.world_size + server_gpus(config)
     return (
         quantization.transport != "broadcast"
         and quantization.publish == "full"

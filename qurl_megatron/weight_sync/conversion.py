@@ -66,7 +66,7 @@ class WeightDrift(NamedTuple):
 
     @property
     def update_norm(self) -> float:
-        """Normalized weight update since the last pass, QuRL Eq. 13; 0 if it was 0, or not measured."""
+        """Normalized weight update since the last pass, QuRL Eq. 13; 0 if nothing was before."""
         return self.update_squares / self.previous_squares if self.previous_squares else 0.0
 
     @property
