@@ -116,11 +116,13 @@ class Critic:
 
     def leave(self) -> None:
         """Move to the host's memory, as `Learner.leave` does."""
-        self._learner.leave()
+        with self._own_parallel_state():
+            self._learner.leave()
 
     def come_back(self) -> None:
         """Move back, bit for bit."""
-        self._learner.come_back()
+        with self._own_parallel_state():
+            self._learner.come_back()
 
     def close(self) -> None:
         """Destroy the process groups that the critic created."""
