@@ -50,7 +50,7 @@ WORDS += [f"rollout.server.environment.{name}={value}" for name, value in FEW_RE
 
 
 class Deployment:
-    """A learner and its two servers, which `starter` starts again whenever it is asked to check."""
+    """A learner and its two servers, which `starter` starts again in its `check`."""
 
     def __init__(self, directory: Path, model: Path, stack: ExitStack) -> None:
         """Start everything and publish once; `stack` ends it."""

@@ -69,11 +69,11 @@ def spread(values: Collection[float], form: str = ".2f") -> str:
 
 
 def reset_peak() -> None:
-    """Begin anew to note the most memory that this process has."""
+    """Reset the peak that `peak_bytes` returns."""
     if device.accelerator() == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
 
 def held_bytes() -> int:
@@ -93,7 +93,7 @@ def peak_bytes() -> int:
 
 
 def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Run `function(*arguments)` on so many ranks; return the result of global rank 0.
+    """Run `function(*arguments)` on this many ranks; return the result of global rank 0.
 
     Each rank is a process of its own with one thread. The ranks find each other through torchrun's
     variables. If one fails, the others are ended, and its error is raised.

@@ -148,7 +148,7 @@ ONE_RANK = [
     "learner.tensor_parallel_size=1",
     "learner.expert_parallel_size=1",
 ]
-WRITES_PROBLEMS = Lock()  # runs at the same time have the same problems
+WRITES_PROBLEMS = Lock()  # concurrent runs share the file of problems
 
 
 def main() -> None:
@@ -175,7 +175,7 @@ def main() -> None:
         words = [*recipe(output_dir, setting), *overrides(setting, name, seed), f"model={start}"]
         run_dir = output_dir / f"{arguments.setting}-{name.replace(' ', '-')}-{seed}"
         rows[key] = summarize(*complete_run(run_dir, words))
-        # The others' verifiers read more than a right answer's text, and BF16 has no other copy.
+        # Verifiers of other tasks read more than a right answer's text; BF16 has no other copy.
         if setting.digits and name not in BF16:
             rows[key]["copy_accuracy"] = copy_accuracy(run_dir)
         add_row(arguments.setting, name, seed, rows[key])
@@ -294,7 +294,7 @@ def rows_of_digits(digits: int) -> Iterator[dict[str, str]]:
 def copy_accuracy(run_dir: Path) -> float:
     """Return the greedy accuracy of the final model's quantized copy on the held-out problems."""
     config = load(run_dir / "config.yaml")
-    data = max(run_dir.glob("evaluation/step_*/held_out.jsonl"))
+    data = max(run_dir.glob("evaluation/step_*/held_out.jsonl"))  # of the last evaluation
     with TemporaryDirectory() as scratch:
         output = Path(scratch) / "copy"
         words = [
@@ -331,7 +331,7 @@ def make_start(output_dir: Path, setting: Setting, seed: int) -> Path:
     tokenizer = load_tokenizer(partial)
     architecture = Architecture.from_directory(partial)
     config.rollout.stop_token_ids = stop_token_ids(architecture, tokenizer)
-    # RL learns little from fewer right answers than half of them.
+    # RL learns little if less than half of the answers are right.
     quickstart.teach(config, *((0.5, 32) if setting.digits else ()))
     partial.rename(directory)
     return directory

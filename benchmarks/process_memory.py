@@ -1,7 +1,7 @@
-"""Whether what a process of a soak uses grows: `benchmarks/soak.py` prints a line for each.
+"""Tell whether the memory of a soak's process grows; `benchmarks/soak.py` prints a line for each.
 
-What a process uses at a moment is what it keeps, and what it works with just then. So a line is
-fitted to the least that it used in each of a dozen parts of its life. A process is
+At any moment a process uses what it keeps, and what it works with just then. So a line is fitted to
+the least memory that it used in each of a dozen parts of its life. A process is
 
     flat     if it is 97.5 % sure to grow by less than FLAT of its memory in 1,000 publishes
     grows    if it is 97.5 % sure to grow by more
@@ -22,7 +22,7 @@ from benchmarks.machine import MIB
 
 SETTLING = 1 / 2  # of each process's life, which is left out
 BLOCKS = 12  # parts of the rest
-FLAT = 0.01  # of its memory, which a flat process may take in 1,000 publishes
+FLAT = 0.01  # of its memory, by which a flat process may grow in 1,000 publishes
 ENOUGH = 200  # publishes that a verdict needs; before them a process still warms up
 
 
@@ -30,7 +30,7 @@ ENOUGH = 200  # publishes that a verdict needs; before them a process still warm
 class Growth:
     """How the memory of one process grows."""
 
-    publishes: float  # that it was measured for
+    publishes: float  # over which it was measured
     used: float  # bytes, at the end
     slope: float  # bytes per publish
     least: float  # bounds of the slope's 95 % interval
@@ -38,7 +38,7 @@ class Growth:
 
     @property
     def verdict(self) -> Literal["flat", "grows", "unclear"]:
-        """Whether the process is flat, by what this module's docstring says."""
+        """Whether the process is flat, as this module's docstring defines it."""
         limit = FLAT * self.used / 1000
         if self.publishes < ENOUGH or self.least <= limit <= self.most:
             return "unclear"

@@ -1,9 +1,9 @@
 """Measure what a quickstart learns, over several seeds: `python -m benchmarks.quickstart`.
 
-Each seed is one complete `qurl train quickstart`, or of the recipe that `--recipe` names, in each
-of the `--placements` of learner and servers, with the fields that are given, such as
-`adapters.rank=8`. They run one after the other. A step's time is the sum of its phases; it and k3,
-the estimate of KL(behaviour, proximal), are medians over the steps. The README quotes the resulting
+Each seed is one complete `qurl train` of the `--recipe` in each of the `--placements` of learner
+and servers, with the given fields, such as `adapters.rank=8`. The runs go one after the other. A
+step's time is the sum of its phases. It and k3, the estimate of KL(behaviour, proximal), are
+medians over the steps; k3's largest step follows. The README quotes the resulting
 table, and shows the plot that `--plot` draws of the first placement's runs: the reward of each step
 and the held-out accuracy, as `qurl report` does.
 """

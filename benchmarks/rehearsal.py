@@ -1,4 +1,4 @@
-"""Play ranks of sixteen layouts on fake GPUs, and set them beside the plan.
+"""Play ranks of sixteen layouts on fake GPUs, and compare them with the plan.
 
     python -m benchmarks.rehearsal [--layers N] [NAME...]
 
@@ -78,7 +78,7 @@ def rehearsal(name: str, layers: int | None = None) -> Rehearsal:
 
 
 def first_layers(architecture: Architecture, layers: int) -> Architecture:
-    """Return a model of as many of its layers."""
+    """Return a model with only its first `layers` layers."""
     linear = architecture.delta_net
     if linear is not None:
         linear = dataclasses.replace(linear, layers=linear.layers[:layers])

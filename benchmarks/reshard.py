@@ -178,7 +178,7 @@ def run_paths(arguments: argparse.Namespace) -> None:
                 gather_then_quantize, learner, weight_format, bucket_bytes
             ),
         }
-        changing.convert(drop)  # what the first delta is a change of
+        changing.convert(drop)  # the version that the first delta changes
         for repetition in range(arguments.repetitions + 1):  # the first warms up
             for path, run_pass in paths.items():
                 if path == "delta":

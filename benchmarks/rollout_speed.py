@@ -1,8 +1,8 @@
-"""Sample tokens beside others, without a GPU: `python -m benchmarks.rollout_speed --python PYTHON`.
+"""Compare engines without a GPU: `python -m benchmarks.rollout_speed --python PYTHON`.
 
-PYTHON is that of the environment of `benchmarks.peers`, whose help says how to make it. Without it
-only this project's servers run. All have random weights of a shape of Qwen2.5's, with a vocabulary
-of 152,064, and sample random prompts from the whole distribution at temperature 1:
+PYTHON is the one in the environment of `benchmarks.peers`, whose help says how to make it. Without
+it only this project's servers run. All engines have random weights of a shape of Qwen2.5's, with a
+vocabulary of 152,064. They answer random prompts, from the whole distribution at temperature 1:
 
     int8, fp8, int4, bf16   this project's server, with weights published as a learner's are
     transformers-DTYPE      transformers' `generate`, which TRL calls
@@ -40,7 +40,7 @@ from qurl_megatron.weight_sync.publish import Publisher
 OWN: tuple[FormatName, ...] = ("int8", "fp8", "int4", "bf16")
 PEERS = ("transformers-float32", "transformers-bfloat16", "ctranslate2-int8")
 WARM_UP_TOKENS = 2
-Sample = Callable[[int, int, int], None]  # of so many prompts, of their length, so many tokens
+Sample = Callable[[int, int, int], None]  # takes the prompts, their length, and sampled tokens
 Cell = tuple[str, int, int]  # shape, batch, length of prompts
 Rates = dict[Cell, dict[str, list[float]]]  # tokens per second of each engine, by round
 
@@ -83,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> None:
         for name in arguments.engines:
             if name in OWN:
                 engines[name] = running.enter_context(run_own(name, directory, arguments))
-        policy.initialize_single_rank()  # starts threads, and who has some cannot fork a server
+        policy.initialize_single_rank()  # starts threads, with which no server can be forked
         for name in arguments.engines:
             if name in PEERS:
                 engines[name] = running.enter_context(run_peer(name, directory, arguments))
@@ -159,7 +159,7 @@ def run_peer(name: str, directory: Path, arguments: argparse.Namespace) -> Itera
 
 
 def read_rates(rows: Path) -> Rates:
-    """Return all measurements of a file, those of each cell and engine in their order."""
+    """Return all measurements of a file by cell and engine, in their order."""
     rates: Rates = defaultdict(lambda: defaultdict(list))
     for row in read_json_lines(rows):
         cell = row["shape"], row["batch"], row["prompt"]

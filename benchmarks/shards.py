@@ -1,8 +1,8 @@
 """The shards that a learner's rank would have, random and without an optimizer.
 
-A 32B learner with its optimizer needs over 500 GB, but the converter reads of a learner only its
-architecture and its shards. These have Megatron's shapes for any architecture. One layer's weights
-are stored, and stand for every layer: 976 MB of a 32B model, far more than any cache.
+A 32B learner with its optimizer needs over 500 GB, but the converter reads only a learner's
+architecture and shards. These have Megatron's shapes for any architecture. One layer's weights are
+stored, and stand for every layer: 976 MB of a 32B model, far more than any cache.
 """
 
 from collections.abc import Iterator

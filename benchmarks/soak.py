@@ -18,7 +18,7 @@ After every publish the checksums of each server that serves are read back. The 
               again, or was asked for ahead, for the step that was not taken when time was up
     answers   whose versions or log-probs are not those of published weights; must be none
     checksums that were read back, and how many differ from what was sent; must be none
-    memory    how much that of each process grows per publish; `process_memory.py` says what is
+    memory    how much each process's memory grows per publish; `process_memory.py` says what is
               flat. Servers are measured in the last half of the publishes, in which no fault
               ends one. None may grow
     orphans   processes and files that are left at the end; must be none
@@ -379,7 +379,7 @@ class Soak:
         kernel drops and reads again as it likes. What a fork shares with its parent counts.
         Otherwise every page that a server is the first to write to would look like growth.
         """
-        gc.collect()  # garbage that Python would free later is no growth
+        gc.collect()  # garbage that Python would free later is not growth
         trim_heap()
         roles = [("learner, fleet, starter", psutil.Process())]
         for index, server in self._deployment.roster.items():
@@ -399,7 +399,7 @@ class Soak:
                 self.outcome.memory[role, process.pid].append((step, used))
 
     def _look_back(self) -> None:
-        """Check what can be known at the end only."""
+        """Check what can be known only at the end."""
         outcome, deployment = self.outcome, self._deployment
         outcome.dropped, outcome.ahead = self._producer.dropped, self._producer.in_flight
         if outcome.asked != outcome.trained + outcome.dropped + outcome.ahead:
@@ -457,7 +457,7 @@ def counted_refusals(outcome: Outcome) -> Iterator[None]:
 
 
 def make_prompt(number: int) -> Prompt:
-    """Return a prompt; negative numbers are those of a full queue."""
+    """Return a prompt; negative numbers are for a flood of the queues."""
     digits = [2 + (abs(number) >> (6 * place) & 63) for place in range(3)]
     return Prompt(str(number), "", "", [70 + (number < 0), *digits, 5, 6][:PROMPT_LENGTH])
 

@@ -40,7 +40,7 @@ from qurl_megatron.planning.job import objections
 from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
-SIGNAL_LEAD_S = 600  # of Slurm's signal, for a job whose own clock failed
+SIGNAL_LEAD_S = 600  # from Slurm's signal to the time limit, for a job whose own clock failed
 PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 SINFO_TIMEOUT_S = 10.0
 LOGS = "logs"  # of jobs, below the directory that they are submitted from
@@ -62,7 +62,7 @@ class JobOptions:
     """Kind of GPU, by which the plan of the run judges the job."""
 
     heterogeneous: bool = False
-    """Whether learner and servers each get a group of nodes, or are in one allocation."""
+    """Whether learner and servers each get a group of nodes; else both are in one allocation."""
 
     container_image: str = ""
     """Image (pyxis) that the job's steps run in; its batch process does not. Empty: none."""
@@ -71,8 +71,8 @@ class JobOptions:
     """Mounts of the container, each HOST:CONTAINER or HOST:CONTAINER:FLAGS."""
 
     container_env: Sequence[str] = ()
-    """Names of variables whose values are the job's and not the image's; those of `environment`
-    always are."""
+    """Names of variables that the container takes from the job and not from its image. It always
+    takes those of `environment`."""
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Variables that the job gets in addition to those of its submission."""
@@ -168,7 +168,7 @@ def launch_jobs(jobs: Sequence[Job], options: JobOptions, *, dry_run: bool) -> i
 
 
 def print_summaries(jobs: Sequence[Job]) -> None:
-    """Print the summaries of data, which runs of a sweep usually share; stdout is for scripts."""
+    """Print each summary of data once, though runs of a sweep share it; stdout is for scripts."""
     print("".join(dict.fromkeys(job.data_summary for job in jobs)), end="", file=sys.stderr)
 
 
@@ -177,7 +177,7 @@ def named_runs(
 ) -> list[list[str]]:
     """Return the overrides of each run of a sweep, with a name such as `sweep-acr-int8-1.5`.
 
-    The axes of a sweep are given as `field=value,value`, and that of its layouts as a table of
+    An axis of a sweep is given as `field=value,value`; an axis of layouts is given as a table of
     `qurl plan --output FILE.csv`. A name begins with the `name=` among the `overrides`, or with the
     recipe's name, and ends with the values and the numbers of GPUs. Without sweeps there is one
     run; if it has no name, it gets the recipe's and the time.
@@ -251,7 +251,7 @@ def read_code() -> dict[Path, bytes]:
 def place_of(code: Mapping[Path, bytes]) -> Path:
     """Return the directory for a copy of the code, which jobs of the same code share.
 
-    A job that waits in the queue, or is requeued, so runs what was submitted.
+    So a job that waits in the queue, or is requeued, runs what was submitted.
     """
     content = hashlib.sha256()
     for file, data in code.items():
@@ -269,7 +269,7 @@ def keep_code(code: Mapping[Path, bytes], place: Path) -> None:
             (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
             (unfinished / file).write_bytes(data)
         unfinished.rename(place)
-        place.chmod(0o755)
+        place.chmod(0o755)  # mkdtemp has made it private
     except OSError as error:
         shutil.rmtree(unfinished)
         if error.errno != errno.ENOTEMPTY:  # another launch was faster
@@ -311,6 +311,7 @@ def job_script(
             "requeue": True,
             "no-kill": True,  # the run goes on without a lost rollout node
             "open-mode": "append",
+            # B: to the batch process only. A short job gets it at half its time.
             "signal": f"B:USR1@{min(SIGNAL_LEAD_S, _limit_s(options) / 2):.0f}",
         }
         nodes = str(options.sbatch.get("nodes"))
@@ -334,8 +335,8 @@ def job_script(
 def knows_gpus(partition: object) -> bool:
     """Return whether Slurm here counts GPUs (GRES), in a partition if one is named.
 
-    Without it a job gets whole nodes, and must not ask for GPUs. A machine without `sinfo`, on
-    which a script can only be shown, is taken for one of a cluster that does.
+    Without it a job gets whole nodes, and must not ask for GPUs. A machine without `sinfo` can only
+    show a script; its cluster is assumed to count them.
     """
     command = ["sinfo", "--noheader", "--format=%G"]
     command += [f"--partition={partition}"] if partition else []
@@ -347,7 +348,7 @@ def knows_gpus(partition: object) -> bool:
 
 
 def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
-    """Check that the container has the paths of the run where this machine has them.
+    """Check that the container has the run's paths in the same places as this machine.
 
     Raises:
         ConfigError: it lacks one; the message names the first.
@@ -366,7 +367,7 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
                 # The files of a snapshot are links to others beside it.
                 needed[what] = Path(name).parents[1] if hub.snapshot_of(name) else Path(name)
     for what, path in needed.items():
-        for place in (Path(os.path.abspath(path)), path.resolve()):  # where a link is, and leads
+        for place in (Path(os.path.abspath(path)), path.resolve()):  # a link, and its target
             covering = [mount for mount in mounts if place.is_relative_to(mount[1])]
             host, inside, flags = covering[-1] if covering else ("", "/", "")
             if Path(host) != Path(inside):
@@ -381,19 +382,19 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
 def _first_lines(options: JobOptions) -> list[str]:
     """Return what a job does before anything else: the user's variables and lines of shell."""
     lines = [_export(name, value) for name, value in options.environment.items()]
-    back = f"cd {shlex.quote(str(Path.cwd()))}"
+    back = f"cd {shlex.quote(str(Path.cwd()))}"  # the user's lines may have left it
     return lines + ([options.setup_lines, back] if options.setup_lines else [])
 
 
 def _limit_s(options: JobOptions) -> float:
-    """Return the time limit of a job in seconds; infinity if it is the partition's."""
-    with contextlib.suppress(ConfigError):  # `_sbatch_line` refuses what is no limit
+    """Return the time limit of a job in seconds; infinity if the partition sets it."""
+    with contextlib.suppress(ConfigError):  # `_sbatch_line` refuses a malformed limit
         return time_limit_s(str(options.sbatch.get("time")))
     return float("inf")
 
 
 def _sbatch_lines(asked: Mapping[str, object], options: JobOptions) -> list[str]:
-    """Return the lines of a group of nodes: what it asks for, and in its place what was given."""
+    """Return the lines of a group of nodes; a given option replaces what the run asks for."""
     everywhere = {
         "chdir": Path.cwd(),  # paths are relative to it, from wherever the script is submitted
         "exclusive": True,
@@ -475,7 +476,7 @@ def command_script(words: Sequence[str], gpus: int, options: JobOptions) -> str:
         "gpus-per-node": gpus if gpus and knows_gpus(options.sbatch.get("partition")) else False,
     }
     lines = ["#!/bin/bash", *_sbatch_lines(asked, options)]
-    # After a command sbatch reads no options, which a file of the user may have.
+    # sbatch reads no options after a command, and the user's lines might contain some.
     lines += [":", *_first_lines(options), f"exec {shlex.join(words)}"]
     return "\n".join(lines) + "\n"
 
@@ -505,10 +506,10 @@ def submit(scripts: Mapping[str, str]) -> None:
 
 
 def run_here(jobs: Sequence[Job]) -> int:
-    """Run one after the other, print what became of each, and return the exit code of `launch`.
+    """Run one job after the other, print how each ended, and return the exit code of `launch`.
 
-    Signals go on to the current run, whose processes are a session of their own. All but USR1 also
-    end the sweep, once that run has ended.
+    Signals are passed on to the current run, whose processes are a session of their own. All but
+    USR1 also end the sweep, once that run has ended.
     """
     received: list[int] = []
 

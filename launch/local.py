@@ -28,8 +28,8 @@ from qurl_megatron.rollout.server import ServerFailed
 def run(config: Config) -> NoReturn:
     """Turn this process into the launcher of `config`, whose directory holds its config.yaml.
 
-    The launcher is a fresh program: it has none of the threads that prepared the run, which forks
-    would lose. Signals wait until it handles them.
+    The launcher is a fresh program, without the threads that the run's preparation started: forks
+    would lose them. Signals wait until it handles them.
     """
     environment = {} if device.num_gpus() else NO_THREADS
     sys.stdout.flush()

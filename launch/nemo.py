@@ -5,8 +5,8 @@
 
 nemo-run finds this module by its entry point. Without an executor, or with a LocalExecutor, the
 command is `qurl train`. With a SlurmExecutor (`run.executor=NAME`) it is `qurl launch --executor
-slurm`, whose job a step of nemo-run's own script could not do: a step gets no signal before the
-time limit, and that script ends the job when the first side ends.
+slurm`. nemo-run's own script would not do for its job: a step of that script gets no signal before
+the time limit, and the script ends the job when the first side ends.
 
 In Python, `resolve_factory(train, RECIPE)()` returns a Partial whose `config` can be changed.
 """
@@ -31,7 +31,7 @@ from qurl_megatron.launch.recipe import load_recipe, recipe_names
 # Fields of a SlurmExecutor that are options of sbatch.
 SBATCH_FIELDS = """account partition time qos mem mem_per_gpu mem_per_cpu cpus_per_task cpus_per_gpu
     gpus_per_task constraint exclude gres network segment open_mode exclusive""".split()
-# Fields that are honoured in another way, or follow from the run, whatever they are.
+# Fields that are honoured in another way, or ignored because the run decides them.
 OTHER_FIELDS = """additional_parameters container_env container_image container_mounts env_vars
     gpus_per_node heterogeneous nodes setup_lines srun_args comment ntasks_per_node packager signal
     tunnel""".split()
@@ -40,7 +40,7 @@ OTHER_FIELDS = """additional_parameters container_env container_image container_
 class Context(run.cli.RunContext):
     """A `nemorun qurl` command, which takes the overrides of `qurl train`."""
 
-    given: tuple[str, ...] = ()  # the overrides, also where the recipe has the same
+    given: tuple[str, ...] = ()  # the overrides, even if they equal the recipe's values
 
     def parse_fn(self, fn, args, **_):  # type: ignore[no-untyped-def]  # like its parent
         """Return the recipe's Partial with overrides applied; exit if one of them is wrong."""
@@ -56,7 +56,7 @@ class Context(run.cli.RunContext):
             self.given = tuple(words)
         partial = run.Partial(train, recipe=recipe, config=config)
         if not (self.to_yaml or self.to_toml or self.to_json):
-            # As an argument above, nemo-run would copy it, without its executor and `given`.
+            # Not an argument above: nemo-run would copy it without its executor and `given`.
             partial.ctx = self
         return partial
 
@@ -65,7 +65,7 @@ class Context(run.cli.RunContext):
 def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) -> None:
     """Run a recipe, on this machine or through an executor."""
     with exit_on_bad_input():
-        # A format or a model changes a recipe's scale, but not one that is given, whatever it is.
+        # A format or a model changes the recipe's UAQ scale, but never a scale that is given.
         given = list(ctx.given) if isinstance(ctx, Context) else []
         named = with_overrides(load_recipe(recipe).config, given)
         overrides = given + overrides_between(named, config)
@@ -104,9 +104,9 @@ def _without_targets(tree: Any) -> Any:
 def job_options(executor: run.Executor) -> JobOptions | None:
     """Return what an executor asks of a job; None if the run is to be on this machine.
 
-    The tasks of a node, the signal and the comment follow from the run, and the package is copied
+    The run decides the tasks of a node, the signal and the comment, and the package is copied
     whatever the packager. The number of nodes may be larger than the run needs; 1, nemo-run's
-    default, stands for what it needs. A LocalExecutor's variables are set here.
+    default, stands for what the run needs. A LocalExecutor's variables are set here.
 
     Raises:
         ConfigError: the executor is of another kind, or has a field that cannot be honoured.

@@ -31,15 +31,15 @@ from qurl_megatron.planning.nodes import (
 from qurl_megatron.process import free_port, make_key
 
 Placed = tuple[str, int, int]  # set name, index within the set, and first GPU of a server
-LARGEST_SHARE = 0.8  # largest fraction of a GPU's memory for servers beside a learner rank
+LARGEST_SHARE = 0.8  # most of a GPU's memory that servers beside a learner rank may take
 
 
 def place_servers(config: Config, num_gpus: int) -> list[Placed]:
     """Place the servers of a run on this machine, in the order of `server_specs`.
 
-    Each learner rank gets one GPU, from GPU 0 on. A server gets the consecutive GPUs that are
-    loaded least: free ones, if there are enough. Colocated servers get the learner's GPUs. With
-    `num_gpus` 0 they have none.
+    Each learner rank gets one GPU, from GPU 0 on. A server gets the least loaded consecutive GPUs:
+    free ones, if there are enough. Colocated servers get the learner's GPUs. With `num_gpus` 0 no
+    server has a GPU.
 
     Raises:
         ConfigError: the machine has too few GPUs, or the processes on one of them ask for too
@@ -73,7 +73,7 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
         for gpu in range(first, first + size):
             on_gpu[gpu].append(spec.set_name)
             load[gpu] += fraction
-            if len(on_gpu[gpu]) > 1 and load[gpu] > 1 + 1e-9:
+            if len(on_gpu[gpu]) > 1 and load[gpu] > 1 + 1e-9:  # sums of fractions are rounded
                 room = 1 - (1 - LARGEST_SHARE) * on_gpu[gpu].count("learner")
                 raise ConfigError(
                     f"{spec.set_name}.server.mem_fraction_static={fraction}: GPU {gpu} is shared "
@@ -108,11 +108,8 @@ def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Place
 def choose_placement(config: Config, words: Sequence[str], num_gpus: int) -> str:
     """Colocate learner and servers where this machine has too few GPUs for both.
 
-    Return a line that says so; an empty text if they cannot be colocated, or `words`, the fields
-    that are given, have the placement.
-
-    Raises:
-        ConfigError: as `place_servers`.
+    Return a line that says so. Return an empty text if both fit, if they cannot be colocated, or
+    if the placement is among `words`, the fields that are given.
     """
     rollout = config.rollout
     is_given = any(word.startswith("rollout.placement=") for word in words)
@@ -224,9 +221,9 @@ def make_plan(
     Colocated servers are on the nodes of the learner, and `rollout_nodes` is empty.
 
     Raises:
-        ConfigError: the ranks do not divide evenly, a rollout node would have no server, weights
-            are to be written into the memory of servers that are on other nodes, or servers do not
-            fit on the learner's GPUs, or not on those of one node.
+        ConfigError: the ranks do not divide evenly, a rollout node would have no server,
+            transport=direct is set for servers on other nodes, or a colocated server does not fit
+            on the learner's GPUs of one node.
     """
     is_colocated = config.rollout.placement == "colocated"
     if config.quantization.transport == "direct" and not is_colocated:
@@ -264,6 +261,7 @@ def make_plan(
         for number, name in enumerate(learner_nodes)
     ]
     for name, on_node in zip(rollout_nodes, deal(specs, len(rollout_nodes)), strict=True):
+        # The last of these is the number of GPUs, so it is one more than there are servers.
         firsts = [0, *itertools.accumulate(spec.server.tensor_parallel_size for spec in on_node)]
         servers = [
             (spec.set_name, spec.index, gpu) for spec, gpu in zip(on_node, firsts, strict=False)
@@ -286,8 +284,8 @@ def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], l
     If learner and servers are colocated there are no rollout nodes.
 
     Raises:
-        ConfigError: a server needs more than one node, or the learner's ranks do not divide evenly
-            over nodes.
+        ConfigError: there is no server, one needs more than a node, or the learner's ranks do not
+            divide evenly over nodes.
     """
     specs = server_specs(config)
     if not specs:

@@ -2,14 +2,14 @@
 
     python -m qurl_megatron.launch.preflight LOGS PORT
 
-One process a node reads LOGS/plan.json, and looks for what the node lacks for its part of it. Then
-all meet in a store at PORT of the learner's first node. Unless a node lacks something, they go
-through `rounds` of exchanges together, over NCCL on a node's first GPU, over gloo without one.
+One process on each node reads LOGS/plan.json, and finds what the node lacks for its part. Then all
+meet in a store at PORT of the learner's first node. Unless a node lacks something, they go through
+`rounds` of exchanges together, over NCCL on a node's first GPU, over gloo without one.
 
-- After a round in which an exchange failed, or to whose end a node did not come, all end.
-- A node writes what it does to LOGS/preflight/NODE.json before it does it. So one that hangs or
+- All end after a round in which an exchange failed or which a node did not finish.
+- A node writes what it does to LOGS/preflight/NODE.json before it does it. So a node that hangs or
   dies is named with its exchange.
-- Every wait has a limit, also one inside NCCL: the kernel's alarm ends a process that hangs.
+- Every wait has a limit, even inside NCCL: the kernel's alarm ends a process that hangs.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 MESSAGE_BYTES = 2**26
-MEASURE_S = 0.2  # that each exchange is repeated for
+MEASURE_S = 0.2  # for which each exchange is repeated
 MEET_TIMEOUT_S = 180.0  # for all nodes to import torch
-IMAGE_TIMEOUT_S = 3600.0  # and for them to import a container's image before
+IMAGE_TIMEOUT_S = 3600.0  # more, if they first import a container's image
 EXCHANGE_TIMEOUT_S = 15.0  # of each wait within an exchange
 ALARM_S = 2 * EXCHANGE_TIMEOUT_S  # for a whole exchange
 ROUND_TIMEOUT_S = ALARM_S + EXCHANGE_TIMEOUT_S  # for all nodes to end a round
@@ -44,7 +44,7 @@ LEAVE_TIMEOUT_S = 5.0
 ROUND_S = 5.0  # is more than a round takes, so that the limit of the whole check is generous
 INFINIBAND = Path("/sys/class/infiniband")
 HUNG = "it hung, or a process died"
-# Bytes per second below which an exchange is slower than what a run needs, and why.
+# Bytes per second below which an exchange is slower than a run needs, and why.
 FLOORS = {
     "nccl": (5e9, "InfiniBand or RoCE gives a GPU 10 GB/s or more; NCCL seems to use TCP"),
     "gloo": (0.05e9, "that is half of gigabit Ethernet"),
@@ -53,10 +53,10 @@ FLOORS = {
 
 @dataclasses.dataclass
 class Report:
-    """What a node tells, in LOGS/preflight/NODE.json."""
+    """What a node writes to LOGS/preflight/NODE.json."""
 
     lacks: list[str]  # what is wrong with the node itself
-    doing: str  # empty at the end, and within exchanges
+    doing: str  # empty at the end, and during exchanges
     backend: str = ""
     devices: str = ""  # its network interface and its HCAs
     exchanges: dict[str, float | str] = dataclasses.field(default_factory=dict)
@@ -64,11 +64,11 @@ class Report:
 
 
 def rounds(nodes: Sequence[NodePlan]) -> list[dict[str, Sequence[str]]]:
-    """Return exchanges, each a title and its nodes; in a round each node has one at most.
+    """Return rounds of exchanges by title, each with its nodes; a round has a node at most once.
 
-    Pairs are each server's node with two of the senders, and each sender with a server's node: all
-    pairs of a job of hundreds of nodes would take minutes. And each node of the learner with the
-    next; at last all of them. A pair that fails is then known.
+    Each server's node is paired with two of the senders, each sender with a server's node, and each
+    learner node with the next. All pairs of a job of hundreds of nodes would take minutes. All
+    learner nodes exchange together last, when a failing pair is already known.
     """
     learner = [node.name for node in nodes if node.ranks]
     senders = [node.name for node in nodes if node.sends]
@@ -89,7 +89,7 @@ def rounds(nodes: Sequence[NodePlan]) -> list[dict[str, Sequence[str]]]:
 
 
 def limit_s(nodes: Sequence[NodePlan]) -> float:
-    """Return the seconds after which what still runs of the whole check is to be ended."""
+    """Return the seconds after which the caller ends the whole check."""
     return meet_timeout_s() + ROUND_TIMEOUT_S + ROUND_S * len(rounds(nodes))
 
 
@@ -139,7 +139,7 @@ def check_node(logs: Path, port: int) -> None:
             store.set(f"{number}/{own.name}", "failed" if failed else "well")
             store.wait(keys, timedelta(seconds=timeout_s))
             return b"failed" not in store.multi_get(keys)
-        except RuntimeError:  # a node is missing, or the store is, whose node then is
+        except RuntimeError:  # a node is missing, maybe the one with the store
             return False
 
     for number, exchanges in enumerate(rounds(plan.nodes)):
@@ -153,7 +153,7 @@ def check_node(logs: Path, port: int) -> None:
                 rank = nodes.index(own.name)
                 try:
                     report.exchanges[title] = measure(title, rank, len(nodes), store)
-                except RuntimeError as error:  # torch's errors of process groups among them
+                except RuntimeError as error:  # which torch's errors of process groups are
                     report.exchanges[title] = str(error).splitlines()[0]
                 signal.alarm(0)
     say("")
@@ -164,10 +164,10 @@ def check_node(logs: Path, port: int) -> None:
 
 
 def problems(plan: JobPlan, own: NodePlan, num_gpus: int) -> list[str]:
-    """Return what a node, this one, lacks; torch sees `num_gpus` GPUs on it."""
+    """Return what this node, `own`, lacks; torch sees `num_gpus` GPUs on it."""
     found = []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # Where Slurm counts no GPUs, a node has what it should have.
+    # Where Slurm counts no GPUs, the job's script says how many a node has.
     granted = len(visible.split(",")) if visible else int(os.environ.get("QURL_GPUS_PER_NODE", "0"))
     if granted < own.gpus:
         found.append(
@@ -195,7 +195,7 @@ def problems(plan: JobPlan, own: NodePlan, num_gpus: int) -> list[str]:
 def measure(title: str, rank: int, num_nodes: int, store: "Store") -> float:
     """Reduce a message over nodes for `MEASURE_S`; return the bytes per second of a node's link.
 
-    2 (n - 1) / n bytes pass the link of each of n nodes for each byte of the message.
+    For each byte of the message, 2 (n - 1) / n bytes pass the link of each of n nodes.
 
     Raises:
         RuntimeError: another node cannot be reached, or has ended.
@@ -225,7 +225,7 @@ def measure(title: str, rank: int, num_nodes: int, store: "Store") -> float:
 
         time_s()  # connects
         repeats.fill_(max(1, round(MEASURE_S / time_s())))
-        dist.broadcast(repeats, src=0)
+        dist.broadcast(repeats, src=0)  # all nodes must reduce equally often
         return 2 * (num_nodes - 1) / num_nodes * MESSAGE_BYTES * int(repeats) / time_s()
     finally:
         dist.destroy_process_group()
@@ -264,6 +264,7 @@ def summarize(plan: JobPlan, reports: Path) -> tuple[list[str], bool]:
     for title, names in itertools.chain(*map(dict.items, rounds(plan.nodes))):
         where = "; ".join(f"{name}: {told[name].devices}" for name in names)
         outcomes = [told[name].exchanges.get(title) for name in names]
+        # A reason that a node gave goes before a mere hang.
         reasons = sorted((each for each in outcomes if isinstance(each, str)), key=HUNG.__eq__)
         rates = [each for each in outcomes if isinstance(each, float)]
         if reasons:

@@ -1,12 +1,12 @@
 """Check everything that can be wrong with a run, then create or update its directory.
 
 `prepare_new` is for a new run, `prepare_resume` for an existing one, `prepare_resume_or_new` for
-either. They return the run's configuration and the summary of its data. What they raise, that is
-ArchitectureError, ConfigError or DataError, has one line for its text, which says what is wrong,
-where, and what would be right.
+either. They return the run's configuration and the summary of its data. They raise
+ArchitectureError, ConfigError or DataError, whose text is one line: what is wrong, where, and what
+would be right.
 
-With `writes=False` they check only. With `asks_servers=False` they do not ask the servers of
-`rollout.servers_at`, for a run that starts later or elsewhere.
+With `writes=False` they only check. With `asks_servers=False` they do not ask the servers of
+`rollout.servers_at`, because the run starts later or elsewhere.
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ def prepare_new(
     """Create a new run's directory: its config.yaml, data.txt, and a model that the recipe builds.
 
     Nothing is written before all checks have passed. `num_gpus` is the number of GPUs of this
-    machine if the whole run is to fit on it; None skips that check. `node` are the nodes of a job
-    that is to run it instead.
+    machine if the whole run is to fit on it; None skips that check. `node` describes the nodes of a
+    job that runs it instead.
     """
     package, words = load_recipe(recipe).as_words()
     words += overrides
@@ -69,7 +69,7 @@ def prepare_new(
     uaq_is_given = any(word.startswith("quantization.uaq.") for word in words)
     has_none = config.quantization.format == "bf16" or config.adapters.rank > 0
     if has_none and not uaq_is_given:
-        config.quantization.uaq = UaqConfig()  # no update is quantized that it could scale
+        config.quantization.uaq = UaqConfig()  # there is no quantized update to scale
     elif not uaq_is_given and config.quantization.uaq != UaqConfig():
         with suppress(ArchitectureError):  # which is refused below
             architecture = Architecture.from_directory(config.model)
@@ -90,7 +90,7 @@ def prepare_new(
             config.run_dir.mkdir(parents=True)
             if built.exists():
                 config.model = str(config.run_dir / "model")
-                for path in built.iterdir():  # safetensors lets only this user read its files
+                for path in built.iterdir():  # safetensors makes files that only this user can read
                     shutil.copymode(built / "config.json", path)
                 shutil.move(built, config.model)
             _make_paths_absolute(config)
@@ -115,7 +115,7 @@ def prepare_resume(
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
-    if run_dir.name in ("", ".."):
+    if run_dir.name in ("", ".."):  # the directory's name becomes the run's
         run_dir = run_dir.resolve()
     with claim(run_dir) if writes else nullcontext():
         saved = load(run_dir / "config.yaml")
@@ -146,7 +146,7 @@ def prepare_resume_or_new(
     node: Node,
     **how: bool,
 ) -> tuple[Config, str]:
-    """Resume the named run, or create it, for a job on such nodes; `how` is as for both."""
+    """Resume the named run, or create it, for a job on such nodes; `how` has both's options."""
     place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
     if not any(word.startswith("name=") for word in place):
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
@@ -165,7 +165,7 @@ def _write(config: Config, data_summary: str) -> None:
 
 
 def warn_of_pickles(directory: Path) -> None:
-    """Print a line if a run or a checkpoint belongs to another user, who chose what it runs."""
+    """Print a line if a run or a checkpoint belongs to another user, whose code it may hold."""
     user = directory.stat().st_uid if directory.exists() else 0
     if user not in (0, os.getuid()):
         print(
@@ -194,9 +194,9 @@ def _change_sources(config: Config, change: Callable[[str, str], str]) -> None:
 
 
 def _find(config: Config, saved: Config) -> None:
-    """Replace names of the Hub with paths of their snapshots; of the models without the weights.
+    """Replace names of the Hub with paths of their snapshots; models come without weights yet.
 
-    `saved` is the run's configuration so far: its commits stay.
+    `saved` is the run's configuration so far, whose commits are kept.
     """
     before = sources(saved)
 
@@ -209,7 +209,7 @@ def _find(config: Config, saved: Config) -> None:
 
 
 def found_words(config: Config) -> list[str]:
-    """Return the words by which a job takes the snapshots that a configuration has found."""
+    """Return the words that give a job the snapshots of this configuration."""
     return [
         f"{field}={path}"
         for field, path in sources(config).items()
@@ -256,8 +256,8 @@ def _check(
 ) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
-    `words` are the fields that are given, which no choice of placement changes. Return the summary
-    of the data.
+    `words` are the given fields; a placement among them is not changed. Return the summary of the
+    data.
     """
     from qurl_megatron.agents.chat import TemplateError, check_template
     from qurl_megatron.agents.pool import check_agent

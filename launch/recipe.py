@@ -5,7 +5,7 @@
     FILE.py:NAME     a function that takes nothing and returns a Config
 
 A file is read once, when the command begins. A job gets its fields as words, and so does each run
-of a sweep: what becomes of the file later does not matter to them.
+of a sweep: later changes of the file do not reach them.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.data.rewards import one_line
 
-BASIS = "grpo"  # what words change that stand for a file without a recipe of the package
+BASIS = "grpo"  # what a file's words change if it begins with no recipe of the package
 LARGEST_BYTES = 1_000_000
 OWN_RECIPE = "a file of your own is FILE.yaml or FILE.py:NAME"
 
@@ -61,7 +61,7 @@ class Recipe:
 
 
 def load_recipe(recipe: str) -> Recipe:
-    """Return the recipe of this name, or that of a file.
+    """Return the recipe of this name or from this file.
 
     Raises:
         ConfigError: there is none, or a field of the file is wrong.
@@ -105,8 +105,7 @@ def name_prefix(recipe: str) -> str:
 def run_function(function: str, *given: Any) -> Any:
     """Call FILE.py:NAME or MODULE:NAME and return its result.
 
-    A file may import its neighbours. None of them takes the place of a module that is imported
-    later.
+    A file may import its neighbours. They do not shadow modules that are imported later.
 
     Raises:
         ConfigError: it cannot be imported, or fails.
@@ -135,6 +134,7 @@ def _of_yaml(path: Path) -> Recipe:
     content = _content(path)
     config, package = Config(), ""
     words = yaml_text.words(content, {"recipe": "", **leaf_values(config)}, path)
+    # The recipe first, wherever it stands: all other words change it.
     for line, word in sorted(words, key=lambda each: not each[1].startswith("recipe=")):
         field, _, value = word.partition("=")
         try:

@@ -1,7 +1,7 @@
 """Servers that somebody starts elsewhere: `qurl serve`, their key, and the runs that use them.
 
 `qurl serve` starts one, with random weights. A run that lists its URL in `rollout.servers_at`, and
-has the same key, sends it the current ones.
+has the same key, sends it the current weights.
 """
 
 import dataclasses
@@ -157,7 +157,7 @@ def _check(config: ServeConfig) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((config.host, config.port))
-        except (OSError, TypeError) as error:  # TypeError: it is no hostname
+        except (OSError, TypeError) as error:  # TypeError: the host is not a hostname
             why = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"host={config.host} port={config.port}: cannot listen there: {why}"
@@ -168,11 +168,11 @@ def read_key(key_file: str, field: str) -> str:
     """Return the key that a run and its servers elsewhere share.
 
     Args:
-        key_file: the file that holds it; empty: the variable QURL_SERVERS_KEY does.
+        key_file: the file that holds it; empty: the variable QURL_SERVERS_KEY holds it.
         field: the field that names the file, for messages.
 
     Raises:
-        ConfigError: there is no key, others can read its file, or it is none.
+        ConfigError: there is no key, others can read its file, or it has another form.
     """
     if key_file:
         path = Path(key_file)
@@ -190,7 +190,7 @@ def read_key(key_file: str, field: str) -> str:
                 f"{field}: missing; servers elsewhere need a key, in a file or in {KEY_VARIABLE}; "
                 f"{HOW_TO_MAKE_A_KEY}"
             )
-    # SGLang would take a dash at its start for an option.
+    # SGLang would take a key that begins with a dash for an option.
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.~+/=-]{15,511}", key):
         raise ConfigError(
             f"{source}: a key has 16 to 512 letters, digits and _.~+/=-, and begins with a letter "
@@ -219,13 +219,13 @@ def check_servers_at(config: Config, *, resumes: bool = False) -> None:
 def save_servers_at(config: Config) -> None:
     """Write the roster of the servers elsewhere into the run's directory, if there are any.
 
-    It has the name under which the run claims them, which stays the same when the run resumes.
+    The roster has the name under which the run claims them. A resumed run keeps that name.
 
     Raises:
         ConfigError: the key is missing.
     """
     path, rollout = config.run_dir / SERVERS_AT, config.rollout
-    # It travels in an HTTP header, which takes ASCII only.
+    # The name travels in an HTTP header, which takes ASCII only.
     name = config.run_dir.name.encode("ascii", "backslashreplace").decode()
     run = _saved_name(config) or f"{name}-{secrets.token_hex(4)}"
     path.unlink(missing_ok=True)  # an earlier start may have had other servers

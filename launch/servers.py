@@ -126,16 +126,16 @@ class Servers:
     host: str = LOOPBACK  # for this and the next see `ServerPlan`
     api_key: str = field(default_factory=make_key)
     _slots: list[_Slot] = field(default_factory=list)
-    _has_turn: bool = False  # while a server is started that shares its GPUs with a learner
+    _has_turn: bool = False  # while a server starts on GPUs that it shares with the learner
 
     def start(self, spec: ServerSpec, gpus: Sequence[int]) -> None:
         """Start a server for the first time; it becomes ready in the background."""
-        self._may_start()
+        self._may_start()  # takes the GPUs, if learner and servers share them
         server = self._start(spec, gpus)
         self._slots.append(_Slot(spec, gpus, server, listed=server))
 
     def _may_start(self) -> bool:
-        """Return whether a server may start: always, or if it is not the learner's turn."""
+        """Return whether a server may start; a colocated one waits for the servers' turn."""
         if self.are_colocated and not self._has_turn:
             self._has_turn = self._turn.try_to_take()
         return self._has_turn or not self.are_colocated
@@ -206,7 +206,7 @@ class Servers:
         is_alive = server.alive()
         is_reported = incarnation(slot.spec.set_name, slot.spec.index, server) in reported
         if is_reported or not is_alive:
-            code = exit_code(server.pid)  # waits: who dies closes its connections a moment before
+            code = exit_code(server.pid)  # waits: a dying server first closes its connections
             if is_alive and code is None:
                 return "does not answer the learner"
             starting = "" if slot.is_ready else "while starting "
@@ -249,7 +249,7 @@ class Servers:
 
     @property
     def are_colocated(self) -> bool:
-        """Whether they have the learner's GPUs, in turn."""
+        """Whether the servers share the learner's GPUs, in turn."""
         return self.attempt.config.rollout.placement == "colocated"
 
     def _shares_gpu_with_a_start(self, slot: _Slot) -> bool:

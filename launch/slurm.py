@@ -74,7 +74,7 @@ SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has end
 # A request to stop early must not kill a task whose Python is still starting. (The option
 # --ignore-signal of `env` would do, but needs coreutils 8.31, and RHEL 8 has 8.30.)
 IGNORE_SIGNALS = ["sh", "-c", "trap '' USR1 TERM; exec \"$@\"", "sh"]
-OF_SLURM = ("srun: ", "slurmstepd: ", "pyxis: ")  # what begins its lines in a step's output
+OF_SLURM = ("srun: ", "slurmstepd: ", "pyxis: ")  # begin Slurm's lines in a step's output
 LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this much late
 LEAD_GROWTH = 1.1  # how much longer than the longest yet a step, evaluation or save may take
 RECENT = 20  # steps that tell how long the next one takes
@@ -172,7 +172,7 @@ class JobStep(subprocess.Popen[bytes]):
 
     def __init__(self, attempt: Attempt, name: str, command: list[str]) -> None:
         self.started_at = time.monotonic()
-        self.ended_at: float | None = None  # the clock when its end was noticed
+        self.ended_at: float | None = None  # `time.monotonic()` when its end was noticed
         self._name = name
         self._log = attempt.logs / f"srun_{name}.log"
         with self._log.open("wb") as log:
@@ -263,7 +263,7 @@ class RolloutSide:
 
     def _start_guard(self) -> JobStep:
         running = [node for node, step in self._steps.items() if step.ended_at is None]
-        # It asks Slurm, which a container may not be able to, and has no part of the node.
+        # It runs outside the container, which may not reach Slurm, and beside the node's own step.
         command = [*IGNORE_SIGNALS, sys.executable, "-m", "qurl_megatron.launch.slurm", "guard"]
         command = ["--overlap", *command, str(self._attempt.logs)]
         return self._step((running or self._group.nodes)[-1], "guard", command)
@@ -274,7 +274,7 @@ class RolloutSide:
 
 
 def guard(logs: Path) -> None:
-    """Requeue the job once it has lost its batch host; run it on another node."""
+    """Requeue the job once it has lost its batch host; this runs on another node."""
     job = json.loads((logs / "job.json").read_text())
     while True:
         time.sleep(GUARD_POLL_S)
@@ -304,7 +304,7 @@ def node_groups(
     as many as its ranks fill with one GPU each.
 
     Raises:
-        ConfigError: this is no Slurm job, or it has too few nodes.
+        ConfigError: this is not a Slurm job, or it has too few nodes.
     """
     if "SLURM_JOB_ID" not in environment:
         raise ConfigError("not in a Slurm job: submit it with sbatch, or use qurl train")
@@ -348,7 +348,7 @@ def gpus_of_node(environment: Mapping[str, str]) -> int:
 
 
 def job_node() -> Node:
-    """Return the job's nodes: this one, with the GPUs that `qurl launch` was told of."""
+    """Return what the job's nodes are like: this one, with the GPU that `qurl launch` was given."""
     node = node_of(os.environ.get("QURL_GPU", H100.name), gpus_of_node(os.environ))
     return dataclasses.replace(node, host_bytes=machine_memory_bytes())
 
@@ -360,7 +360,7 @@ def preflight(attempt: Attempt, plan: JobPlan, groups: Sequence[NodeGroup]) -> b
     """
     reports = attempt.logs / "preflight"
     reports.mkdir()
-    # Without a limit of srun's own: the nodes that are left say who is missing.
+    # Without srun's own limit: the nodes that are left report which one is missing.
     command = ["--wait=0", *task("preflight", attempt.logs, free_port())]
     steps = [
         JobStep(attempt, f"preflight_{group.nodes[0]}", srun(group, command)) for group in groups
@@ -407,9 +407,9 @@ def task(module: str, *arguments: object) -> list[str]:
 
 
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a step; what forks begins without threads on machines without GPUs.
+    """Return the environment of a step, with `NO_THREADS` on a machine without GPUs.
 
-    Without sbatch's variables about tasks and GPUs, which srun would take as its own options.
+    It lacks sbatch's variables about tasks and GPUs, which srun would take as its own options.
     """
     dropped = re.compile(r"SLURM_(N?TASKS|NPROCS|GPUS|CPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION)")
     kept = {name: value for name, value in environment.items() if not dropped.match(name)}
@@ -442,7 +442,7 @@ def requeue(max_restarts: int) -> bool:
 
 
 def is_resumable(code: int, learner_nodes: list[str]) -> bool:
-    """Return True if a run that ended with this code is to go on: nothing is wrong with it.
+    """Return True if a run that ended with this code is to go on, as nothing is wrong with it.
 
     The learner then stopped early, or failed because Slurm took one of its nodes, as it does when a
     node fails. (Without --no-kill, Slurm requeues the job by itself.) Or it failed on preemption:
@@ -481,9 +481,9 @@ def stop_lead_s(run_dir: Path, save_s: float) -> float:
 
 
 def expected_save_s(config: Config) -> float:
-    """Return the seconds that a checkpoint takes at the speed at which this node writes.
+    """Return and print the seconds that a checkpoint takes at this node's writing speed.
 
-    All nodes of the learner write at the same time, so it is rather less. Print it.
+    All nodes of the learner write at the same time, so a save is likely to take less.
 
     Raises:
         ConfigError: the run's directory cannot be written.
@@ -513,11 +513,11 @@ def say_objections(config: Config, max_restarts: int) -> None:
 def job_end_time() -> float | None:
     """Return the Unix time of the job's time limit; infinity if it has none.
 
-    What is left of it depends on the clocks of this node and of Slurm's controller. If they differ,
-    the limit counts from this process's start.
+    The time left depends on the clocks of this node and of Slurm's controller. In case they differ,
+    the limit also counts from this process's start.
 
-    Return None if Slurm does not answer. That is asked once only, because a learner runs that must
-    be watched meanwhile: ask again later.
+    Return None if Slurm does not answer. It is asked only once, because a running learner must be
+    watched meanwhile: ask again later.
     """
     job = os.environ["SLURM_JOB_ID"]
     answer = (_ask("squeue", "--noheader", f"--jobs={job}", "--format=%L %l") or "").split()
@@ -596,7 +596,7 @@ def main() -> None:
     script, recipe, *overrides = words
     with exit_on_bad_input():
         config, data_summary = prepare_resume_or_new(recipe, overrides, job_node())
-    # What resumes the run. Its variables may be secrets.
+    # This script resumes the run. Its variables may be secrets.
     write_whole(config.run_dir / JOB_SCRIPT, Path(script).read_text(), private=True)
     if is_finished(config.run_dir):
         print(f"{config.run_dir} is finished")

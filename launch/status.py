@@ -1,4 +1,4 @@
-"""Tell who works on a run and how far it has come, from its directory and Slurm's queue.
+"""Tell what works on a run and how far it has come, from its directory and Slurm's queue.
 
 The owner is the one launcher that may work in the run's directory. It locks RUN/owner.json with
 flock for as long as it works, and writes its host and process id there, for the message to a second
@@ -64,14 +64,14 @@ def status(run_dir: Path) -> str:
 
 @dataclass
 class _Progress:
-    """What of a line of metrics.jsonl tells how far a run has come, in every version."""
+    """The part of a line of metrics.jsonl that tells a run's progress, in every version."""
 
     step: int
 
 
 @dataclass
 class _Ending:
-    """What of summary.json tells how a run ended, in every version."""
+    """The part of summary.json that tells how a run ended, in every version."""
 
     steps: int
     time_s: float
@@ -174,7 +174,7 @@ def slurm_jobs(run_dir: Path) -> list[str]:
 def newest_logs(run_dir: Path) -> list[Path]:
     """Return the logs of the run's last attempt: of its Slurm job, its servers and its ranks.
 
-    And before them what no attempt could print.
+    The first log is of what no attempt could print.
 
     Raises:
         ConfigError: the run has no logs.
@@ -196,7 +196,7 @@ def claim(run_dir: Path) -> TextIO:
     Raises:
         ConfigError: another launcher is the owner.
     """
-    file = (run_dir / OWNER_FILE).open("a+")
+    file = (run_dir / OWNER_FILE).open("a+")  # keeps the record of another owner
     deadline = time.monotonic() + CLAIM_TIMEOUT_S
     while (owner := _holder(file, fcntl.LOCK_EX)) and time.monotonic() < deadline:
         time.sleep(CLAIM_POLL_S)
@@ -208,7 +208,7 @@ def claim(run_dir: Path) -> TextIO:
     file.truncate(0)
     file.write(json.dumps(record) + "\n")
     file.flush()
-    os.register_at_fork(after_in_child=file.close)  # or a fork would have the lock too
+    os.register_at_fork(after_in_child=file.close)  # else a fork would hold the lock too
     return file
 
 
@@ -225,7 +225,7 @@ def owner_of(run_dir: Path) -> str:
 
 
 def _holder(file: TextIO, lock: int) -> str:
-    """Take a lock of an owner's file; return an empty text, or who has the lock already."""
+    """Take a lock of an owner's file; return an empty text, or the process that has it already."""
     has_flock = True
     try:
         fcntl.flock(file, lock | fcntl.LOCK_NB)

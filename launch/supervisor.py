@@ -52,7 +52,7 @@ from qurl_megatron.rollout.server import LOOPBACK, ServerFailed
 LEARNER = "qurl_megatron.loop.train"
 START_FAILED = 3  # exit code of a job's supervisor with a server that failed in its first start
 POLL_S = 0.2
-# Exit codes of a rank after which the others are waited for, or None: it runs.
+# Exit codes of a rank after which the others are waited for; None: it still runs.
 KNOWN_CODES = (None, 0, STOPPED_EARLY, SAID_WHY)
 REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to stop early
 END_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
@@ -102,8 +102,8 @@ def supervise(
     signal that asked to end, and 75 if one asked to stop before the ranks had started.
 
     Args:
-        host: the address at which the servers listen. Beyond loopback the node is the run's alone,
-            and each rank gets a part of its CPUs.
+        host: the address at which the servers listen. Other than with loopback, the run has the
+            node to itself, and each rank gets a part of its CPUs.
 
     Raises:
         ConfigError: the servers do not fit in the memory of a machine without a GPU.
@@ -170,7 +170,7 @@ def await_rosters(
     """Wait until every node has listed its servers, or a signal comes; return the rosters.
 
     Raises:
-        ServerFailed: a node has not after the time in which its servers may start one by one.
+        ServerFailed: a node has not listed them in the time that they may take one by one.
     """
     most = max(len(node.servers) for node in plan.nodes)
     timeout_s = attempt.config.rollout.server.start_timeout_s * most
@@ -195,8 +195,8 @@ def rank_programs(
     """Return the programs of a node's learner ranks, by global rank.
 
     Args:
-        cpus: those of each rank, in the order of ranks; none: all of the node's.
-        ignored: signals that would kill a rank that cannot handle them yet.
+        cpus: the CPUs of each rank, in the order of ranks; none: all of the node's.
+        ignored: signals that would kill a rank before it can handle them.
     """
     run_dir, learner = str(attempt.config.run_dir), attempt.config.learner
     first = sum(each.ranks for each in plan.nodes[: plan.nodes.index(node)])
@@ -224,7 +224,7 @@ def rank_programs(
 def cpus_of_ranks(ranks: int) -> list[list[int]]:
     """Return equal parts of this process's CPUs, in the order of sockets, as GPUs usually are.
 
-    What shares a core is in one part. With more ranks than CPUs they are empty.
+    CPUs that share a core are next to each other. With more ranks than CPUs the parts are empty.
     """
 
     def place(cpu: int) -> tuple[int, ...]:
@@ -280,8 +280,8 @@ def watch(ranks: dict[int, Started], servers: Servers, signals: Signals, has_ran
 
 def end_ranks(ranks: Sequence[Started]) -> None:
     """Ask ranks to end, and kill the ones that go on."""
-    # A request is lost that comes while Python calls what ignores exceptions, such as logging's
-    # functions after a fork.
+    # A request is lost if it comes while Python runs code that ignores exceptions, such as
+    # logging's functions after a fork. So it is repeated.
     for _ in range(END_REQUESTS):
         for rank in ranks:
             rank.send_signal(signal.SIGUSR2)
@@ -304,8 +304,8 @@ def _running(ranks: Sequence[Started]) -> bool:
 def main(logs: Path) -> int:
     """Run this node's part of a job's plan; return an exit code.
 
-    It is that of `supervise`, or START_FAILED when a server failed during its first start, or
-    SGLang could not be imported.
+    It is that of `supervise`, or START_FAILED when a server failed during its first start, SGLang
+    could not be imported, or the servers do not fit in memory.
     """
     os.dup2(1, 2)  # its lines belong to the job's output
     signals = Signals({signal.SIGUSR2}, {signal.SIGUSR1, signal.SIGTERM})
@@ -327,7 +327,7 @@ def own_address(name: str, learner: str) -> str:
     """Return the address of this node, `name`, at which `learner`, another node, reaches it.
 
     A node's own name may stand for loopback on the node itself, as Debian writes it into
-    /etc/hosts. Then it is the address from which the node speaks to the other.
+    /etc/hosts. Then return the address from which the node speaks to the other.
     """
     address = socket.gethostbyname(name)
     learner_address = socket.gethostbyname(learner)

@@ -1,5 +1,5 @@
 """Recipes: each module has `recipe() -> Config`.
 
-Those with the paper's numbers sample from an INT8 copy of the policy. The paper's other rollouts
+Recipes with the paper's numbers sample from an INT8 copy of the policy. The paper's other rollouts
 are `quantization.format=fp8` and `quantization.format=bf16`; BF16 runs without UAQ.
 """

@@ -2,8 +2,8 @@
 
 Adapters (LoRA) of rank 16 are trained over an INT4 base. Learner and server take turns on the GPU:
 each holds the base in 19 GB. With the base in INT8, `quantization.format=int8`, less memory is
-left, and a step is planned to take 1,900 s in place of 2,500: a GPU's server is slower in INT4. On
-two GPUs each side can have its own:
+left, and a step is planned to take 1,900 s instead of 2,500: servers on a GPU are slower in INT4.
+On two GPUs each side can have its own:
 
     qurl train adapters_32b model=DIR data=FILE quantization.format=int8 rollout.placement=separate
 
@@ -15,8 +15,8 @@ Requirements:
 Sources of the settings:
 
 - The recipe `grpo`, with a quarter of its prompts.
-- The learning rate is ten times that of `grpo`, as others found for LoRA; in `quickstart` it is
-  seven times. Try more than one.
+- The learning rate is ten times that of `grpo`, as others found for LoRA; `quickstart_adapters`
+  has seven times that of `quickstart`. Try more than one.
 - The layout is one that `qurl plan` finds. It was never run on a GPU.
 """
 

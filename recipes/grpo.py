@@ -6,7 +6,7 @@ Requirements:
 - `data`: a jsonl file with `question` and `answer` on each line, or any other format that
   `qurl_megatron/data/problems.py` reads.
 
-Sources of the settings, which `deepscaler_grpo`, `scaling_32b` and `qwen3_moe` begin with:
+Sources of the settings, from which `deepscaler_grpo`, `scaling_32b` and `qwen3_moe` start:
 
 - QuRL, Section 5.1, DeepScaleR's first stage: 256 prompts of 8 completions of up to 8k tokens, 800
   steps, learning rate 1e-6, temperature 0.6, KL coefficient 1e-3.

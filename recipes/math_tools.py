@@ -38,7 +38,7 @@ SYSTEM = "Solve the problem. Use Python where it helps. Put the final answer int
 TIME_S, MEMORY_BYTES, FILE_BYTES = 10, 2**30, 2**20
 SHOWN_CHARACTERS = 4000  # of what a program prints
 NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000  # from linux/sched.h
-LIBC = ctypes.CDLL(None, use_errno=True)  # here, since a fork may not wait for the loader's lock
+LIBC = ctypes.CDLL(None, use_errno=True)  # here: a fork must not wait for the loader's lock
 
 
 def recipe() -> Config:
@@ -76,7 +76,7 @@ async def python(code: str) -> str:
     Args:
         code: The program. It has 10 seconds, 1 GB of memory and no network.
     """
-    # Its output is a file: from a pipe that nobody reads to its end, asyncio waits for ever.
+    # Its output is a file: asyncio would wait forever for a pipe that nobody reads to its end.
     with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-u", "-c", code),
@@ -98,6 +98,7 @@ async def python(code: str) -> str:
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
             await process.wait()
         output.seek(0)
+        # A character of UTF-8 has at most four bytes.
         printed = output.read(4 * SHOWN_CHARACTERS).decode(errors="replace")
         return printed[:SHOWN_CHARACTERS] + late
 

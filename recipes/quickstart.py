@@ -1,8 +1,9 @@
 """The whole loop on a laptop: a Qwen2 model of 1.3M parameters learns to spell words backward.
 
 It needs no download and no GPU. The model starts from random weights. First it is shown some right
-answers, until it gives a fifth of them itself, and QuRL improves it from there. Task and verifier
-are reasoning-gym's `spell_backward` with words of five letters. Held-out words are never shown.
+answers, until a fifth of its own answers are right, and QuRL improves it from there. Task and
+verifier are reasoning-gym's `spell_backward` with words of five letters. Held-out words are never
+shown.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ DIMENSIONS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-# Of the answers that are shown. Accuracy rises from 0 to two thirds within a dozen steps.
+# For `teach`. Accuracy rises from 0 to two thirds within a dozen steps.
 MOST_STEPS, WARMUP_STEPS, TEST_EVERY_STEPS = 3000, 20, 4
 TESTED_PROBLEMS = 256
 IGNORED = -100  # label of a token without loss, in torch
@@ -85,7 +86,7 @@ def recipe() -> Config:
 
 
 def build_taught_model(directory: Path, seed: int) -> Callable[[Config], None]:
-    """Write the model of `build_model`; return what shows it some right answers."""
+    """Write the model of `build_model`; return the function that shows it right answers."""
     build_model(directory, seed)
     return teach
 
@@ -147,7 +148,8 @@ def teach(
     process with torch's threads cannot.
 
     Args:
-        accuracy: at which it ends, of greedy answers to problems that are not shown, as a fraction.
+        accuracy: fraction of right greedy answers, to problems that are not shown, at which it
+            ends.
         batch_size: answers in a step, or all if there are fewer.
 
     Raises:
@@ -184,12 +186,12 @@ def _teach(config: Config, accuracy: float, batch_size: int, learning_rate: floa
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     model.to(device.device())
     module = sys.modules[type(model).__module__]
-    if rule := getattr(module, "torch_chunk_gated_delta_rule", None):  # pads to chunks of 64 tokens
+    if rule := getattr(module, "torch_chunk_gated_delta_rule", None):  # else pads to chunks of 64
         module.torch_chunk_gated_delta_rule = partial(rule, chunk_size=16)  # type: ignore[attr-defined]
     optimizer = torch.optim.AdamW(model.parameters(), learning_rate, betas=(0.9, 0.99))
 
     def scores(prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of answers' tokens, and which answers are right token by token."""
+        """Return the mean loss of answers' tokens, and which answers have only right tokens."""
         rows = []
         for prompt in prompts:
             answer = tokenizer.encode(prompt.answer, add_special_tokens=False)

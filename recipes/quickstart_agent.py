@@ -1,10 +1,10 @@
 """An agent on a laptop: a Qwen2 of 1.3M parameters learns to guess a letter in three turns.
 
 The secret is one of five letters. `<` or `>` answers a wrong guess: the secret is before or after
-it in the alphabet. Who halves the range always wins. Who begins at an end of it and reads the
-answers misses one letter, and wins four fifths of the games. Who does not read them wins three
-fifths at best. Model and machine are those of `quickstart`. No answers are shown first: a guess is
-right by chance often enough.
+it in the alphabet. An agent that halves the range always wins. One that begins at an end of the
+range and reads the answers misses one letter, and wins four fifths of the games. One that does not
+read them wins three fifths at best. Model and machine are those of `quickstart`. No answers are
+shown first: a guess is right by chance often enough.
 """
 
 import zlib

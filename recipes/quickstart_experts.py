@@ -12,7 +12,7 @@ from qurl_megatron.config.schema import Config, UaqConfig
 from qurl_megatron.recipes import quickstart
 
 _DIMENSIONS: dict[str, int | bool] = {
-    **quickstart.DIMENSIONS,  # whose intermediate_size is that of no layer
+    **quickstart.DIMENSIONS,  # no layer has its intermediate_size
     "head_dim": 24,
     "num_experts": 8,
     "num_experts_per_tok": 2,
@@ -37,7 +37,7 @@ def recipe() -> Config:
 def build_model(directory: Path, seed: int) -> Callable[[Config], None]:
     """Write a randomly initialized Qwen3-MoE and its tokenizer as a Hugging Face directory.
 
-    Return what shows it some right answers.
+    Return the function that shows it some right answers.
     """
     quickstart.write_model(directory, seed, "qwen3_moe", **_DIMENSIONS)
     return quickstart.teach

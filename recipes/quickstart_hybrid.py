@@ -1,8 +1,8 @@
 """The quickstart with linear attention: a Qwen3.5 of 1.8M parameters learns to spell backward.
 
 Task, verifier and most settings are those of `quickstart`. Three of its four layers are gated
-DeltaNet, one is gated attention. It is shown right answers until it gives two fifths of them: at a
-fifth, after 36 steps, it is still so unsure that one of thirty samples is right.
+DeltaNet, one is gated attention. It is shown right answers until two fifths of its greedy answers
+are right. At a fifth, after 36 steps, it is so unsure that only one of thirty samples is right.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def recipe() -> Config:
 def build_model(directory: Path, seed: int) -> Callable[[Config], None]:
     """Write a randomly initialized Qwen3.5 and its tokenizer as a Hugging Face directory.
 
-    Return what shows it some right answers.
+    Return the function that shows it some right answers.
     """
     quickstart.write_model(directory, seed, "qwen3_5_text", **_DIMENSIONS)
     return partial(quickstart.teach, accuracy=0.4)

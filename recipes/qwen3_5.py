@@ -2,8 +2,8 @@
 
 Requirements:
 
-- `model`: Qwen3.5-27B or Qwen3.6-27B as a Hugging Face directory, as it is published: vision stays
-  out.
+- `model`: Qwen3.5-27B or Qwen3.6-27B as a Hugging Face directory, as it is published; its vision
+  is left out.
 - `data`: a jsonl file with `question` and `answer` on each line.
 
 `study` returns the configuration for a number of GPUs. `recipe` returns that for 64 GPUs, on which
@@ -14,8 +14,8 @@ Sources of the settings:
 - The recipe `grpo`, which has the paper's settings for DeepScaleR's first stage.
 - Servers keep no cache of prefixes: with one, SGLang sets aside five states of 154 MB for each
   sequence instead of one. Each completion reads its prompt again.
-- The layouts are this project's own. Their steps are within a twentieth of the shortest that `qurl
-  plan` finds. They were never run on GPUs.
+- The layouts are this project's own. Their planned steps are within a twentieth of the shortest
+  that `qurl plan` finds. They were never run on GPUs.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ def study(model: str, gpus: int) -> Config:
     `model` is a directory or a name in `model.known`.
     """
     layout, server = LAYOUTS[gpus]
-    learner = dataclasses.replace(layout, tokens_per_micro_batch=9216)
+    learner = dataclasses.replace(layout, tokens_per_micro_batch=9216)  # one longest sequence
     config = scaling_32b.with_servers(model, learner, gpus, server)
     config.rollout.server.options = {"disable_radix_cache": True}
     config.quantization.uaq = UaqConfig(scale=1.5)

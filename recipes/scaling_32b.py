@@ -12,9 +12,9 @@ Sources of the settings:
 
 - The recipe `grpo`, which has the paper's settings for DeepScaleR's first stage.
 - The layouts are this project's own, since the paper trains no model of this size. Learner and
-  servers have whole nodes of eight GPUs. Their steps are within a seventh of the shortest that
-  `qurl plan` finds. They were never run on GPUs. On up to 32 GPUs the optimizer is offloaded;
-  without that, the activations of Qwen3-32B have no room for 8k tokens.
+  servers have whole nodes of eight GPUs. The planned steps are within a seventh of the shortest
+  that `qurl plan` finds. They were never run on GPUs. On up to 32 GPUs the optimizer is offloaded;
+  otherwise the activations of Qwen3-32B for 8k tokens have no room.
 - On 8 and 16 GPUs learner and servers take turns on all of them. Eight must be H200s; the others
   are H100s.
 """
@@ -71,9 +71,8 @@ def study(model: str, gpus: int, weight_format: FormatName) -> Config:
 def with_servers(model: str, learner: LearnerConfig, gpus: int, gpus_per_server: int) -> Config:
     """Return the recipe `grpo` for a model and a layout, with rollout servers on the other GPUs.
 
-    If the learner has all GPUs, the servers take turns with it on them.
-    No evaluation server is started, since held-out accuracy would need one of its own in BF16.
-    `qurl eval` measures the checkpoints.
+    If the learner has all GPUs, the servers take turns with it on them. There is no evaluation
+    server, which held-out accuracy would need in BF16; `qurl eval` measures the checkpoints.
     """
     config = grpo.recipe()
     config.model, config.learner = model, learner

@@ -161,6 +161,7 @@ def test_a_learner_in_bf16_multiplies_with_the_scales_of_the_servers() -> None:
     assert (factors - 1).abs().mean() < 3e-4
     out.backward(grad := torch.randn(512, 512).bfloat16())
     expected = grad.double() @ (codes.double() * scale.double())
+    assert x.grad is not None
     torch.testing.assert_close(x.grad.double(), expected, rtol=0.02, atol=0.3)
 
 

@@ -492,7 +492,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
     [
         ("rollout.servers=200", r"lower what takes most: rollout.servers \(61\.\d GB\), "),
         ("rollout.server.max_total_tokens=100000000", r"\.server\.max_total_tokens \(230 GB\), "),
-        ("learner.context_parallel_size=32", "64 learner ranks and 3 of servers compute on 2 co"),
+        ("learner.context_parallel_size=32", "64 learner ranks and 3 server ranks compute on 2 co"),
         ("scoring_workers=1000000000", r"scoring_workers=1000000000: they take 5e\+04 TB of mem"),
     ],
 )

@@ -207,12 +207,12 @@ def test_servers_have_nodes_of_their_own_where_there_is_more_than_one(
          "server of 4"),
         ("evaluation.problems=8 evaluation.server.tensor_parallel_size=8", 48,
          "there is no room for a rollout server of 4 and the evaluation server"),
-        ("", 44, "44 GPUs: a node has 8, so more than one node have a multiple of it"),
+        ("", 44, "44 GPUs: a node has 8, so several nodes have a multiple of that"),
         ("learner.pipeline_parallel_size=11 learner.layers_in_last_pipeline_stage=4 "
          "learner.tensor_parallel_size=4", 64,
-         "the learner's 44 ranks: 6 nodes of 8 GPUs would not have as many each"),
+         "the learner's 44 ranks: 6 nodes of 8 GPUs would not get equally many"),
         ("learner.tensor_parallel_size=2", 64,
-         "the learner's 10 ranks: 2 nodes of 8 GPUs would not have as many each, in whole "
+         "the learner's 10 ranks: 2 nodes of 8 GPUs would not get equally many, in whole "
          "tensor-parallel groups of 2; take a multiple of 8"),
         ("learner.data_parallel_size=3", 192, "2048 completions are not divisible by 6"),
         ("quantization.transport=direct", 64,

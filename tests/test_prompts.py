@@ -151,8 +151,8 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
         ]
     }
     assert sources["evaluation.data.b"].notes == [
-        "1 answers cannot be compared by reward math, and only their very text is right; the first "
-        f"is {tests} line 2: {unreadable}"
+        "1 answers cannot be compared by reward math, and only their exact text is right; the "
+        f"first is {tests} line 2: {unreadable}"
     ]
     config.data = write_lines(tmp_path / "c.jsonl", *bad)
     with pytest.raises(DataError, match="c.jsonl line 1: .*cannot be read as LaTeX"):

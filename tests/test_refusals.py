@@ -183,7 +183,7 @@ FIELDS = rows(r"""
     rollout.agent=json:dumps                agent=json:dumps: TypeError: it is not async; expected
     rollout.max_turns=3                     rollout.max_turns=3: there is no agent; give
     rollout.agent=json:dumps & rollout.max_episode_tokens=9999  the model has 512 positions
-    rollout.servers=0                       nobody samples; give servers, or rollout.servers_at
+    rollout.servers=0                       no server samples; give some, or rollout.servers_at
     rollout.min_servers=3 & rollout.servers_at=[http://a:1]  at most rollout.servers=1 plus 1
     rollout.servers_at=[http://a:1,http://a:1]  rollout.servers_at: lists a server twice
     rollout.server.tensor_parallel_size=3   rollout.server: 4 attention heads are not divisible

@@ -199,8 +199,8 @@ def test_processes_start_once_for_the_answers_of_all_sources(
     with pytest.raises(DataError, match=r"^b \\int: the answer .* cannot be read as LaTeX"):
         keep_verifiable(sources, Config(reward="math"))
     assert sources["data"].notes == [
-        "1 answers cannot be compared by reward math, and only their very text is right; the first "
-        "is data 2x+3y=: the answer '2x+3y=' cannot be read as LaTeX"
+        "1 answers cannot be compared by reward math, and only their exact text is right; the "
+        "first is data 2x+3y=: the answer '2x+3y=' cannot be read as LaTeX"
     ]
     assert [len(source.problems) for source in sources.values()] == [3, 1, 1]
     assert not sources["evaluation.data.a"].notes

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def write_model(directory: Path, seed: int, is_rehearsal: bool) -> None:
-    """Write a larger quickstart model that was shown some answers; it appears complete."""
+    """Write a larger quickstart model that was shown some answers; it appears once complete."""
     from qurl_megatron.recipes import quickstart
 
     partial = directory.with_suffix(".partial")

@@ -1,4 +1,4 @@
-"""Servers of policies of real sizes, whose weights `benchmarks/shards.py` has on the same GPU."""
+"""Servers of real sizes, whose weights `benchmarks/shards.py` holds on the same GPU."""
 
 import random
 import tempfile

@@ -1,23 +1,23 @@
 """Publish to servers of real sizes and sample from them: `python -m benchmarks.gpu.servers`.
 
-Real SGLang servers start, one for each format of a shape. Those of 7B are up at the same time and
-take turns, so that a ratio is of rounds that are seconds apart; of larger ones there is one at a
-time. First complete publishes: pause, quantize, send, load, compare the checksum of every tensor,
-resume. The weights are those of `benchmarks/shards.py`, on the server's GPU, and travel as
+Real SGLang servers start, one for each format of a shape. Servers of 7B run at the same time and
+take turns, so that a ratio compares rounds that are seconds apart; larger ones run one at a time.
+First, complete publishes are timed: pause, quantize, send, load, compare the checksum of every
+tensor, resume. The weights are those of `benchmarks/shards.py`, on the server's GPU, and travel as
 `quantization.transport` says: "direct" writes them into the server's parameters; "broadcast" sends
 them by gloo through host memory, because NCCL does not connect two processes on one GPU. The floor
 is the time that memory bandwidth allows: the learner reads every BF16 weight and writes its codes;
 these are read once more, and written into the server's parameters. The bandwidth is that of a copy
 on the same device in the same process.
 
-Then tokens per second: each batch is sent at once, with prompts of 512 random tokens, of which each
-samples `--output-length` at temperature 1. End-of-sequence is ignored. They are the sampled tokens
-over the duration of the whole request, prefill included, as the median of `--repetitions`; a short
-request before is not counted, because kernels are compiled in it. If a batch does not fit the cache
+Then tokens per second: a batch of prompts of 512 random tokens is sent at once, and each samples
+`--output-length` tokens at temperature 1. End-of-sequence is ignored. The rate is the sampled
+tokens over the duration of the whole request, prefill included, as the median of `--repetitions`. A
+short request before, which compiles kernels, is not counted. If a batch does not fit the cache
 beside the weights, SGLang queues part of it, as in training; `cache_tokens` records the capacity. A
 batch that needs more than twice the cache is left out, and its row says so.
 
-`adapters` is a server with adapters of rank 16 over an INT8 base, and shows what these cost. It
+`adapters` is a server with adapters of rank 16 over an INT8 base, and shows what adapters cost. It
 gets no weights.
 """
 
@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[FormatName, int]] = {
     "int4": ("int4", 0),
     "adapters": ("int8", 16),
 }
-SIDE_BY_SIDE = ("tiny", "7B")  # shapes of which one GPU holds a server of every variant
+SIDE_BY_SIDE = ("tiny", "7B")  # one GPU holds a server of every variant of these shapes
 Transport = Literal["broadcast", "direct"]
 # "broadcast" is left out for the larger shapes: one publish of 32B takes half a minute.
 TRANSPORTS: dict[str, tuple[Transport, ...]] = {
@@ -70,8 +70,8 @@ RATE_GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("
 PROMPT_LENGTH = 512
 BUCKET_BYTES = 512 * 2**20
 COPY_BYTES = 2**28
-# What weights and cache leave on the GPU: CUDA graphs and workspaces of the server, the weights of
-# the learner, buckets on both sides and two CUDA contexts.
+# What weights and cache leave free on the GPU, for CUDA graphs and workspaces of the server, the
+# learner's weights, buckets on both sides and two CUDA contexts.
 RESERVED_BYTES = 13 * 2**30
 
 
@@ -149,7 +149,7 @@ def measure(
 
 
 def transports(shape: str, arguments: argparse.Namespace) -> list[Transport]:
-    """Return the transports that are measured of a shape."""
+    """Return the transports to measure for a shape."""
     chosen = arguments.transports
     return [each for each in TRANSPORTS[shape] if chosen is None or each in chosen]
 

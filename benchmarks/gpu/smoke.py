@@ -1,7 +1,7 @@
 """Say what works on this GPU: `python -m benchmarks.gpu.smoke`.
 
-Each check is a process of its own. All but `compile` have a time limit, so that one that fails or
-hangs hides none. What takes seconds stands first, so that most remains of a machine taken away:
+Each check is a process of its own. All but `compile` have a time limit, so a check that fails or
+hangs hides no other. Quick checks come first, so most have run if the machine is taken away:
 
     quantize   the kernels' codes, scales and checksums are those of the CPU, in three formats
     products   the quantized layers' products are near those of float64
@@ -10,7 +10,7 @@ hangs hides none. What takes seconds stands first, so that most remains of a mac
     compile    no limit: what a server compiles until its first answers, and how long that takes
     server     a tiny INT8 server starts, gets weights over gloo, verifies them and samples
     direct     the same, written into the server's parameters
-    delta      the same, of which only what changed is sent the second time
+    delta      the same, but the second publish sends only what changed
     peer       over NCCL to a second GPU, a server gets weights, then one dies and one hangs in a
                publish: the learner goes on
     demo       the quickstart trains for two steps
@@ -41,7 +41,7 @@ from qurl_megatron.config.schema import QuantizationConfig, ServerConfig
 from qurl_megatron.process import die_with_parent
 
 REPETITIONS = 3
-PEER_TIMEOUT_S = 20.0  # that a server has in a publish of the check `peer`
+PEER_TIMEOUT_S = 20.0  # for a server in a publish of the check `peer`
 ANSWER = "smoke: "  # begins the line on which a check prints what it measured
 
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def run_check(words: list[str], limit_s: float | None) -> dict[str, Any]:
-    """Run a check in a process; return what came of it."""
+    """Run a check in a process; return its outcome."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.gpu.smoke", "--check", *words]
     environment = device.child_environment({"TRITON_INTERPRET": "1"} if len(words) > 1 else {})
@@ -103,7 +103,7 @@ def run_check(words: list[str], limit_s: float | None) -> dict[str, Any]:
 
 
 def check_compile(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compile what a server compiles until its first answers."""
+    """Start a server and sample, which compiles its kernels."""
     start = time.perf_counter()
     with tiny_server(start_timeout_s=24 * 3600.0) as (running, architecture):
         start_s = time.perf_counter() - start
@@ -219,7 +219,7 @@ def check_peer(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def fail_in_the_next_publish(publisher: Any, pid: int, number: int) -> None:
-    """Have a server's processes get a signal once it waits for weights, before any is sent."""
+    """Send a signal to a server's processes once it waits for weights, before any is sent."""
     convert = publisher._converter.convert
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 

@@ -1,6 +1,6 @@
 """Train beside TRL's GRPOTrainer: `python -m benchmarks.peers --python PEER/bin/python`.
 
-PEER is an environment of its own, which these make:
+PEER is an environment of its own, made by:
 
     python3.11 -m venv PEER
     PEER/bin/pip install -r benchmarks/peers/requirements.txt
@@ -14,8 +14,8 @@ servers take turns. TRL samples in float32 with transformers, the quickstart fro
     --answers 64    the digits of `benchmarks.objectives --setting long`, 32 x 8
     --answers 256   those of `--setting longest`, 32 x 8
 
-With `--vocabulary 151936`, which is Qwen's, both start from random weights, whose answers hardly
-end, and a batch is 8 x 4 answers. It shows what a step takes, and nothing is learned.
+With `--vocabulary 151936`, which is Qwen's, both start from random weights, and a batch is 8 x 4
+answers, which hardly end. It shows what a step takes, and nothing is learned.
 
 With `--adapters 16` both train adapters (LoRA) of that rank on all linear layers, with the alpha
 and the learning rate of `quickstart_adapters`: TRL with peft over the float32 model, the quickstart

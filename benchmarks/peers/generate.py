@@ -1,7 +1,7 @@
 """Sample random prompts by transformers or CTranslate2, for `benchmarks.rollout_speed`.
 
-It calls `serve` in a process of another Python, in which `requirements.txt` is installed and this
-project is not.
+That benchmark calls `serve` in a process of another Python, in which `requirements.txt` is
+installed and this project is not.
 """
 
 import json
@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Sample = Callable[[int, int, int], None]  # of so many prompts, of their length, so many tokens
+Sample = Callable[[int, int, int], None]  # takes the prompts, their length, and sampled tokens
 
 
 def serve(*, engine: str, directory: str, threads: int) -> None:
     """Sample for each line of the input, [batch, prompt length, output length]; answer with a line.
 
-    The first line of the output has the versions of what samples. `directory` has a config.json;
-    what is converted of random weights of its shape is kept there. `engine` is LIBRARY-DTYPE.
+    The first line of the output has the versions of what samples. `directory` has a config.json,
+    and keeps the converted random weights of its shape. `engine` is LIBRARY-DTYPE.
     """
     library, _, dtype = engine.partition("-")
     start = {"transformers": with_transformers, "ctranslate2": with_ctranslate2}[library]
@@ -29,7 +29,7 @@ def serve(*, engine: str, directory: str, threads: int) -> None:
 
 
 def with_transformers(directory: Path, dtype: str, threads: int) -> tuple[Sample, dict[str, str]]:
-    """Return a `Sample` by `generate`, which is what TRL calls, and the versions it has."""
+    """Return a `Sample` by `generate`, which is what TRL calls, and its versions."""
     import torch
     import transformers
 
@@ -49,7 +49,7 @@ def with_transformers(directory: Path, dtype: str, threads: int) -> tuple[Sample
 
 
 def with_ctranslate2(directory: Path, dtype: str, threads: int) -> tuple[Sample, dict[str, str]]:
-    """Return a `Sample` by CTranslate2, converted by its own converter, and the version it has."""
+    """Return a `Sample` by CTranslate2, of weights by its own converter, and its version."""
     import random
 
     import ctranslate2

@@ -12,9 +12,9 @@ map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be 
     chapter            what differs between its arms
     map                objective x gap x staleness x minibatches per step
     lengths            sequence_tis and tis, by length of answers
-    top_p              symbols drawn from a nucleus, the learner's log-probs over the same
-    uaq                s, against a learning rate that is as much larger, for updates below and
-                       above a code's step
+    top_p              symbols drawn from a nucleus, the learner's log-probs over the same nucleus
+    uaq                s, against a learning rate that is larger by the same factor, for updates
+                       below and above a code's step
 """
 
 import json
@@ -99,9 +99,9 @@ def chapters() -> dict[str, dict[Arm, Arm]]:
 
 
 def uaq_arms() -> dict[Arm, Arm]:
-    """Return the arms with UAQ, and what it is compared with, each with its arm without anything.
+    """Return the arms with UAQ and its alternatives, each with its plain arm.
 
-    Adam's step on W / s is s times the relative step, and the norm's is an s-th. So
+    Relative to W / s, Adam's step is s times as large; relative to the norm, an s-th. So
     `weight_rate=s, norm_rate=1 / s` without UAQ is what UAQ does to the steps of exact weights.
     """
     arms = {}
@@ -165,9 +165,9 @@ def read() -> dict[Arm, dict[str, Any]]:
 def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
     """Print Markdown tables: gains in points over another arm of the cell, seed by seed.
 
-    The first has the scores of the trained policies, the second those of their quantized copies;
-    of the arm that others are compared with, they have the score itself. The third has the shares
-    of tokens, of that arm and, for the last column, of acr.
+    The first has the scores of the trained policies, the second those of their quantized copies.
+    The arm that others are compared with has its score in place of a gain. The last table has the
+    shares of tokens of that arm, and in its last column those of acr.
     """
     compared_with = {
         arm: base for arm, base in chapters()[chapter].items() if {arm, base} <= outcomes.keys()

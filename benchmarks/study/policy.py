@@ -28,7 +28,7 @@ Parameters = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Engine:
-    """How a quantized copy of a policy computes. Its weights and activations have codes."""
+    """How a quantized copy of a policy computes: with codes of weights and activations."""
 
     weight_format: str  # int8, fp8, or int4: INT8's codes from -7 to 7, with a scale per channel
     error: float = 1.0  # factor on the rounding error of the weights
@@ -38,7 +38,7 @@ class Engine:
         rows = weight.flatten(0, 1)
         absmax = quantize.block_absmax(rows, self._eight_bits)
         if self.weight_format == "int4":
-            absmax *= 127 / 7
+            absmax *= 127 / 7  # keeps INT8's codes within -7 to 7
         return quantize.quantize(rows, self._eight_bits, absmax)
 
     def weights(self, weight: Tensor) -> Tensor:

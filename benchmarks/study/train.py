@@ -51,7 +51,7 @@ class Arm:
 
     objective: str = "acr"
     gap: Gap = "int4"
-    staleness: int = 0  # optimizer steps between the sampling policy and the proximal one, in steps
+    staleness: int = 0  # training steps between the sampling policy and the proximal one
     minibatches: int = 1
     learning_rate: float = 1e-3
     length: int = 32  # symbols per answer of a chain
@@ -118,7 +118,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
                 proximal,
                 behaviour,
                 advantages[:, minibatch, None].expand_as(mask),
-                # The weights sum to 1 over all seeds, and should over each.
+                # The weights sum to 1 over all seeds, but should for each seed.
                 seeds * weights.view_as(mask),
                 objective=arm.objective,
                 eps_low=objective.eps_low,
@@ -159,7 +159,7 @@ def nucleus(table: Tensor, top_p: float) -> Tensor:
 
 
 def over(table: Tensor, kept: Tensor) -> Tensor:
-    """Return the log-probs over the kept symbols; a table of which all are kept as it is."""
+    """Return the log-probs over the kept symbols; the table itself if all are kept."""
     return table if kept.all() else table.masked_fill(~kept, -torch.inf).log_softmax(-1)
 
 
@@ -208,7 +208,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the learner's Adam. It is element-wise, so seeds do not meet in it.
 
-    UAQ itself says which weights and norms the arm's factors on the learning rate are for.
+    The arm's factors on the learning rate apply to the weights and norms that UAQ would scale.
     """
     divide = uaq.transform(UaqConfig(scale=2.0), is_hybrid=False)
     rates = {0.5: arm.weight_rate, 1.0: 1.0, 2.0: arm.norm_rate}

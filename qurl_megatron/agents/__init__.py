@@ -1,1 +1,1 @@
-"""Episodes of several turns, which functions of the user play."""
+"""Episodes of several turns, played by the user's own functions."""

@@ -1,14 +1,15 @@
-"""A conversation whose sampled tokens stay what they were.
+"""A conversation in which sampled text is never tokenized again.
 
-A conversation is rendered once, at its beginning. Later only what is new is rendered: the template
-writes new messages after a stand-in for the policy's last one, and what follows the stand-in is
-appended. Sampled text is never tokenized again.
+The chat template renders a whole conversation once, at its beginning. Later it renders only new
+messages, after a stand-in for the policy's last message. What follows the stand-in is appended to
+the tokens of the episode.
 
-Where that would give a history other than the template's own, the conversation is rendered anew, as
-a branch (see `Policy.begin`): if messages were changed or left out, if the tools were changed, and
-if the template drops the thoughts of earlier turns, as Qwen3's does after a user's message.
+If the result would differ from the template's own history, the conversation is rendered anew, as a
+branch (see `Policy.begin`). This happens if messages were changed or left out, if the tools were
+changed, or if the template drops the thoughts of earlier turns, as Qwen3's does after a user's
+message.
 
-This file runs in the agents' processes, so it imports no torch.
+The agents' processes import this file, so it imports no torch.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ _CALL = {"id": "call_0", "type": "function", "function": {"name": "look", "argum
 
 
 class TemplateError(ValueError):
-    """A chat template that new messages cannot be appended with."""
+    """A chat template by which new messages cannot be appended to a conversation."""
 
 
 class Chat:
     """The messages of an episode, and the tokens that each new message adds."""
 
     def __init__(self, policy: Any) -> None:
-        """Begin one for a `Policy`."""
+        """Begin a conversation for a `Policy`."""
         self._policy = policy
         self._tokenizer = policy.tokenizer
-        self._known: list[tuple[Any, ...]] = []  # the messages that the tokens so far are of
+        self._known: list[tuple[Any, ...]] = []  # messages that are in the tokens so far
         self._tools: list[dict[str, Any]] = []
-        self._has_thought = False  # the last turn, or one before it in this sequence
+        self._has_thought = False  # in any turn of this sequence so far
 
     async def reply(
         self,
@@ -59,11 +60,17 @@ class Chat:
         max_tokens: int | None,
         stop: str | Sequence[int | str],
     ) -> Message:
-        """Return the policy's message after `messages`, which are the whole conversation."""
+        """Return the policy's next message; `messages` are the whole conversation so far.
+
+        Raises:
+            TemplateError: the chat template cannot append messages.
+            EpisodeOver, ValueError, TypeError: as in `Policy.generate`.
+        """
         check_template(self._tokenizer)
         schemas = [schema(tool) for tool in tools]
         plain = [_plain(each) for each in messages]
-        known, self._known = self._known, []  # until the turn has been taken
+        # Empty until the turn is done, so that a turn that fails leads to a new rendering.
+        known, self._known = self._known, []
         new = messages[len(known) :]
         goes_on = (
             len(known) > 0
@@ -90,11 +97,11 @@ class Chat:
 
 
 def parse(text: str, template: str = "") -> Message:
-    """Return what the policy has written as a message, with the calls of tools that are in it.
+    """Return the policy's text as a message, with its tool calls in the form of OpenAI's API.
 
-    Calls have the form that Qwen and Hermes models are trained on, or that of Llama 3 if the chat
-    template writes that: the whole text is a call, whose arguments are its "parameters". What is
-    not JSON stays text.
+    Calls are read in the form that Qwen and Hermes models are trained on. If the chat template
+    writes Llama 3's form, they are read in that: the whole text is one call, with "parameters" in
+    place of "arguments". A text without a valid call stays as it is.
     """
     is_llama = '"parameters": ' in template and "<tool_call>" not in template
     form, key = (_LLAMA_CALL, "parameters") if is_llama else (_TOOL_CALL, "arguments")
@@ -105,7 +112,7 @@ def parse(text: str, template: str = "") -> Message:
             arguments = json.dumps(call.get(key, {}))
             function = {"name": str(call["name"]), "arguments": arguments}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            continue
+            continue  # the policy did not write a valid call
         calls.append({"id": f"call_{number}", "type": "function", "function": function})
         said = said.replace(found[0], "", 1)
     if not calls:
@@ -124,7 +131,7 @@ def render(
     *,
     opens: bool = True,
 ) -> str:
-    """Return a conversation as its template writes it; `opens` begins the policy's next message."""
+    """Return a conversation as its template writes it; `opens` begins the policy's next turn."""
     text: str = tokenizer.apply_chat_template(
         [_with_parsed_arguments(message) for message in messages],
         tools=tools or None,
@@ -140,9 +147,10 @@ def _added(
     tools: list[dict[str, Any]],
     before: list[Message] = _STAND_IN,
 ) -> str:
-    """Return what a template writes after a stand-in for the conversation so far.
+    """Return what a template writes for `new`, after the stand-in `before`.
 
-    It may write a message that is not the last in another way. The number of ends stays the same.
+    A template may write `before` differently once messages follow it. Only the number of end
+    tokens stays the same, so the text is cut after that number of them.
     """
     user, assistant = before[:-1], before[-1]
     if new and new[0]["role"] == "tool":
@@ -154,22 +162,22 @@ def _added(
     for _ in range(base.count(end)):
         place = whole.find(end, cut)
         if place < 0:
-            raise TemplateError(f"the template writes fewer {end} than for the messages before")
+            raise TemplateError(f"the template writes fewer {end} once messages follow")
         cut = place + len(end)
     return whole[cut:]
 
 
 def drops_thoughts(tokenizer: Any, new: list[Message]) -> bool:
-    """Return whether a template leaves earlier thoughts out when these messages follow."""
+    """Return whether a template leaves out earlier thoughts when the `new` messages follow."""
     return _THOUGHT not in render(tokenizer, [*_THOUGHTFUL, *new], [])
 
 
 @functools.cache
 def check_template(tokenizer: Any) -> None:
-    """Check, once, that messages can be appended to a conversation with this tokenizer.
+    """Check, once for each tokenizer, that its chat template can append messages.
 
     Raises:
-        TemplateError: they cannot; the text says for which messages.
+        TemplateError: it cannot; the text says for which messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise TemplateError("the tokenizer has no chat template; use policy.generate")
@@ -199,18 +207,18 @@ def check_template(tokenizer: Any) -> None:
                 raise TemplateError(f"it leaves out {missing[0]!r}")
             whole = render(tokenizer, [*_STAND_IN, *new], [])
             if name.endswith("answer") or name.endswith("answers"):
-                continue  # the stand-in has a call
+                continue  # `whole` lacks the call that `_added` gives its stand-in
             ids = tokenizer.encode(added, add_special_tokens=False)
             if tokenizer.encode(whole, add_special_tokens=False)[-len(ids) :] != ids:
                 raise TemplateError("its tokens depend on those before")
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             raise TemplateError(
                 f"the chat template does not append {name}: {error}; use policy.generate"
             ) from None
 
 
 def _plain(message: Message) -> tuple[Any, ...]:
-    """Return what makes two messages the same, whoever has written them down again."""
+    """Return what two messages must share to be the same, however a framework rewrote them."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(part.get("text", "") for part in content)
@@ -222,7 +230,7 @@ def _plain(message: Message) -> tuple[Any, ...]:
 
 
 def _arguments(call: dict[str, Any]) -> Any:
-    """Return the arguments of a call as templates want them; OpenAI's API has them as JSON."""
+    """Return a call's arguments as an object, for templates; in OpenAI's API they are JSON."""
     arguments = call["function"]["arguments"]
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 

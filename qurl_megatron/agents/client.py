@@ -1,8 +1,9 @@
-"""Episodes in the place of completions: a client whose answers agents have led to.
+"""A rollout client that samples episodes, which agents play, in place of single completions.
 
-The record of an episode is kept here, by rank 0: every token with whether it was sampled, and of a
-sampled one the log-prob, the weight version and what else its server reported for it. All of a turn
-is sampled by one server. If that is lost, another continues from the same tokens.
+Rank 0 keeps the record of each episode here. It says of every token whether it was sampled, and
+holds for a sampled token the log-prob, the weight version and whatever else the server reported.
+One server samples all of a turn. If that server is lost, another one samples the turn from the
+same tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.server import Server
 
-COLLECT_AT = 50_000  # new objects
+COLLECT_AT = 50_000  # new objects between two collections
 
 
 @dataclass
 class _Sequence:
-    """Tokens of an episode, which only grow."""
+    """A sequence of an episode; tokens are only ever appended to it."""
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
@@ -57,13 +58,13 @@ class _Sequence:
         if turn.sampling_masks:
             self.masks.append(turn.sampling_masks)
         if turn.routed_experts is not None:
-            # Of tokens that were read before, the experts of the pass that sampled after them stay.
+            # Tokens of earlier turns keep the experts that were recorded with those turns.
             known = 0 if self.experts is None else len(self.experts)
             added = turn.routed_experts[known:]
             self.experts = added if self.experts is None else torch.cat([self.experts, added])
 
     def completion(self, **of_episode: Any) -> Completion:
-        """Return the sequence up to its last sampled token."""
+        """Return the sequence up to its last sampled token; nothing is learned from later ones."""
         length = len(self.sampled) - self.sampled[::-1].index(True) if any(self.sampled) else 0
         return Completion(
             token_ids=self.token_ids[:length],
@@ -80,18 +81,18 @@ class _Sequence:
 
 
 class _Record:
-    """An episode, as it has been sampled so far."""
+    """What has been sampled of an episode so far."""
 
     def __init__(self, client: AgentClient, sampling: dict[str, Any]) -> None:
         self._client = client
         self._sampling = sampling
-        self._server: Server | None = None  # has the episode's beginning in its cache
+        self._server: Server | None = None  # has the tokens so far in its cache
         self.sequences: list[_Sequence] = []
         self.turns: list[TurnTokens] = []
         self.text = ""  # of the last turn
 
     async def sample(self, request: Request) -> policy.Turn:
-        """Take a turn."""
+        """Sample the turn that a policy asks for, and record it."""
         if request.begins:
             self.sequences.append(_Sequence(request.ids))
         else:
@@ -120,7 +121,8 @@ class _Record:
         )
 
     def completion(self, end: str, score: Score | None) -> Completion:
-        """Return the episode with its branches, the last sequence first."""
+        """Return the episode: its last sequence, with the earlier ones as branches."""
+        # A sequence in which nothing was sampled trains nothing.
         whole = [each for each in self.sequences if each.logprobs] or [_Sequence([])]
         *branches, last = whole
         completion = last.completion(
@@ -137,35 +139,37 @@ class AgentClient(RolloutClient):
     """Samples episodes from a fleet of servers."""
 
     def __init__(self, agents: Agents, reward_wrong: float, *parts: Any, **named: Any) -> None:
-        """Store the parts; the others are those of `RolloutClient`."""
+        """Store the agents and the reward of a failed episode; `RolloutClient` takes the rest."""
         super().__init__(*parts, **named)
         self._agents = agents
         self._reward_wrong = reward_wrong
 
     async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
-        """Return the episodes of one prompt, which are played at the same time."""
+        """Play all episodes of one prompt at the same time, and return them."""
         episodes = (self._episode(prompt, sampling) for _ in range(sampling["n"]))
         return list(await asyncio.gather(*episodes))
 
     async def _episode(self, prompt: Prompt, sampling: dict[str, Any]) -> Completion:
         records: list[_Record] = []
 
+        # Called again if the episode begins anew in another process; only its last record counts.
         def begin() -> Callable[[Request], Any]:
             records.append(_Record(self, sampling))
             return records[-1].sample
 
         ended = await self._agents.play(prompt, sampling["max_new_tokens"], begin)
         score = ended.score
+        # An episode that met a limit and has no reward of its own counts as wrong.
         if ended.failure or (score is None and ended.end in ("turns", "tokens")):
             score = Score(self._reward_wrong, {ACCURACY: 0.0}, ended.failure)
         return records[-1].completion(ended.end, score)
 
 
 def reduce_garbage_collection() -> None:
-    """Have Python's collector of cycles visit less: episodes make many objects, and few cycles.
+    """Make Python's garbage collector visit fewer objects; episodes make many, but few cycles.
 
-    It would visit all that was imported, and all that thousands of episodes hold, again and again:
-    more than a third of what a turn costs.
+    Otherwise it visits all imported modules and all that thousands of episodes hold again and
+    again, which is more than a third of the cost of a turn.
     """
     gc.collect()
     gc.freeze()
@@ -173,7 +177,7 @@ def reduce_garbage_collection() -> None:
 
 
 def prefer_agent_scores(score: StartScoring) -> StartScoring:
-    """Return `score`, except for episodes whose agents have given one."""
+    """Return a function that keeps the scores that agents gave, and asks `score` for the others."""
 
     def submit(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         own = [each.episode.score if each.episode else None for each in completions]

@@ -1,7 +1,6 @@
 """An OpenAI-compatible endpoint for each episode, on loopback, in the process of its agent.
 
-A path of its own, which nobody can guess, leads to each episode. Its chat completions are those of
-`Policy.chat`.
+Each episode has its own path, which nobody can guess. A chat completion is a call of `Policy.chat`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy
 
 LARGEST_REQUEST_BYTES = 2**26
 TAKEN = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream"}
-WITHOUT_EFFECT = {  # on what is sampled
+WITHOUT_EFFECT = {  # fields that change nothing about what is sampled
     *("model", "user", "metadata", "store", "stream_options", "service_tier"),
     *("safety_identifier", "prompt_cache_key"),
 }
-MEANS_NOTHING: dict[str, list[Any]] = {  # of what would change what is sampled or returned
+MEANS_NOTHING: dict[str, list[Any]] = {  # the values at which other fields change nothing
     **dict.fromkeys(("n", "best_of", "repetition_penalty"), [1]),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), [0]),
     **dict.fromkeys(("logprobs", "ignore_eos"), [False]),
@@ -37,11 +36,11 @@ class Endpoint:
     """One HTTP server for all episodes of a process."""
 
     def __init__(self) -> None:
-        """Listen. A port is bound at once, and answers as soon as the loop runs."""
+        """Bind a port at once; the server answers as soon as the event loop runs."""
         self._policies: dict[str, tuple[Policy, contextvars.Context]] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self._port = self._socket.getsockname()[1]
-        # Without the context of the episode that asked first, whose output would be this.
+        # In an empty context: else the log would name the first episode before the server's output.
         self._starting = asyncio.get_running_loop().create_task(
             self._start(), context=contextvars.Context()
         )
@@ -68,6 +67,7 @@ class Endpoint:
         app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
         app.router.add_post("/{key}/v1/chat/completions", self._complete)
         app.router.add_get("/{key}/v1/models", self._models)
+        # A client that hangs up cancels its handler, which abandons the turn.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.SockSite(runner, self._socket).start()
@@ -92,11 +92,11 @@ class Endpoint:
             chat = policy.chat(
                 messages, tools=given.get("tools", []), max_tokens=most, stop=given.get("stop", [])
             )
-            # What it costs, and how it may fail, is the episode's.
+            # In the episode's context: if the code blocks or ends the process, this episode fails.
             message = await asyncio.get_running_loop().create_task(chat, context=context)
         except EpisodeOver as error:
             return _refusal(400, str(error), code="context_length_exceeded")
-        except Exception as error:  # a template refuses the messages, or a turn runs already
+        except Exception as error:  # a template refuses the messages, or a turn is running already
             return _refusal(400, f"{type(error).__name__}: {error}")
         turn = policy.last_turn
         assert turn is not None
@@ -116,6 +116,7 @@ class Endpoint:
         }
         if not body.get("stream"):
             return web.json_response(answer)
+        # A stream has one chunk, with the complete turn.
         calls = [
             {"index": index, **call} for index, call in enumerate(message.get("tool_calls") or [])
         ]
@@ -130,7 +131,7 @@ class Endpoint:
 
 
 def _unmet(body: dict[str, Any], limits: Limits) -> str:
-    """Return which parameter of a request cannot be honoured; an empty text if all can."""
+    """Return why a parameter of a request cannot be honored; an empty text if all can."""
     means_nothing = {
         **MEANS_NOTHING,
         "temperature": [limits.temperature],

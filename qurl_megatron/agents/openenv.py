@@ -8,7 +8,7 @@
                 step = await environment.step({"message": reply["content"]})
         return step.reward
 
-OpenEnv itself runs elsewhere, in a Python of its own: its dependencies exclude those of `qurl`.
+OpenEnv itself needs a Python of its own, because its dependencies conflict with those of `qurl`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 
 class Environment(contextlib.AbstractAsyncContextManager["Environment"]):
-    """A session with a server of environments. A server gives each session one of its own."""
+    """A session with an OpenEnv server, which gives each session its own environment."""
 
     def __init__(self, url: str) -> None:
         """Name the server by its base URL, such as http://127.0.0.1:8000."""
@@ -54,18 +54,18 @@ class Environment(contextlib.AbstractAsyncContextManager["Environment"]):
         await self._stack.aclose()
 
     async def reset(self, **options: Any) -> Step:
-        """Begin an episode; `options` are those of the environment, such as `seed`."""
+        """Begin an episode; `options` are the environment's own, such as `seed`."""
         return await self._ask("reset", options)
 
     async def step(self, action: dict[str, Any]) -> Step:
-        """Act, and return what follows."""
+        """Take an action, and return the environment's answer."""
         return await self._ask("step", action)
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> Step:
         """Send a message, and return the answer.
 
         Raises:
-            RuntimeError: the environment refuses it, or has gone.
+            RuntimeError: the environment refuses it, or the session is closed.
         """
         assert self._socket is not None, "use it as `async with Environment(url) as environment`"
         await self._socket.send_json({"type": kind, "data": data})

@@ -1,12 +1,12 @@
-"""What an agent's function plays with: a policy that samples, and the tokens of its episode.
+"""The policy that an agent's function gets: it samples turns, and holds the episode's tokens.
 
     async def agent(policy, problem) -> float | dict[str, float]:
         while ...:
             turn = await policy.generate()          # or: reply = await policy.chat(messages)
             policy.observe(policy.encode("..."))    # what the policy reads next
 
-It runs in a process of its own, which imports no torch. Rank 0 of the learner keeps the record of
-what is sampled. A `Policy` sends it only what is new, so it can add tokens and change none.
+It runs in an agents' process, which imports no torch. Rank 0 of the learner keeps the record of
+what is sampled. A `Policy` sends only new tokens to rank 0, so it can add tokens but change none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from qurl_megatron.agents.tools import Message, Tool
 
 
 class EpisodeOver(Exception):
-    """There may be no further turn. An agent may catch it and give its reward."""
+    """The episode has reached a limit; an agent may catch this and give its reward."""
 
     def __init__(self, end: str, message: str) -> None:
         super().__init__(message)
@@ -32,9 +32,9 @@ class EpisodeOver(Exception):
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy sampled at once."""
+    """The tokens that the policy sampled for one request."""
 
-    ids: list[int]  # tokens, with the one that ended the turn
+    ids: list[int]  # sampled tokens, with the one that ended the turn
     text: str  # decoded without special tokens
     logprobs: list[float]  # one per token, natural
     finish: str  # "stop": the policy ended its turn; "length": it was cut off
@@ -46,7 +46,7 @@ class Turn:
 class Request:
     """What a policy asks rank 0 to sample."""
 
-    begins: bool  # `ids` are the prompt of a new sequence; else they follow the last one
+    begins: bool  # `ids` begin a new sequence; else they follow the last one
     ids: list[int]  # what is new since the last request
     max_tokens: int
     stop_token_ids: list[int]
@@ -59,16 +59,16 @@ class Limits:
     max_turns: int  # 0: no limit
     max_turn_tokens: int
     max_episode_tokens: int  # of a sequence, with its prompt
-    temperature: float = 1.0  # of the run's sampling, as is the next
+    temperature: float = 1.0  # the run's, as is `top_p`
     top_p: float = 1.0
 
 
 SampleTurn = Callable[[Request], Awaitable[Turn | None]]
-"""Takes a turn; None if it was abandoned before it was sampled."""
+"""Samples a turn; returns None if the turn was abandoned before it was sampled."""
 
 
 class Policy:
-    """A policy in one episode. The tokens of the episode only grow."""
+    """The policy in one episode; tokens are only ever appended to a sequence."""
 
     def __init__(
         self,
@@ -82,8 +82,9 @@ class Policy:
         """Begin an episode with a prompt.
 
         Args:
-            base_url: begins to serve the episode over HTTP, and returns where.
-            abandon: has the turn that is being sampled given up.
+            sample: asks rank 0 for a turn.
+            base_url: serves the episode over HTTP, and returns its URL.
+            abandon: tells rank 0 to give up the turn that is being sampled.
         """
         self.tokenizer = tokenizer
         """The policy's tokenizer, from transformers."""
@@ -96,7 +97,7 @@ class Policy:
         self._serve = base_url
         self._abandon = abandon
         self._ids = list(prompt_ids)
-        self._sent = 0  # of `_ids`, what rank 0 has
+        self._sent = 0  # how many of `_ids` rank 0 has
         self._begins = True
         self._chat = Chat(self)
         self._is_sampling = False
@@ -117,14 +118,14 @@ class Policy:
         return self._serve(self)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without any that mark a beginning.
+        """Return the tokens of a text; no special tokens are added.
 
         Raises:
-            EpisodeOver: they are more than an episode may have.
+            EpisodeOver: the text has more tokens than an episode may have.
         """
-        # A tokenizer takes 1 s and 300 MB for a million characters.
+        # Before it is tokenized: that takes 1 s and 300 MB for a million characters.
         if len(text) > self.limits.max_episode_tokens * _longest(self.tokenizer):
-            self._end("tokens", f"a text of {len(text):,} characters does not fit into it")
+            self._end("tokens", f"a text of {len(text):,} characters does not fit into an episode")
         ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -134,22 +135,24 @@ class Policy:
         return text
 
     def begin(self, ids: Sequence[int]) -> None:
-        """Put other tokens in place of all so far.
+        """Replace all tokens so far.
 
-        After a turn this opens a branch: a further sequence of the episode. What has been sampled
-        is trained on all the same, where it was sampled.
+        After a turn this opens a branch: a further sequence of the episode. Earlier turns are still
+        trained on, in the sequence in which they were sampled.
 
         Raises:
-            ValueError, TypeError: they are no tokens of the tokenizer.
+            ValueError, TypeError: `ids` are not tokens of the tokenizer.
+            RuntimeError: a turn is being sampled.
         """
         self._check_idle()
         self._ids, self._sent, self._begins = self._checked(ids), 0, True
 
     def observe(self, ids: Sequence[int]) -> None:
-        """Append tokens that the policy reads. They are never trained on.
+        """Append tokens that the policy reads; they are never trained on.
 
         Raises:
-            ValueError, TypeError: they are no tokens of the tokenizer.
+            ValueError, TypeError: `ids` are not tokens of the tokenizer.
+            RuntimeError: a turn is being sampled.
         """
         self._check_idle()
         self._ids += self._checked(ids)
@@ -157,7 +160,7 @@ class Policy:
     async def generate(
         self, *, max_tokens: int | None = None, stop: str | Sequence[int | str] = ()
     ) -> Turn:
-        """Have the policy take a turn.
+        """Sample a turn.
 
         Args:
             max_tokens: most tokens of the turn; None: `rollout.max_completion_length`, which
@@ -167,6 +170,7 @@ class Policy:
         Raises:
             EpisodeOver: the episode has no turn left, or no room for a token.
             ValueError, TypeError: an argument is wrong, or the policy has nothing to read.
+            RuntimeError: a turn is being sampled already.
         """
         self._check_idle()
         stops = [self._token(each) for each in ([stop] if isinstance(stop, str) else stop)]
@@ -184,7 +188,7 @@ class Policy:
         request = Request(self._begins, self._ids[self._sent :], min(most, self.room), stops)
         self._is_sampling = True
         try:
-            return await asyncio.shield(self._take(request))  # rank 0 says whether it was sampled
+            return await asyncio.shield(self._take(request))  # rank 0 knows whether it was sampled
         except asyncio.CancelledError:
             self._abandon()
             raise
@@ -212,16 +216,17 @@ class Policy:
         max_tokens: int | None = None,
         stop: str | Sequence[int | str] = (),
     ) -> Message:
-        """Return the policy's next message in a conversation, as OpenAI's API has it.
+        """Return the policy's next message in a conversation, in the form of OpenAI's API.
 
         Args:
             messages: the whole conversation so far, with the messages that the policy
                 returned. Their tokens stay as sampled.
             tools: functions with type hints and a docstring, or their JSON schemas.
-            max_tokens, stop: as of `generate`; the message has no token that ended it.
+            max_tokens, stop: as in `generate`; the message lacks the token that ended it.
 
         Raises:
-            EpisodeOver: as `generate`.
+            EpisodeOver: as in `generate`.
+            TemplateError: the chat template cannot append messages.
             TypeError: a tool has no schema; the text says what is missing.
         """
         return await self._chat.reply(list(messages), list(tools), max_tokens, stop)
@@ -233,7 +238,7 @@ class Policy:
 
     def _check_idle(self) -> None:
         if self._is_sampling:
-            raise RuntimeError("the policy is taking a turn; the tokens of an episode are a line")
+            raise RuntimeError("the policy is taking a turn; wait until it has ended")
 
     def _token(self, stop: int | str) -> int:
         ids = self.encode(stop) if isinstance(stop, str) else self._checked([stop])
@@ -242,7 +247,7 @@ class Policy:
         return ids[0]
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
-        """Return tokens that a server can read: others would end it."""
+        """Return token ids as integers; one that the model lacks would end a server."""
         checked, size = [int(index(each)) for each in ids], _size(self.tokenizer)
         for each in checked:
             if not 0 <= each < size:
@@ -252,7 +257,7 @@ class Policy:
 
 @functools.cache
 def _size(tokenizer: Any) -> int:
-    """Return the number of a tokenizer's tokens, which takes it a while to count."""
+    """Return the size of a tokenizer's vocabulary, which takes a while to count."""
     return len(tokenizer)
 
 

@@ -1,8 +1,8 @@
 """The processes that play episodes, as rank 0 of the learner sees them.
 
-An episode costs no other one. What it raises ends itself alone. Where its code does not give the
-loop of its process back in time, or ends the process, the others that were played there begin again
-elsewhere, without what they have sampled.
+No episode costs another one. An exception ends only the episode that raised it. If an episode's
+code blocks its process for too long, or ends the process, that episode fails. The others that were
+played there begin again in another process, and lose what they have sampled.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from qurl_megatron.process import END_CONTAINED, raise_open_file_limit, starting
 PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(int, sys.argv[1:]))"
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 16
-WATCH_S = 1.0
-READY_POLL_S = 0.2  # between two looks whether a process has loaded the agent
+WATCH_S = 1.0  # between two looks at the sign of life of a process
+READY_POLL_S = 0.2  # between two checks whether a process has loaded the agent
 GRACE_S = 10.0  # beyond a time limit, for a process to end an episode by itself
-MOST_PROCESSES = 3  # that an episode is played in, if they die of others
+MOST_PROCESSES = 3  # in which an episode begins, if other episodes end them
 
 
 class Agents(contextlib.AbstractContextManager["Agents"]):
-    """Processes that play episodes. Close it to end them; they die with this process."""
+    """Processes that play episodes; `close` ends them, and they die with this process."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
         """Start the processes, which load the agent in the background.
 
         Args:
-            max_length: most tokens of a sequence.
+            max_length: maximum length of a sequence, in tokens.
             model: directory of the tokenizer.
-            logs: directory of what they print; None: this process's standard error.
+            logs: directory for what they print; None: this process's standard error.
             template: the options of the chat template, and the day that it prints.
-            temperature, top_p: the run's, which an agent may ask for.
+            temperature, top_p: the run's; a request of an agent may name no others.
         """
         cores = len(os.sched_getaffinity(0)) // CORES_PER_WORKER
         count = config.agent_workers or max(1, min(MAX_DEFAULT_WORKERS, cores))
@@ -85,7 +85,9 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
         max_turn_tokens: int,
         begin: Callable[[], Callable[[Request], Awaitable[Turn]]],
     ) -> Ended:
-        """Play an episode in the process that plays the fewest; `begin` begins its record.
+        """Play an episode in the process that plays the fewest.
+
+        `begin` begins a record of the episode, and returns what samples its turns.
 
         Raises:
             ConfigError: the agent cannot be loaded.
@@ -101,7 +103,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
         return Ended("error", None, f"{MOST_PROCESSES} processes died while they played it")
 
     def wait_ready(self) -> None:
-        """Wait until a process has loaded the agent.
+        """Wait until the first process has loaded the agent.
 
         Raises:
             ConfigError: it cannot be loaded; the text says why.
@@ -118,7 +120,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
 
 
 class _Playing:
-    """An episode in progress, in the loop of the thread that samples."""
+    """An episode in progress; it belongs to the event loop of the thread that samples."""
 
     def __init__(self, send: Callable[[Turn | None], None], sample: Any) -> None:
         self._send = send
@@ -128,7 +130,7 @@ class _Playing:
         self.ended: asyncio.Future[Ended | None] = self._loop.create_future()
 
     def deliver(self, kind: str, content: Any) -> None:
-        """Take a message, in another thread."""
+        """Pass on a message of the worker; called in the thread that reads."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it the episode
             self._loop.call_soon_threadsafe(self._take, kind, content)
 
@@ -161,22 +163,22 @@ class _Playing:
 
 
 class _Process:
-    """A process that plays episodes, and its successors; a thread reads what it says."""
+    """A process that plays episodes, and its successors; a thread reads their messages."""
 
     def __init__(self, settings: Settings, log_file: Path | None) -> None:
         self._settings = settings
         self._log_file = log_file
-        # The longest that the loop may stand still.
+        # The longest that the loop of the process may stand still.
         self._patience_s = min(settings.turn_timeout_s, settings.timeout_s) + GRACE_S
-        self.num_episodes = 0  # that are played here, or wait for the process to start
+        self.num_episodes = 0  # played here, or waiting for the process to start
         self._playing: dict[int, _Playing] = {}
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # `_begin` calls `_send` while it holds it
         self._closed = False
         self._error: str | None = None  # why the agent cannot be loaded; None: not known yet
         self._ready = threading.Event()
         self._connection: Connection | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        # The kernel ends a process with the thread that started it.
+        # The kernel ends a process with the thread that started it, so one starts them all.
         self._thread = threading.Thread(target=self._run, name="agents", daemon=True)
         self._thread.start()
 
@@ -186,7 +188,7 @@ class _Process:
             raise ConfigError(f"agent={self._settings.agent}: {self._error}")
 
     async def play(self, key: int, episode: tuple[Any, ...], sample: Any) -> Ended | None:
-        """Play an episode; None if the process dies of another one."""
+        """Play an episode; return None if another one ends the process."""
         playing = _Playing(lambda turn: self._send(("turn", key, turn)), sample)
         self.num_episodes += 1
         try:
@@ -202,10 +204,10 @@ class _Process:
             self._playing.pop(key, None)
 
     def _begin(self, key: int, playing: _Playing, episode: tuple[Any, ...]) -> bool:
-        """Send an episode to the process; return False if there is none at present.
+        """Send an episode to the process; return False while no process is ready.
 
         Raises:
-            ConfigError: there will be none.
+            ConfigError: none will be, because the agent cannot be loaded.
         """
         with self._lock:
             if self._closed:
@@ -225,7 +227,7 @@ class _Process:
         self._thread.join()
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        # Dead processes do not listen, as their thread will notice.
+        # Nothing can be sent to a dead process; the thread that reads will notice its end.
         with self._lock, contextlib.suppress(OSError):
             if self._connection:
                 self._connection.send(message)
@@ -250,26 +252,26 @@ class _Process:
         self._end()
 
     def _end(self) -> int | None:
-        """End the process, if there is one, and what agents have started; return its exit code."""
+        """End the process and what its agents started; return its exit code, None without one."""
         if self._process is None:
             return None
         self._process.send_signal(END_CONTAINED)
         return self._process.wait()
 
     def _start(self) -> Marks:
-        """Start a process, which loads the agent."""
+        """Start a process, and wait until it has loaded the agent."""
         connection, theirs = Pipe()
         descriptor = os.memfd_create("marks")
         os.truncate(descriptor, Marks.SIZE)
         marks = Marks(descriptor)
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, descriptor)
-            output: Any = 2  # what an agent prints belongs into a log
+            output: Any = 2  # standard error
             if self._log_file:
                 output = stack.enter_context(self._log_file.open("ab"))
             with self._lock:
                 if self._closed:
-                    raise EOFError
+                    raise EOFError  # for `_run`, as if the process had ended
                 with starting_a_worker():
                     self._process = subprocess.Popen(
                         [
@@ -317,11 +319,12 @@ class _Process:
                 return
 
     def _lose(self, culprit: int, why: str, end: str = "error") -> None:
-        """End the episode that a process died of; have the others played again."""
+        """End the episode that ended the process; let the others be played again."""
         with self._lock:
             self._connection = None
             self._ready.clear()
             for key, playing in list(self._playing.items()):
+                # A lone episode is the culprit even if it left no mark.
                 is_culprit = key == culprit or (culprit == NOBODY and len(self._playing) == 1)
                 playing.deliver("end", Ended(end, None, why) if is_culprit else None)
 

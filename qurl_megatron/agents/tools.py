@@ -8,7 +8,7 @@
             b: The second number.
         '''
 
-This file runs in the agents' processes, so it imports no torch.
+The agents' processes import this file, so it imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 Message = dict[str, Any]
 Tool = Callable[..., Any] | dict[str, Any]
-"""A function, or the JSON schema of one as OpenAI's API has it."""
+"""A function, or its JSON schema in the form of OpenAI's API."""
 
 
 def schema(tool: Tool) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def schema(tool: Tool) -> dict[str, Any]:
 
 
 async def call_tools(message: Message, tools: Sequence[Callable[..., Any]]) -> list[Message]:
-    """Return the answers to the calls in a message of the policy, as messages; none without calls.
+    """Make the calls in a message of the policy, and return a message with each answer.
 
-    A tool may be `async`. What it returns that is no text becomes JSON. What it raises, and a call
-    that fits no tool, is an answer too, so that the policy can read it.
+    A tool may be `async`. A result that is not text becomes JSON. An exception, or a call that fits
+    no tool, becomes an answer too, so that the policy can read it.
     """
     by_name = {tool.__name__: tool for tool in tools}
     answers = []

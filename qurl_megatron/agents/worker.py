@@ -3,10 +3,10 @@
     rank 0 -> worker    Settings, then ("play", key, Question, prompt_ids, Limits),
                         ("turn", key, Turn or None) or ("cancel", key)
     worker -> rank 0    "" or why the agent cannot be loaded, then ("sample", key, Request),
-                        ("abandon", key, None), whose turn then is None unless it was sampled
-                        before, or ("end", key, Ended)
+                        ("abandon", key, None) or ("end", key, Ended)
 
-It imports no torch. The process ends with rank 0.
+An abandoned turn is answered with None, unless it had been sampled before. The process imports no
+torch, and ends with rank 0.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from qurl_megatron.data.rewards import load_function, one_line, score_of
 from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.process import contain, die_with_parent
 
-TICK_S = 0.5
+TICK_S = 0.5  # between two signs of life of an idle loop
 LOAD_LIMIT_S = 60.0  # for the import of an agent
-TIDY_UP_S = 2.0  # that an agent which is cancelled has
+TIDY_UP_S = 2.0  # for an agent that is cancelled
 NOBODY = -1  # in place of the key of an episode
 
 
@@ -45,24 +45,24 @@ class Settings(NamedTuple):
     tokenizer: tuple[Path, Mapping[str, Any], str]  # what `load_tokenizer` takes
     episodes: int  # at once; 0: no limit
     timeout_s: float  # of an episode
-    turn_timeout_s: float  # between two turns
+    turn_timeout_s: float  # of the agent, between two turns
 
 
 class Ended(NamedTuple):
-    """How an episode ended, as its process says."""
+    """How an episode ended, as its process reports it."""
 
     end: str  # of `ENDS` in algorithm/batch.py
     score: Score | None  # None: the run's reward scores the last turn
-    failure: str  # why there is none; empty if there is
+    failure: str  # why the episode failed; empty if it did not
 
 
 class Marks:
-    """Memory that rank 0 shares with a worker: which episode's code runs, and that the loop lives.
+    """Memory that rank 0 shares with a worker: the episode whose code runs, and a sign of life.
 
-    What is written there outlasts the process. So rank 0 knows which episode a process died of.
+    It outlasts the process, so rank 0 can see whose code ran when the process died.
     """
 
-    SIZE = 16
+    SIZE = 16  # bytes, two words of 64 bits
 
     def __init__(self, descriptor: int) -> None:
         self._words = memoryview(mmap.mmap(descriptor, self.SIZE)).cast("q")
@@ -74,11 +74,11 @@ class Marks:
 
     @property
     def ticks(self) -> int:
-        """Grows as long as the worker's loop is alive."""
+        """A count that grows as long as the worker's loop is alive."""
         return self._words[1]
 
     def set(self, key: int) -> None:
-        """Say whose code runs from now on."""
+        """Mark the episode whose code runs from now on."""
         self._words[0] = key
         self._words[1] += 1
 
@@ -122,7 +122,7 @@ class _Worker:
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any
     ) -> asyncio.Task[Any]:
-        """Return a task that marks whose code runs; tasks that an agent makes belong to it too."""
+        """Return a task that marks its episode while it runs, as all tasks of an agent do."""
         context = options.get("context") or contextvars.copy_context()
         key = context.get(_episode, NOBODY)
         if key != NOBODY and inspect.iscoroutine(work):
@@ -162,7 +162,7 @@ class _Worker:
         timer: asyncio.TimerHandle | None = None
 
         def limit(seconds: float, of: str) -> None:
-            """End the episode in so many seconds, or when its own time is over."""
+            """End the episode after `seconds`, or sooner if its own time is over."""
             nonlocal timer
             at = loop.time() + seconds
             if ends_at <= at:
@@ -184,7 +184,7 @@ class _Worker:
                 raise RuntimeError("the episode has ended")
             if asyncio.get_running_loop() is not loop or os.getpid() != process:
                 raise RuntimeError("a policy belongs to the event loop that its agent runs in")
-            limit(settings.timeout_s, "")
+            limit(settings.timeout_s, "")  # while rank 0 samples, only the episode's time counts
             answer = self._turns[key] = loop.create_future()
             self._connection.send(("sample", key, request))
             turn = await answer
@@ -202,7 +202,7 @@ class _Worker:
             await asyncio.wait({agent, over}, return_when=asyncio.FIRST_COMPLETED)
             if not agent.done():
                 agent.cancel()
-                await asyncio.wait({agent}, timeout=TIDY_UP_S)
+                await asyncio.wait({agent}, timeout=TIDY_UP_S)  # no longer: it may not end at all
                 return Ended("deadline", None, f"took longer than {over.result()}")
             try:
                 result = agent.result()
@@ -214,7 +214,7 @@ class _Worker:
                 if not policy.num_turns:
                     return Ended("error", None, str(why))
                 return Ended(why.end, None, "")
-            except BaseException as error:  # CancelledError too, of a task that it has cancelled
+            except BaseException as error:  # CancelledError too, of a task that the agent cancelled
                 return _failed(error)
         finally:
             agent.cancel()
@@ -235,10 +235,10 @@ class _Worker:
 
 
 def _failed(error: BaseException) -> Ended:
-    """Return how an episode ended that has raised; its traceback goes to the log."""
+    """Return the end of an episode that has raised; its traceback goes to the log."""
     with contextlib.suppress(Exception):  # the disk is full
         traceback.print_exception(error)
-    lines = traceback.format_exception_only(error)  # whatever its __str__ does
+    lines = traceback.format_exception_only(error)  # works whatever its __str__ does
     return Ended("error", None, one_line(lines[-1]))
 
 
@@ -262,7 +262,7 @@ class _Marked(Coroutine[Any, Any, Any]):
         except (SystemExit, KeyboardInterrupt) as error:  # would end the loop, and all its episodes
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
-            if os.getpid() != process:  # a fork, which would go on with everybody's episodes
+            if os.getpid() != process:  # a fork, which would go on playing all episodes
                 os._exit(0)
             self._marks.set(NOBODY)
 
@@ -274,11 +274,11 @@ class _Marked(Coroutine[Any, Any, Any]):
 
 
 class _Log:
-    """Standard output whose lines begin with the number of the episode that prints them."""
+    """Standard output that begins each line with the number of the episode that prints it."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._begun: dict[int, str] = {}  # lines without their ends
+        self._begun: dict[int, str] = {}  # the unfinished line of each episode
 
     def write(self, text: str) -> int:
         key = _episode.get()
@@ -301,8 +301,8 @@ def load_agent(settings: Settings) -> tuple[Any, Any]:
     """Return the agent's function and the tokenizer.
 
     Raises:
-        TypeError: it is no async function of a policy and a problem.
-        Exception: what its import raised.
+        TypeError: it is not an async function of a policy and a problem.
+        Exception: its import raised this.
     """
     agent = load_function(settings.agent)
     is_async = inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(
@@ -327,7 +327,7 @@ def work(descriptor: int, marks: int) -> None:
     with contextlib.suppress(EOFError, OSError):  # the other side is gone
         settings: Settings = connection.recv()
         contain()
-        signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)  # the kernel ends the process
+        signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)  # then SIGALRM ends the process
         try:
             agent, tokenizer = load_agent(settings)
         except BaseException as error:

@@ -1,7 +1,7 @@
 """Advantages: how much better a completion (GRPO) or a token (PPO) was than expected.
 
-DAPO (Yu et al., 2025) is GRPO with a looser upper clip and a token mean, which are settings of the
-objective, a soft penalty for long completions, and a replacement of zero-variance groups.
+DAPO (Yu et al., 2025) adds to GRPO a looser upper clip and a token mean (settings of the
+objective), a soft penalty for long completions, and the replacement of zero-variance groups.
 """
 
 import statistics
@@ -14,8 +14,8 @@ def grpo_advantages(rewards: list[list[float]], epsilon: float = 1e-6) -> list[l
     """Return GRPO's `(reward - mean) / (std + epsilon)` within each group (QuRL, Section 3).
 
     Both `rewards` and the result are `[group][completion]`; an advantage holds for all tokens of
-    its completion. `std` is the standard deviation of a sample (n - 1), as in verl, which the paper
-    used for its experiments. The advantages of a zero-variance group are exactly 0.
+    its completion. `std` is the sample standard deviation (n - 1), as in verl, which the paper used
+    for its experiments. The advantages of a zero-variance group are exactly 0.
     """
     return [_group_advantages(group, epsilon) for group in rewards]
 
@@ -30,7 +30,7 @@ def _group_advantages(rewards: list[float], epsilon: float) -> list[float]:
 def is_zero_variance(rewards: list[float]) -> bool:
     """Return True for a group of equal rewards, whose advantages are all 0.
 
-    Such a group gives no gradient. DAPO's dynamic sampling replaces it by that of another prompt.
+    Such a group gives no gradient. DAPO's dynamic sampling replaces it by another prompt's group.
     """
     return len(set(rewards)) <= 1
 
@@ -59,15 +59,15 @@ def generalized_advantages(
     With delta_t = reward_t + discount * value_{t+1} - value_t, the advantage of token t is the sum
     over k >= 0 of (discount * gae_lambda)^k * delta_{t+k} (Schulman et al., 2016, Eq. 16), and its
     return is advantage + value. The value after the last token of a completion is 0, even if the
-    completion was truncated. t + 1 is the next token of `loss_mask`: the sum continues over tokens
-    in between that the policy did not sample, such as a user's turn in a conversation, and is not
-    discounted for them (as in verl). A reward at such a token is ignored.
+    completion was truncated. Here t + 1 is the next token of `loss_mask`: the sum skips tokens that
+    the policy did not sample, such as a user's turn in a conversation, and does not discount for
+    them (as in verl). A reward at such a token is ignored.
 
-    All are `[tokens]`, sequence after sequence: `rewards`, `values` and both results float32,
+    Tensors are `[tokens]`, sequence after sequence: `rewards`, `values` and both results float32,
     `loss_mask` bool. `lengths` is `[sequences]` int64. The results are 0 outside `loss_mask`.
     """
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
-    # Longest first, so that those with `back` tokens or more come first.
+    # Longest first, so that the sequences with `back` tokens or more are the first `count`.
     order = lengths.argsort(descending=True)
     ends, lengths = lengths.cumsum(0)[order], lengths[order]
     advantage = next_value = values.new_zeros(len(lengths))
@@ -87,9 +87,9 @@ def generalized_advantages(
 def whiten(advantages: Tensor, loss_mask: Tensor, epsilon: float = 1e-8) -> Tensor:
     """Return PPO's advantages with mean 0 and variance 1 over the tokens of `loss_mask`.
 
-    They are `(advantage - mean) / sqrt(variance + epsilon)`, with the variance of a sample (n - 1),
-    as in verl and TRL. Under the root, `epsilon` keeps advantages that hardly differ close to 0,
-    which would otherwise be rounding noise scaled up to a standard deviation of 1.
+    They are `(advantage - mean) / sqrt(variance + epsilon)`, with the sample variance (n - 1) as in
+    verl and TRL. Because `epsilon` is under the root, advantages that hardly differ stay close to
+    0. Otherwise their rounding noise would be scaled up to a standard deviation of 1.
 
     `advantages` and the result are `[tokens]` float32; the result is 0 outside `loss_mask`.
 

@@ -4,7 +4,7 @@ A training batch is ragged: its sequences lie one behind another, and position `
 `[tokens]` tensor belongs to token `t`. `behaviour_logprobs[t]` is the log-probability of
 `tokens[t]` given the tokens before it in its sequence. All log-probs are natural, float32, at the
 sampling temperature, and 0 where `loss_mask` is False. They are over the full vocabulary or, with
-sampling masks, over the tokens that `tokens[t]` was drawn from.
+sampling masks, over the candidates of `tokens[t]`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 from qurl_megatron.algorithm.score import Question, Score
 
 ENDS = ("answered", "turns", "tokens", "deadline", "error")
-"""What ends an agent's episode: its function returned, or asked for more turns or tokens than there
-may be, or took too long, or raised, or lost its process. The last two are `FAILURES`."""
+"""What ends an agent's episode: its function returned; it asked for more turns, or for more tokens,
+than there may be; it took too long; it raised or lost its process. The last two are `FAILURES`."""
 FAILURES = ("deadline", "error")
 
 
@@ -29,25 +29,25 @@ FAILURES = ("deadline", "error")
 class Prompt:
     """A problem as the policy sees it. Produced by `data/prompts.py`."""
 
-    id: str  # a hash of the question (and answer, if not its first): the same in every run
+    id: str  # a hash of the question (and of the answers if an earlier problem has the question)
     question: str
     answer: str
     token_ids: list[int]  # after the chat template, if the tokenizer has one
     metadata: dict[str, Any] = field(default_factory=dict)  # fields for the verifier
-    answers: tuple[str, ...] = ()  # if the data has a list of them: each is right
-    columns: dict[str, Any] = field(default_factory=dict)  # the entry, for a reward of one's own
+    answers: tuple[str, ...] = ()  # the data's list of right answers, if it has one
+    columns: dict[str, Any] = field(default_factory=dict)  # the data's entry, for a user's reward
 
     @property
     def asked(self) -> Question:
-        """What a verifier, a reward function or an agent learns of it."""
+        """What a verifier, a reward function or an agent learns of the problem."""
         return Question(self.question, self.answer, self.metadata, self.answers, self.columns)
 
 
 class SamplingMasks(NamedTuple):
-    """The candidates of sampled tokens: what top_p kept when each was drawn."""
+    """The candidates of each sampled token: the tokens that top_p kept when it was drawn."""
 
-    sizes: Tensor  # [tokens] int32, how many tokens each was drawn from
-    token_ids: Tensor  # [sum of sizes] int32, one token's behind another's
+    sizes: Tensor  # [tokens] int32, the number of candidates of each sampled token
+    token_ids: Tensor  # [sum of sizes] int32, the candidates, token after token
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,25 @@ class Completion:
     """What follows a prompt: a sampled answer, or an episode of an agent.
 
     An answer is produced by `rollout/client.py`, and all its tokens are sampled. An episode is
-    produced by `agents/client.py`. Its sampled tokens are in several spans, with tokens between
-    them that the policy has read and not written.
+    produced by `agents/client.py`. Its sampled tokens are in several spans; the tokens between them
+    were only read by the policy.
     """
 
-    token_ids: list[int]  # with the end-of-sequence token if it was sampled; the last is sampled
+    token_ids: list[int]  # with a sampled end-of-sequence token; the last token is always sampled
     behaviour_logprobs: list[float]  # one per sampled token, from the engine that sampled it
-    text: str  # an answer's tokens decoded without special tokens; of an episode, its last turn's
-    truncated: bool  # ended by a limit: max_completion_length, or of an episode its turns or tokens
+    text: str  # decoded without special tokens; of an episode, the last turn only
+    truncated: bool  # ended by a limit: max_completion_length, or an episode's turns or tokens
     token_versions: list[int]  # one per sampled token, the weight version that sampled it
     # [prompt and completion tokens - 1, layers, experts per token] int16: the experts that the
-    # engine chose in the pass that read token t, and predicted token t + 1; None: not recorded
+    # engine chose in the pass that read token t and predicted token t + 1; None: not recorded
     routed_experts: Tensor | None = None
     sampling_masks: SamplingMasks | None = None  # of the sampled tokens; None: not recorded
-    cached_tokens: int = 0  # of the tokens before it, those whose keys and values the server had
+    cached_tokens: int = 0  # tokens before it whose keys and values the server had cached
     episode: Episode | None = None  # None: an answer
 
     @property
     def sampled(self) -> list[bool]:
-        """One per token: True if the policy sampled it, False if it read it."""
+        """One per token: True if the policy sampled it, False if the policy only read it."""
         return self.episode.sampled if self.episode else [True] * len(self.token_ids)
 
     @property
@@ -84,17 +84,17 @@ class Completion:
 
     @property
     def oldest_version(self) -> int:
-        """The first weight version that sampled a token, in any branch."""
+        """The smallest weight version that sampled a token, in any branch."""
         return min(min(sequence.token_versions) for sequence in self.sequences())
 
     @property
     def has_failed(self) -> bool:
-        """True for an episode without a reward: nothing of it is trained on."""
+        """True for an episode without a reward, which is not trained on."""
         return self.episode is not None and self.episode.end in FAILURES
 
     @property
     def longest_turn(self) -> int:
-        """Number of tokens that were sampled at once, at the most."""
+        """Number of sampled tokens of the longest turn; of an answer, all its tokens."""
         turns = self.episode.turns if self.episode else []
         return max((turn.length for turn in turns), default=len(self.token_ids))
 
@@ -112,19 +112,19 @@ class TurnTokens(NamedTuple):
 
     length: int  # sampled tokens
     context: int  # tokens before them
-    cached_tokens: int  # of the context, those whose keys and values the server had
+    cached_tokens: int  # tokens of the context whose keys and values the server had cached
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What a completion is beyond an answer, if an agent has led to it. Without tensors."""
+    """What an agent's completion has beyond an answer."""
 
     prompt_ids: list[int]  # before the first sampled token
     sampled: list[bool]  # one per token of the completion
     end: str = ""  # what ended the episode, of `ENDS`; empty in a branch
-    score: Score | None = None  # as the agent says; None: the run's reward scores the last turn
+    score: Score | None = None  # from the agent; None: the run's reward scores the last turn
     turns: list[TurnTokens] = field(default_factory=list)  # over all branches, in order
-    # Sequences that the agent gave up for one with another history; each is trained on too.
+    # Sequences that the agent left for one with another history; each is trained on too.
     branches: list[Completion] = field(default_factory=list)
 
 
@@ -135,8 +135,8 @@ class RolloutGroup:
     prompt: Prompt
     completions: list[Completion]  # without failed episodes
     rewards: list[float]  # one per completion
-    scores: list[Score] = field(default_factory=list)  # that rewards come from, one each
-    sampled_at_s: float = 0.0  # time.perf_counter() when the completions were there
+    scores: list[Score] = field(default_factory=list)  # one per completion; rewards come from them
+    sampled_at_s: float = 0.0  # time.perf_counter() after the last completion
     failed: list[Completion] = field(default_factory=list)  # episodes without a reward
 
 
@@ -145,9 +145,9 @@ class TrainBatch:
     """Sequences to train on, each a prompt with one completion, one behind another.
 
     Produced by `loop/sampling.py` on global rank 0, which deals it out to the data-parallel
-    replicas. The tensors that are None at first are filled later in the step, or are of no use to
-    who has this batch. In a micro batch, all tensors but `lengths` are [1, tokens], and `mask_ids`
-    is [tokens, largest mask], where -1 fills up.
+    replicas. A tensor that is None is filled later in the step, or this rank does not need it. In a
+    micro batch, all tensors but `lengths` are [1, tokens], and `mask_ids` is
+    [tokens, largest mask], padded with -1.
     """
 
     lengths: Tensor  # [sequences] int64, the tokens of each sequence
@@ -167,25 +167,25 @@ class TrainBatch:
     # 0 outside loss_mask
     token_staleness: Tensor | None = None
     # [tokens, layers, experts per token] int16: the experts that the engine chose for each token,
-    # -1 for the last token of a sequence, which it did not read; None: not recorded
+    # -1 for the last token of a sequence, which the engine did not read; None: not recorded
     routed_experts: Tensor | None = None
-    # [tokens] int32: how many tokens each was drawn from, 0 outside loss_mask; None: from all
+    # [tokens] int32: the number of candidates of each token, 0 outside loss_mask; None: all tokens
     mask_sizes: Tensor | None = None
-    mask_ids: Tensor | None = None  # [sum of mask_sizes] int32: those tokens
+    mask_ids: Tensor | None = None  # [sum of mask_sizes] int32: the candidates
 
     @classmethod
     def empty(cls) -> TrainBatch:
-        """Return a batch without sequences, as ranks other than global rank 0 have it."""
+        """Return a batch without sequences, for ranks other than global rank 0."""
         nothing = torch.zeros(0, dtype=torch.int64)
         return cls(lengths=nothing, tokens=nothing.int(), loss_mask=nothing.bool())
 
     def only(self, *names: str) -> TrainBatch:
-        """Return the batch with its tokens and mask, and of the other tensors only these."""
+        """Return the batch with its lengths, tokens, loss mask and the tensors of these names."""
         kept = {name: getattr(self, name) for name in names}
         return TrainBatch(self.lengths, self.tokens, self.loss_mask, **kept)
 
     def split(self, parts: int) -> Iterator[TrainBatch]:
-        """Yield `parts` batches of the same number of sequences, or one more, in order."""
+        """Yield `parts` batches in order; their numbers of sequences differ by one at most."""
         bounds = [part * len(self) // parts for part in range(parts + 1)]
         for first, after in pairwise(bounds):
             yield self.select(range(first, after))
@@ -201,7 +201,7 @@ class TrainBatch:
         return selected
 
     def map(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
-        """Return a batch of `change(tensor)` for every [tokens] tensor that is not None."""
+        """Return the batch with `change(tensor)` in place of every [tokens] tensor."""
         tensors = {each.name: getattr(self, each.name) for each in fields(self)}
         lengths, ids = tensors.pop("lengths"), tensors.pop("mask_ids")
         changed = {name: None if t is None else change(t) for name, t in tensors.items()}
@@ -219,7 +219,7 @@ def pack(
     """Lay groups out as one batch, in order: one sequence per completion, or per branch of it.
 
     `advantages[group][completion]` is given to every sampled token of that completion. `version` is
-    the weight version trained against, from which staleness is counted; None: it is 0 everywhere.
+    the weight version trained against, from which staleness is counted; None: no staleness.
     """
     rows = [
         (sequence, sequence.prompt_ids(group.prompt), index, number)
@@ -268,8 +268,8 @@ def pack(
 
 
 def _places(lengths: Tensor, chosen: Tensor) -> Tensor:
-    """Return where the items of chosen runs are, if runs of `lengths` lie one behind another."""
+    """Return the positions of the items of chosen runs; all runs lie one behind another."""
     of_chosen = lengths[chosen]
-    # An item moves by what its run moves.
+    # All items of a run move by the same distance.
     moves = (lengths.cumsum(0) - lengths)[chosen] - (of_chosen.cumsum(0) - of_chosen)
     return torch.arange(int(of_chosen.sum())) + moves.repeat_interleave(of_chosen)

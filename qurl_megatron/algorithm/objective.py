@@ -32,9 +32,9 @@ With A the advantage, each objective maximizes, token by token,
     acr            Eq. 9      proximal    min(rho, C)     (1 + eps_high) / r, r = min(1, C / rho)
     sequence_tis   -          proximal    min(rho_s, C)   1 + eps_high
 
-- `naive` is PPO with the engine as the old policy. R contains the mismatch, so tokens are clipped
-  that no update has moved. Training collapses (Fig. 2).
-- `on_policy` pretends that the learner sampled the tokens. It is stable, and ends well below
+- `naive` is PPO with the engine as the old policy. R contains the mismatch, so it clips tokens that
+  no update has moved. Training collapses (Fig. 2).
+- `on_policy` pretends that the learner sampled the tokens. It is stable, but ends well below
   full-precision training.
 - `decoupled` (decoupled PPO) corrects for the engine with rho and clips against the learner. rho
   can reach 1e5 (Fig. 3), and the gradient explodes with it.
@@ -44,18 +44,18 @@ With A the advantage, each objective maximizes, token by token,
 - `acr` (adaptive clipping range), QuRL's own objective, divides the upper bound by r, so that r * R
   is clipped at 1 + eps_high and more tokens with a positive advantage keep their gradient. Where
   rho <= C, r is exactly 1 and `acr` is `tis`, bit for bit.
-- `sequence_tis`, which is not of the paper, caps the product rho_s of all rho of the token's
-  sequence. That is the importance weight of the sequence, which its reward and so its advantage
-  belong to. Tokens that the policy read and did not sample have no part in it.
+- `sequence_tis` is not from the paper. It caps rho_s, the product of all rho of the token's
+  sequence: the importance weight of the sequence, to which the reward and so the advantage belong.
+  Tokens that the policy only read have no part in it.
 
 A token with a negative advantage has no bound above: the further an update raises its probability,
 the larger its gradient. Dual clip (Ye et al., 2020, Eq. 5; verl's `clip_ratio_c`) adds one, d:
 
     J = weight * max(min(R * A, clip(R, 1 - eps_low, upper) * A), d * A)    where A < 0
 
-so that R > d has no gradient. The bound is on R itself, of every objective: the weight is applied
-after it, and ACR's r is not part of it, since r only widens the bound of positive advantages. The
-gradient of such a token in log R is then at most weight * d * |A|.
+so that R > d has no gradient. For every objective the bound is on R itself: the weight is applied
+after it, and ACR's r does not change it, because r only widens the bound of positive advantages.
+The gradient of such a token in log R is then at most weight * d * |A|.
 """
 
 import dataclasses
@@ -75,13 +75,14 @@ from qurl_megatron.config.schema import Config, ObjectiveConfig
 # of float32 (e^80 = 5.5e34). At the clamp, R has no gradient.
 MAX_LOG_RATIO = 20.0
 
-# Token staleness that statistics are kept apart by: name, smallest and largest staleness.
+# Statistics are kept by token staleness: name of the bucket, its smallest and largest staleness.
 STALENESS_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+": (5, 2**31 - 1)}
-# The penalty's k3 is at most 10, as in verl, slime and OpenRLHF, and has no gradient beyond. It is
-# reached at reference / current = 13.6, where its gradient in log current is 1 - 13.6. One token
-# that the policy has all but given up would otherwise outweigh a batch, with a gradient of e^20.
+# The penalty's k3 is at most 10, as in verl, slime and OpenRLHF, and has no gradient beyond. It
+# reaches 10 at reference / current = 13.6, where its gradient in log current is 1 - 13.6. Without
+# the cap, one token that the policy hardly samples any more could outweigh a batch: its gradient
+# would be e^20.
 MAX_K3_PENALTY = 10.0
-OWN = "own/"  # begins the names of statistics of an objective of the user's own
+OWN = "own/"  # prefix of the names of statistics of a user's own objective
 
 
 class ObjectiveOutput(NamedTuple):
@@ -124,8 +125,8 @@ def policy_objective(
         reference_logprobs: from the model before any training; only the penalty needs them.
         sequence_log_rho: the sum of log rho over the sampled tokens of each token's sequence; only
             `sequence_tis` needs it.
-        token_staleness: int32, weight versions between a token's sampling and its
-            training. They change nothing but the stats.
+        token_staleness: int32, weight versions between a token's sampling and its training; only
+            the stats use it.
 
     Returns:
         The loss, and sums over the tokens of positive weight. Add the sums up over micro batches
@@ -209,7 +210,7 @@ def policy_objective(
 
 
 class _SumOverSequences(torch.autograd.Function):
-    """Sums over sequences with a gradient, which is the same sum of what comes back."""
+    """A sum over sequences with a gradient: the same sum over the incoming gradients."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:
@@ -232,10 +233,12 @@ class OwnObjective:
     def gains(
         self, rows: Mapping[str, Tensor | None], sum_over: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return J and the statistics, of each token.
+        """Return J and the statistics of each token.
+
+        `rows` and the results are [1, tokens]. Where a loss weight is 0, the function gets 0.
 
         Raises:
-            TypeError: they are no tensors of the tokens' shape.
+            TypeError: J or one of the statistics is not a tensor of the tokens' shape.
         """
         weights = rows["loss_weights"]
         assert weights is not None
@@ -280,12 +283,12 @@ class PolicyLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss and the statistics of its tokens.
 
-        A batch without proximal log-probs is in its first pass, so that its current log-probs are
-        the proximal ones. They are kept in the batch, as is their entropy.
+        A batch without proximal log-probs is in its first pass, so its current log-probs are the
+        proximal ones. The batch keeps them and their entropy.
 
         Args:
-            sum_over_sequences: returns for each token the sum of such a tensor over its sequence;
-                only `sequence_tis` needs it.
+            sum_over_sequences: returns for each token the sum of a tensor over its sequence;
+                `sequence_tis` and a user's own objective need it.
 
         Returns:
             The loss, and statistics for `add_up`: those of `policy_objective`, `entropy`, and
@@ -296,14 +299,15 @@ class PolicyLoss:
         assert batch.behaviour_logprobs is not None and batch.entropy is not None
         assert batch.advantages is not None
         settings = dataclasses.asdict(self.config)
-        del settings["aggregation"]  # which `loss_weights` follow
+        del settings["aggregation"]  # `loss_weights` contain it
         counted = loss_weights > 0
         sequence_log_rho = None
         if self.config.objective == "sequence_tis" and sum_over_sequences is not None:
             log_rho = batch.proximal_logprobs - batch.behaviour_logprobs
             sequence_log_rho = sum_over_sequences(_where(counted, log_rho))
         if self.own is not None:
-            settings["objective"] = "on_policy"  # whose penalty and whose count of tokens hold
+            # With advantages of 0, only its penalty and its number of tokens are left.
+            settings["objective"] = "on_policy"
             if self.own.takes_reference:
                 settings["kl_coefficient"] = 0.0
         output = policy_objective(
@@ -393,9 +397,10 @@ def token_weights(loss_mask: Tensor, lengths: Tensor, aggregation: str) -> Tenso
             token by 1 / number of tokens (DAPO).
 
     Raises:
-        ValueError: the aggregation is unknown, or the batch has no token.
+        ValueError: the aggregation is unknown, or sequences have no token to train on.
     """
     mask = loss_mask.to(torch.float32)
+    # Ranks other than global rank 0 have a batch without sequences.
     if len(lengths) and not loss_mask.any():
         raise ValueError("loss_mask has no token to train on")
     if aggregation == "sequence_mean":
@@ -411,7 +416,7 @@ def token_weights(loss_mask: Tensor, lengths: Tensor, aggregation: str) -> Tenso
 def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
     """Yield the minibatches of a step in order, each with its loss weights.
 
-    They have the tensors of `batch` that the learner needs.
+    Each has the tensors of `batch` that the learner needs.
     """
     names = ["behaviour_logprobs", "advantages", "routed_experts", "mask_sizes", "mask_ids"]
     if config.rollout.max_staleness:
@@ -424,7 +429,7 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
 
 
 def add_up(statistics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Add up statistics by name; of those whose name begins with `largest_`, take the largest."""
+    """Add up statistics by name, but take the largest where a name begins with `largest_`."""
     total: dict[str, float] = {}
     for each in statistics:
         for name, value in each.items():
@@ -489,7 +494,7 @@ def rollout_statistics(sums: Mapping[str, float], suffix: str = "") -> dict[str,
 
 
 def staleness_masks(token_staleness: Tensor) -> dict[str, Tensor]:
-    """Return which tokens each bucket of `STALENESS_BUCKETS` has, as masks of the same shape."""
+    """Return a mask of the tokens in each of `STALENESS_BUCKETS`, of the same shape."""
     return {
         bucket: (token_staleness >= smallest) & (token_staleness <= largest)
         for bucket, (smallest, largest) in STALENESS_BUCKETS.items()
@@ -503,7 +508,7 @@ def statistics_by_staleness(sums: Mapping[str, float]) -> dict[str, dict[str, fl
     proximal policy itself, so only quantization and the engine's rounding separate its log-probs.
     With growing staleness, the drift of the policy over that many updates is added.
 
-    They are the `rollout_statistics`, `clip_fraction` and `acr_widened_fraction` of the bucket, and
+    A bucket has its `rollout_statistics`, `clip_fraction`, `acr_widened_fraction`, and
     `token_fraction`, its share of all tokens.
     """
     statistics = {}

@@ -1,10 +1,10 @@
-"""What rollouts must show before a run trains on them; what they cannot be ends the run.
+"""Check that rollouts are samples of the policy, before a run trains on them.
 
-Servers may sample otherwise than they were asked to, for a variable of their environment or an
-option, and report log-probs of another distribution than they drew from. Nothing fails then: the
-run trains on wrong ratios. Two properties of right rollouts show it:
+An environment variable or an option can make servers sample from another distribution than the
+run asked for, or report log-probs of a distribution that they did not draw from. Nothing fails
+then: the run trains on wrong ratios. Right rollouts have two properties:
 
-- The log-probs of sampled tokens are the learner's, but for rounding and quantization.
+- The log-probs of sampled tokens are the learner's, except for rounding and quantization.
 - Completions of one prompt differ, as often as their own log-probs say.
 """
 
@@ -15,7 +15,7 @@ from qurl_megatron.algorithm.batch import Completion
 from qurl_megatron.config.schema import FormatName
 from qurl_megatron.device import SharedError
 
-# KL(behaviour || proximal), k3, in nats: some ten to a hundred times the largest that was measured
+# KL(behaviour || proximal), k3, in nats: about ten to a hundred times the largest value measured
 # with right rollouts. docs/method.md#proof has the measurements.
 LARGEST_KL: dict[FormatName, float] = {
     "bf16": 5e-3,
@@ -25,8 +25,8 @@ LARGEST_KL: dict[FormatName, float] = {
     "fp8-block": 4e-2,
     "int4": 2e-1,
 }
-LARGEST_KL_OF_EXPERTS = 4e-2  # or more: a router chooses other experts for a few tokens
-IMPOSSIBLE = 1e-6  # probability of what is taken for wrong
+LARGEST_KL_OF_EXPERTS = 4e-2  # at least: engines choose other experts for a few tokens
+IMPOSSIBLE = 1e-6  # rollouts of a lower probability are taken for wrong
 
 
 class WrongRollouts(RuntimeError, SharedError):
@@ -36,28 +36,28 @@ class WrongRollouts(RuntimeError, SharedError):
 def check_mismatch(
     set_name: str, format: FormatName, has_experts: bool, kl: float, *, shares_base: bool = False
 ) -> None:
-    """Check what servers of a format say of their samples against what the learner computes.
+    """Check the log-probs that servers report against the learner's.
 
     Args:
         set_name: rollout or evaluation.
         format: of the servers' weights.
         has_experts: the model is a mixture of experts.
         kl: KL(behaviour || proximal), k3, in nats per token.
-        shares_base: the learner multiplies the codes of the servers, beneath adapters. Of INT4,
-            which quantizes no activations, nothing is then left to explain.
+        shares_base: beneath adapters, the learner multiplies the same codes as the servers. INT4
+            quantizes no activations, so it then explains no difference.
 
     Raises:
         WrongRollouts: the format does not explain the difference.
     """
     explained = LARGEST_KL["bf16" if shares_base and format == "int4" else format]
     limit = max(explained, LARGEST_KL_OF_EXPERTS if has_experts else 0.0)
-    if not kl <= limit:  # NaN neither
+    if not kl <= limit:  # true for NaN too
         raise WrongRollouts(
             f"the {set_name} servers' log-probs are not the learner's: KL(behaviour, proximal) is "
             f"{kl:.1e}, and {format} explains {limit:.1e} at most. Likely causes, "
             f"the likeliest first: an option in {set_name}.server.options or a variable in "
             f"{set_name}.server.environment changes how servers sample or what they report; the "
-            "servers compute the model otherwise than the learner, as they may a new architecture; "
+            "servers do not compute what the learner does, which a new architecture may cause; "
             "the format is too coarse for the model (qurl mismatch shows its layers). "
             "rollout.accept_mismatch=true trains all the same"
         )
@@ -66,9 +66,9 @@ def check_mismatch(
 def check_differ(groups: Iterable[Sequence[Completion]]) -> None:
     """Check that completions of one prompt differ as often as their own log-probs say.
 
-    That all completions of a group equal the first has a probability, by the log-probs of the
-    first. The check fails if the product over the groups where it happened is below
-    `IMPOSSIBLE`, however one chooses such groups among all.
+    The log-probs of a group's first completion give the probability that all others equal it. The
+    check fails if the product of these probabilities, over the groups where it happened, is below
+    `IMPOSSIBLE` divided by the number of ways to choose such groups.
 
     Raises:
         WrongRollouts: so many equal completions cannot be samples.
@@ -83,6 +83,7 @@ def check_differ(groups: Iterable[Sequence[Completion]]) -> None:
             num_equal += 1
             own = sum(sum(sequence.behaviour_logprobs) for sequence in first.sequences())
             logprob += len(others) * own
+    # There are 2^num_groups ways to choose groups.
     if logprob < log(IMPOSSIBLE) - num_groups * log(2):
         raise WrongRollouts(
             f"all answers to a prompt are the same, for {num_equal} of {num_groups} prompts, which "

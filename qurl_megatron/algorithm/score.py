@@ -1,4 +1,4 @@
-"""What a completion is worth, as a verifier or a reward function says it.
+"""The score of a completion, from a verifier or a reward function.
 
 This file imports nothing heavy, because the processes that score import it.
 """
@@ -19,12 +19,12 @@ class Question:
     question: str  # for a chat, the content of all messages
     answer: str  # the first, if there are several
     metadata: dict[str, Any]
-    answers: tuple[str, ...] = ()  # if the data has a list of them: each is right
-    columns: dict[str, Any] = field(default_factory=dict)  # the entry, for a reward of one's own
+    answers: tuple[str, ...] = ()  # the data's list of right answers, if it has one
+    columns: dict[str, Any] = field(default_factory=dict)  # the data's entry, for a user's reward
 
     @property
     def right_answers(self) -> tuple[str, ...]:
-        """The answers, one or more, of which any is right."""
+        """The right answers, at least one."""
         return self.answers or (self.answer,)
 
 
@@ -37,12 +37,12 @@ class Score(NamedTuple):
     """Named numbers beside the reward. The built-in verifiers give `accuracy`: 1 if the answer is
     fully right, else 0."""
     failure: str
-    """Why the verifier gave no reward, which starts with `TIMED_OUT` if it took too long. Empty: it
-    did."""
+    """Why the verifier gave no reward; it starts with `TIMED_OUT` if the verifier took too long.
+    Empty: it gave one."""
 
     @property
     def accuracy(self) -> float:
-        """Return the part `accuracy`; without it, as of most reward functions, the reward."""
+        """Return the part `accuracy`, or the reward if there is none, as with most functions."""
         return self.parts.get(ACCURACY, self.value)
 
     @property

@@ -12,7 +12,7 @@ import typer
 
 from qurl_megatron.commands.runs import job_options, launch
 
-# As `qurl launch` has them.
+# The same as those of `qurl launch`.
 OPTIONS = {
     name: parameter
     for name, parameter in inspect.signature(launch, eval_str=True).parameters.items()
@@ -21,9 +21,10 @@ OPTIONS = {
 
 
 def may_be_job(command: Callable[..., Iterator[int]]) -> Callable[..., None]:
-    """Give a command the options of a job, which runs the same words on one node.
+    """Give a command the options of a Slurm job, which runs the same command on one node.
 
-    The command checks its input, yields the number of GPUs that it uses, and does its work.
+    `command` checks its input, yields the number of GPUs that it uses, and then does its work. So
+    wrong input is refused before a job is submitted.
     """
 
     @functools.wraps(command)
@@ -46,6 +47,7 @@ def may_be_job(command: Callable[..., Iterator[int]]) -> Callable[..., None]:
         else:
             next(steps, None)  # the rest of the command
 
+    # typer reads the command line's parameters from the signature and the annotations.
     parameters = list(inspect.signature(command, eval_str=True).parameters.values())
     first = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [
@@ -58,7 +60,7 @@ def may_be_job(command: Callable[..., Iterator[int]]) -> Callable[..., None]:
 
 
 def _words(context: typer.Context) -> list[str]:
-    """Return the words of this command again, without the options of its job."""
+    """Return the words of this command line, without the options of the job."""
     options, arguments = [], []
     for parameter in context.command.params:
         name = parameter.name or ""

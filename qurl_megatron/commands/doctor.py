@@ -1,6 +1,6 @@
-"""Check that this machine has what a run needs, for `qurl doctor`. Nothing is changed.
+"""Check for `qurl doctor` that this machine has what a run needs; nothing is changed.
 
-What pip or a run itself refuses is not checked again: another Python, or too little disk.
+Another Python and too little disk are not checked here: pip or the run itself refuses them.
 Each check yields a status and a text: what it found, or the remedy. The statuses are:
 
 - `ok`: present and right;
@@ -34,7 +34,7 @@ Result = tuple[Status, str, str]  # a finding, with the subject of its check in 
 
 
 def check_machine() -> list[Result]:
-    """Return the findings of all checks; a check that raises becomes a wrong one."""
+    """Return the findings of all checks; a check that raises is reported as failed."""
     results: list[Result] = []
     for name, check in CHECKS.items():
         try:
@@ -61,7 +61,7 @@ def page(results: list[Result]) -> str:
 
 
 def check_packages() -> Findings:
-    """Check that the packages that the distribution requires are installed, as it pins them."""
+    """Check that all required packages are installed, in their pinned versions."""
     declared = importlib.metadata.requires(DISTRIBUTION) or []
     lines = "\n".join(line for line in declared if "extra ==" not in line)
     pins = dict(re.findall(r"^([\w.-]+)(?:\[.*?\])?\s*(?:==\s*([^\s;,]+))?", lines, re.MULTILINE))
@@ -76,7 +76,7 @@ def check_packages() -> Findings:
 
 
 def package_problem(name: str, pin: str) -> str:
-    """Return what is wrong with a package, or an empty string; an empty `pin` is any version."""
+    """Return what is wrong with a package, or an empty string; an empty `pin` takes any version."""
     install = f"pip install '{name}=={pin}'" if pin else f"pip install {name}"
     try:
         version = importlib.metadata.version(name)
@@ -84,6 +84,7 @@ def package_problem(name: str, pin: str) -> str:
         return f"{name} is not installed: {install}"
     except KeyError:
         return f"{name} has unreadable metadata; install it again"
+    # torch 2.14.1+cpu counts as 2.14.1.
     is_right = not pin or version.partition("+")[0] == pin
     return "" if is_right else f"{name} is {version}, not {pin}: {install}"
 
@@ -110,7 +111,7 @@ def check_gpus() -> Findings:
 
 
 def check_weight_formats() -> Findings:
-    """Say which weight formats all GPUs serve, or else the CPU, and how that multiplies."""
+    """Find the weight formats that all GPUs serve; without GPUs, those of the CPU."""
     gpus = visible_gpus()
     if not gpus:
         from qurl_megatron.quantization import products
@@ -133,7 +134,7 @@ def check_weight_formats() -> Findings:
 
 
 def check_kernels() -> Findings:
-    """Check that servers on a GPU find what they compile kernels with."""
+    """Check that servers on a GPU find the CUDA toolkit that compiles their kernels."""
     from qurl_megatron.rollout import toolkit
 
     if not visible_gpus():
@@ -178,7 +179,7 @@ def check_shared_memory() -> Findings:
 
 
 def check_slurm() -> Findings:
-    """Say which Slurm there is to submit jobs to."""
+    """Find the Slurm that jobs can be submitted to."""
     version = output_of(["sbatch", "--version"]).strip()
     if version:
         yield "ok", version

@@ -43,7 +43,7 @@ def export(
 
     _check_new(destination)
     warn_of_pickles(checkpoint)
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # of what is not installed
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # about optional packages
     from qurl_megatron.learner.checkpoint import read_config
 
     read_config(checkpoint)
@@ -132,6 +132,7 @@ def mismatch(
         if not output.parent.is_dir():
             raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it")
         check_output(output)
+    # It imports torch, so the cheap checks come first.
     from qurl_megatron.evaluation.mismatch import (
         MismatchOptions,
         measure,
@@ -279,14 +280,14 @@ def serve(
 
 
 def _found(model: str | Path) -> str:
-    """Return the directory of a model, which is downloaded if it is one of the Hub."""
+    """Return the directory of a model; a model of the Hub is downloaded first."""
     from qurl_megatron.model.hub import local_model
 
     return local_model(str(model))
 
 
 def _check_new(destination: Path) -> None:
-    """Check that nothing has this name, not even a link to nowhere."""
+    """Check that nothing exists under this name, not even a broken link."""
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.files import check_output
 
@@ -296,7 +297,7 @@ def _check_new(destination: Path) -> None:
 
 
 def check_format(name: str, group_size: int) -> WeightFormat:
-    """Return a format and its group size in one name; raise ConfigError if they are none."""
+    """Return a format and its group size as one name; raise ConfigError if one is unknown."""
     from typing import get_args
 
     from qurl_megatron.config.schema import ConfigError, FormatName, with_group_size
@@ -315,9 +316,9 @@ def check_format(name: str, group_size: int) -> WeightFormat:
 
 @contextmanager
 def progress_bar(title: str, unit: Literal["bytes", "passes"] = "bytes") -> Iterator[Progress]:
-    """Show a progress bar; yield a function that takes what is done and what there is to do.
+    """Show a progress bar; yield a function that takes the amounts done and to do.
 
-    A bar of passes is on stderr.
+    A bar of passes goes to stderr.
     """
     from rich import progress
     from rich.console import Console

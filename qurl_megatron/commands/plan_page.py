@@ -17,16 +17,16 @@ PUBLISHED = {
     "dense, long answers": (4, 0.9, 1.3),
     "dense, short answers": (4, 0.9, 1.4),
 }
-"""How many published steps of a kind there are, and how many times as long as planned they took.
+"""By kind: how many steps were published, and the range of their time over the planned time.
 
-`benchmarks/plan.py` has them.
+`benchmarks/plan.py` has the steps.
 """
 
 
 def print_plan(plan: Plan, placements_s: Mapping[str, float | None]) -> None:
     """Print a plan: its layout, the memory of learner and servers, and the time of a step.
 
-    `placements_s` is the time of a step in each placement that it was compared with.
+    `placements_s` has the seconds of a step in each placement that was compared; None: no fit.
     """
     config, server = plan.config, plan.config.rollout.server
     console = Console(highlight=False)
@@ -58,7 +58,7 @@ def print_plan(plan: Plan, placements_s: Mapping[str, float | None]) -> None:
 
 
 def _compare(plan: Plan, placements_s: Mapping[str, float | None]) -> Iterator[str]:
-    """Yield what other placements would take, and what colocation does."""
+    """Yield sentences on the time in each placement, and on what colocated GPUs hold."""
     if len(placements_s) > 1:
         times = [
             f"{name} {'does not fit' if time_s is None else f'{time_s:.1f} s'}"

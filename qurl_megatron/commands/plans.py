@@ -33,7 +33,7 @@ LAYOUT_FIELDS = (
     "rollout.server.tensor_parallel_size",
     "rollout.server.max_running_requests",
 )
-"""What a search of layouts decides, unless it is given."""
+"""Fields that a search of layouts decides, unless they are given."""
 
 
 def plan(
@@ -56,8 +56,8 @@ def plan(
     mean_completion: Annotated[
         float | None,
         typer.Option(
-            help="Mean completion length, in tokens; of an agent, with what it observes. Default: "
-            "a quarter of max_completion_length, or of the room of an episode."
+            help="Mean completion length, in tokens, with observed ones for an agent. Default: a "
+            "quarter of max_completion_length, or of the room of an episode."
         ),
     ] = None,
     log_deviation: Annotated[
@@ -81,7 +81,7 @@ def plan(
     ] = False,
     time: Annotated[
         str | None,
-        typer.Option(help="Time limit of a job, such as 04:00:00: say what speaks against it."),
+        typer.Option(help="Time limit of a job, such as 04:00:00; warn if it is too short."),
     ] = None,
     max_restarts: Annotated[
         int, typer.Option(min=0, max=10_000, help="How often the job may be requeued.")
@@ -98,10 +98,10 @@ def plan(
     """Estimate the memory and time that a run needs; nothing is allocated.
 
     For a model, choose the layout with the shortest step, and whether learner and servers are
-    colocated. Beside it stands the step of servers that sample ahead, which is chosen only if
-    rollout.max_staleness is given. Fields that are given keep their values.
+    colocated. The time with servers that sample ahead is shown too, but that is chosen only if
+    rollout.max_staleness is given. Given fields keep their values.
 
-    For a recipe, keep its own layout. With --gpus, servers get all that its learner leaves.
+    For a recipe, keep its own layout. With --gpus, servers get all GPUs that the learner leaves.
 
     If something does not fit, the error names the part that is too large.
     """
@@ -156,7 +156,7 @@ def _numbers(gpus: str) -> list[int]:
     """Return the numbers of GPUs of `--gpus`, in their order.
 
     Raises:
-        ConfigError: they are none.
+        ConfigError: one of them is not a number of GPUs.
     """
     from qurl_megatron.config.schema import ConfigError
 
@@ -172,10 +172,10 @@ def _workload(
     mean_completion: float | None,
     log_deviation: float,
 ) -> Workload:
-    """Return the lengths that are given, and for the others what a plan assumes.
+    """Return the lengths that are given, and a plan's own assumptions for the others.
 
     Raises:
-        ConfigError: a length is above its maximum in `config`, or a number is none.
+        ConfigError: a length is above its maximum in `config`, or a number is out of range.
     """
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.planning.lengths import Workload, longest_completion
@@ -200,8 +200,9 @@ def _workload(
 def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
     """Return the model's shape, the configuration, and the fields of its layout that are given.
 
-    A model gets the configuration of recipes/scaling_32b.py, with experts of recipes/qwen3_moe.py,
-    a hybrid of recipes/qwen3_5.py. A recipe has its own, with a layout: None.
+    A dense model gets the configuration of recipes/scaling_32b.py, one with experts that of
+    recipes/qwen3_moe.py, and a hybrid that of recipes/qwen3_5.py. A recipe has a configuration and
+    layout of its own; its fields are None.
 
     Raises:
         ArchitectureError, ConfigError: one line.
@@ -230,7 +231,7 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
         subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
         if architecture.delta_net:
             subject = "qwen3_5"
-            if architecture.num_experts:  # for which there is no UAQ
+            if architecture.num_experts:  # such a hybrid has no UAQ
                 overrides = ["quantization.uaq.scale=1", *overrides]
     elif not is_recipe:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The command that plays a learner's ranks on GPUs that do not exist."""
+"""The command that plays a learner's ranks on fake GPU tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rehearse(
     ] = False,
     transformer_engine: Annotated[
         bool | None,
-        typer.Option(help="Play Transformer Engine's layers. Default: if its Python is there."),
+        typer.Option(help="Play Transformer Engine's layers. Default: if it is installed."),
     ] = None,
     changed: Annotated[
         float, typer.Option(min=0.001, max=0.2, help="Share of elements that a delta changes.")
@@ -31,7 +31,7 @@ def rehearse(
 ) -> None:
     """Play the learner's ranks at their true size without a GPU: memory, waits, collectives.
 
-    The code is that of a run, the tensors are fake. Exit code 1: a rank fails or does not fit.
+    The code is a run's own; the tensors are fake. Exit code 1: a rank fails or does not fit.
     """
     from qurl_megatron.commands.rehearse_page import find_transformer_engine, play_and_print
     from qurl_megatron.planning.gpus import node_of

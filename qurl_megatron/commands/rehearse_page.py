@@ -15,15 +15,15 @@ from qurl_megatron.planning.plan import Plan, layout_overrides
 from qurl_megatron.rehearsal import transformer_engine
 from qurl_megatron.rehearsal.rehearsal import Played, Rehearsal, play, ranks_that_differ
 
-UNSEEN = """Not seen: numbers, and with them whatever depends on the values of weights (a router is
-balanced, a delta has the share of changes that was stated); NCCL's order of collectives, its hangs
-and its buffers; what a kernel refuses or needs as a workspace; fragmentation. Transformer Engine's
-kernels are stand-ins; its attention is torch's, its FP8 is not played. The publish is the learner's
-part of it: no server receives. docs/own-model.md says more."""
+UNSEEN = """Not seen: numbers, and whatever depends on the values of weights (a router counts as
+balanced, a delta has the stated share of changes); NCCL's order of collectives, its hangs and its
+buffers; what a kernel refuses or needs as a workspace; fragmentation. Transformer Engine's kernels
+are stand-ins; its attention is torch's, its FP8 is not played. Of the publish, only the learner's
+part is played: no server receives. docs/own-model.md says more."""
 
 
 def find_transformer_engine(wanted: bool | None) -> Path | None:
-    """Return the directory of its Python, if it is `wanted`; None: if it is there.
+    """Return Transformer Engine's directory if it is `wanted`, or with None if it is installed.
 
     Raises:
         ConfigError: it is wanted, but not there.
@@ -38,7 +38,7 @@ def find_transformer_engine(wanted: bool | None) -> Path | None:
 
 
 def rehearse_plan(plan: Plan) -> int:
-    """Play the ranks of a plan that differ; print what was seen, and return the exit code."""
+    """Play a plan's ranks that differ, print what was seen, and return the exit code."""
     ranks, found = ranks_that_differ(plan.config.learner), transformer_engine.find()
     return play_and_print(Rehearsal(plan.architecture, plan.config, plan.node, ranks, found))
 
@@ -78,7 +78,7 @@ def _page(rehearsal: Rehearsal, played: Sequence[Played]) -> Iterator[str]:
     yield (
         f"Layers {layers} Transformer Engine. GiB, traced and planned; a GPU has "
         f"{gpu.memory_bytes / GIB:.1f}, less {RUNTIME_BYTES / GIB:.0f} assumed for CUDA and NCCL. "
-        "Of a publish, the plan is that of a rank that sends."
+        "For the publish, the plan is that of a rank that sends."
     )
     yield f"\n{'rank':>6} {'stage':>5}" + "".join(
         f" {name:>22}" for name in ("kept", "score", "update", "publish")
@@ -101,7 +101,7 @@ def _page(rehearsal: Rehearsal, played: Sequence[Played]) -> Iterator[str]:
 
 
 def _describe(played: Played, name: str) -> Iterator[str]:
-    """Yield what holds the peak of a phase of a rank, what it computes and sends."""
+    """Yield what holds the peak memory of a rank's phase, and what it computes and sends."""
 
     phase = played.phases[name]
     holders = Counter({title: num_bytes / GIB for title, num_bytes in phase["holders"].items()})
@@ -120,7 +120,7 @@ def _describe(played: Played, name: str) -> Iterator[str]:
 
 
 def _waits(played: Sequence[Played]) -> Iterator[str]:
-    """Yield where the host waits for the GPU, with the most of any rank."""
+    """Yield where the host waits for the GPU, with the largest count of any rank."""
     shown = ("score", "update", "publish", "delta")
     for name in (name for name in shown if name in played[0].phases):
         most: Counter[str] = Counter()

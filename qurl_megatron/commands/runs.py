@@ -26,7 +26,7 @@ Overrides = Annotated[
         metavar="FIELD=VALUE", help="Fields to change; `qurl config RECIPE` lists them."
     ),
 ]
-# Options of `qurl launch` that make no sense on this machine.
+# Options of `qurl launch` that only Slurm jobs have.
 SLURM_OPTIONS = """account partition time gpus_per_node gpu heterogeneous sbatch container_image
     container_mounts setup env max_restarts""".split()
 
@@ -51,7 +51,7 @@ def config(recipe: RecipeName, overrides: Overrides = None) -> None:
     loaded = load_recipe(recipe)
     page = commented_yaml(with_overrides(loaded.config, overrides or []))
     if loaded.package:
-        print(f"# Recipe that gives the fields which are left out.\nrecipe: {loaded.package}")
+        print(f"# Recipe that gives the fields left out here.\nrecipe: {loaded.package}")
     print(page, end="")
 
 
@@ -84,7 +84,7 @@ def resume(
     run_dir: RunDir,
     overrides: Overrides = None,
     here: Annotated[
-        bool, typer.Option("--here", help="Also a run of Slurm jobs, outside of a job.")
+        bool, typer.Option("--here", help="Resume even a run of Slurm jobs on this machine.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the run. Start and write nothing.")
@@ -200,7 +200,7 @@ def launch(
 
 
 def job_options(context: typer.Context) -> JobOptions | None:
-    """Return what a command was told of its job; None if it is to run on this machine.
+    """Return the job's options from the command line; None: it runs on this machine.
 
     Raises:
         ConfigError: an option is malformed, or there are some without `--executor slurm`.
@@ -233,7 +233,7 @@ def job_options(context: typer.Context) -> JobOptions | None:
 
 
 def _pairs(given: dict[str, Any], option: str, form: str) -> dict[str, str]:
-    """Return the names and values of an option that may be repeated."""
+    """Return the names and values of an option that is given once for each pair."""
     from qurl_megatron.config.schema import ConfigError
 
     pairs = {}

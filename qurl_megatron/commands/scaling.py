@@ -37,7 +37,7 @@ COLOURS = ("#00798c", "#66a182", "#d1495b", "#edae49", "#8d96a3", "#2e4057", "#a
 
 @dataclass(frozen=True)
 class Row:
-    """A plan, and the run that it is the plan of, if there is one."""
+    """A plan, with the measured run that it plans, if there is one."""
 
     plan: Plan
     placements_s: Mapping[str, float | None] = field(default_factory=dict)
@@ -61,10 +61,10 @@ def planned_row(
 ) -> Row:
     """Return the plan of the fastest placement with the `given` fields; None: of that in `config`.
 
-    Servers sample ahead only if `rollout.max_staleness` is given: what is trained on then differs.
+    Servers sample ahead only if `rollout.max_staleness` is given, since it changes what is learned.
 
     Raises:
-        ConfigError: none fits; the message is that of the last, which takes least memory.
+        ConfigError: no placement fits; the message is of the last, which takes the least memory.
     """
     if given is None:
         return Row(plan_or_suggest(architecture, config, gpus, workload, node))
@@ -90,10 +90,10 @@ def planned_row(
 def measured_row(run_dir: Path, model: Architecture, workload: Workload, node: Node) -> Row:
     """Return the times of a run beside the plan of its own layout and mean completion length.
 
-    Times are medians over its steps but the first, in which servers and learner warm up.
+    Times are medians over all steps but the first, in which servers and learner warm up.
 
     Raises:
-        ConfigError: it is no run of this model, or its layout cannot be planned.
+        ConfigError: the run has another model, or its layout cannot be planned.
     """
     run = read_run(run_dir)
     architecture = Architecture.from_directory(run.config.model)
@@ -121,8 +121,8 @@ def check_outputs(files: Iterable[Path]) -> None:
     """Check that the files can be written, before anything is planned.
 
     Raises:
-        ConfigError, OSError: the ending of one is unknown, its directory is missing, or what is
-            there is no file.
+        ConfigError, OSError: a file's ending is unknown, its directory is missing, or something
+            other than a file is there.
     """
     for file in files:
         if file.suffix not in (".csv", *PICTURES):
@@ -180,7 +180,7 @@ def _seconds(time_s: float | None) -> str:
 
 
 def _values(rows: list[Row], row: Row) -> dict[str, str | float]:
-    """Return what the CSV says of a row, by column."""
+    """Return a row's values in the CSV, by column."""
     plan, first = row.plan, rows[0].plan
     hours = plan.config.steps * plan.total_s / 3600
     parts = plan.parts_s
@@ -244,7 +244,7 @@ def _draw(rows: list[Row], file: Path) -> None:
         f"of {plans[0].workload.mean_completion:,.0f} tokens",
         fontsize=11,
     )
-    # Makes the file reproducible, with text and not outlines: a tenth of the size.
+    # The salt makes the file reproducible. Text in place of outlines makes it a tenth as large.
     with matplotlib.rc_context({"svg.hashsalt": "plan", "svg.fonttype": "none"}):
         kind = file.suffix.removeprefix(".")
         date = {"Date": None} if kind == "svg" else None

@@ -13,17 +13,17 @@ from qurl_megatron.model.weight_map import num_parameters
 
 
 def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
-    """Return the size of a run's checkpoint on disk.
+    """Return the size of a run's checkpoint on disk, in bytes.
 
-    A value of the policy, and of PPO's critic, takes 4 B of float32 master and 8 B of Adam's
-    moments; a bfloat16 model is saved beside its masters.
+    A parameter of the policy, or of PPO's critic, takes 4 B of float32 master weight and 8 B of
+    Adam's moments. A bfloat16 model is saved too, in 2 B.
     """
     per_value = 12 if config.learner.dtype == "float32" else 14
     values = num_parameters(architecture)
     if config.advantage_estimator == "gae":
         critic = config.critic.model
         values += num_parameters(Architecture.from_directory(critic)) if critic else values
-    if rank := config.adapters.rank:  # these alone are saved
+    if rank := config.adapters.rank:  # only adapters are saved
         values = num_parameters(dataclasses.replace(architecture, adapter_rank=rank)) - values
     return per_value * values
 
@@ -31,11 +31,11 @@ def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
 def check_disk(config: Config) -> str:
     """Return one line about what a run will still write and what is free.
 
-    At the same time the disk holds the last checkpoints, that of the best evaluation, one that is
-    being written, and the final model. Logs and samples are small beside them and are not counted.
+    The disk holds at once the last checkpoints, that of the best evaluation, one that is being
+    written, and the final model. Logs and samples are small beside them and are not counted.
 
     Raises:
-        ConfigError: less is free.
+        ConfigError: less disk is free than the run needs.
     """
     model = Path(config.model)
     architecture = Architecture.from_directory(model)
@@ -51,14 +51,14 @@ def check_disk(config: Config) -> str:
     need = f"{gigabytes(needed)} of disk for {count} checkpoints and the final model"
     if free < needed:
         raise ConfigError(
-            f"output_dir={config.output_dir}: needs {need}, and has {gigabytes(free)} free; free "
+            f"output_dir={config.output_dir}: needs {need}; only {gigabytes(free)} are free; free "
             "some, give another directory, or lower checkpoint.keep_last"
         )
     return f"needs up to {need}; {gigabytes(free)} are free"
 
 
 def write_bytes_per_s(directory: Path) -> float:
-    """Return how fast this machine writes 256 MiB of noise, which it deletes again."""
+    """Return how fast this machine writes 256 MiB of random bytes, which it then deletes."""
     block = os.urandom(2**20)
     trial = directory / "speed.unfinished"
     start = time.monotonic()
@@ -67,7 +67,7 @@ def write_bytes_per_s(directory: Path) -> float:
             for _ in range(256):
                 file.write(block)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # the disk's speed, not that of the page cache
         return 256 * len(block) / (time.monotonic() - start)
     finally:
         trial.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Which quantized layers stay in BF16: the names and patterns of `quantization.keep`.
 
-A name is that of a module in a Hugging Face checkpoint, whole or in part, cut at its dots. It means
+A name is a module's name in a Hugging Face checkpoint, or a part of it between dots. It stands for
 all linear layers in the module. `*`, `?` and `[abc]` match as in a shell.
 
     model.layers.0.mlp.down_proj     one layer
@@ -10,8 +10,8 @@ all linear layers in the module. `*`, `?` and `[abc]` match as in a shell.
     mlp.experts                      all experts of every block, which a server holds as one
     in_proj_qkv, in_proj_z           the two of linear attention that a server holds as one
 
-The parts of a tensor that are full tensors of their own (`in_proj_qkv:key`, see `weight_map.py`) go
-by the name of the layer.
+Some parts of a layer's tensor are full tensors of their own (`in_proj_qkv:key`, see
+`weight_map.py`); the layer's name stands for all of them.
 """
 
 import functools
@@ -27,8 +27,8 @@ from qurl_megatron.model.architecture import Architecture
 def fused_layers(architecture: Architecture) -> list[tuple[str, ...]]:
     """Return the names of the model's linear layers, block by block.
 
-    Layers that a server holds as one are in one tuple, as are the parts of a layer: q, k and v, or
-    all experts of a block.
+    A tuple has the layers that a server holds as one, such as q, k and v or all experts of a block,
+    and all parts of a layer.
     """
     groups = []
     for layer in range(architecture.num_layers):
@@ -50,7 +50,7 @@ def kept_layers(
 ) -> list[str]:
     """Return the names of the linear layers that the patterns of `quantization.keep` match.
 
-    `field` has the patterns, in messages.
+    `field` is the name of the patterns in messages.
 
     Raises:
         ConfigError: a pattern matches no linear layer, or the patterns match only some of the
@@ -109,7 +109,7 @@ def layers_of(names: Sequence[str]) -> list[str]:
 
 
 def module_of(name: str) -> str:
-    """Return by which name a layer is kept: that of all experts of its block if it is of one."""
+    """Return the name to keep a layer by; for an expert's, that of all experts of its block."""
     block, is_of_expert, _ = name.partition(".experts.")
     return f"{block}.experts" if is_of_expert else layer_of(name)
 
@@ -117,7 +117,7 @@ def module_of(name: str) -> str:
 def shortened(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
     """Return `quantization.keep` for layers of these names.
 
-    A layer that is chosen in every block is written `*.down_proj`, the others are written out.
+    A layer that is chosen in every block becomes `*.down_proj`; other names are written out.
     """
     patterns = []
     names, all_names = [list(map(module_of, each)) for each in (names, all_names)]

@@ -65,14 +65,14 @@ ObjectiveName = Annotated[
 ]
 FormatName = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 WeightFormat = Literal["bf16", "int8", "int4", "int4-g32", "fp8", "fp8-tensor", "fp8-block"]
-"""A format and its group size in one name: int4 has groups of 128, int4-g32 of 32."""
+"""A format and its group size as one name: int4 has groups of 128, int4-g32 of 32."""
 PauseMode = Literal["retract", "in_place"]
 Releases = Literal["auto", "cache", "all"]
 Transport = Literal["broadcast", "direct", "auto"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
 Unusable = Literal["drop", "refuse"]
-"""What becomes of an entry of the data that cannot be used."""
+"""What happens to an entry of the data that cannot be used."""
 
 RewardName = Annotated[
     str,
@@ -98,7 +98,7 @@ class ConfigError(ValueError):
 
 
 def with_group_size(name: FormatName, group_size: int) -> WeightFormat:
-    """Return a format and its group size in one name."""
+    """Return a format and its group size as one name."""
     return "int4-g32" if name == "int4" and group_size == 32 else name
 
 
@@ -127,16 +127,16 @@ class LearnerConfig:
     """Data type of the forward and backward pass. Master weights are always float32."""
 
     micro_batch_size: Sequences = 8
-    """Maximum number of sequences in one forward pass. They are packed one behind another, without
+    """Maximum number of sequences in one forward pass. They are packed one after another, without
     padding."""
 
     threads_per_rank: Threads = 1
     """Number of CPU threads of each learner process."""
 
     recompute: RecomputeMode | None = None
-    """What the backward pass computes again instead of keeping it: less memory, more time.
-    selective: the outputs of norms and of SwiGLU, which takes little time. full: whole layers, of
-    which only the input is kept. None: nothing."""
+    """What the backward pass computes again to save memory, which takes time. selective: the
+    outputs of norms and of SwiGLU, which takes little time. full: whole layers, of which only the
+    input is kept. None: nothing."""
 
     tokens_per_micro_batch: Count | None = None
     """Maximum number of tokens in one forward pass, in place of `micro_batch_size`; a longer
@@ -146,27 +146,27 @@ class LearnerConfig:
     """Number of context-parallel ranks; they share every sequence."""
 
     recompute_layers: Count | None = None
-    """Number of layers of each pipeline stage (with virtual stages: of each of those) that
-    `recompute=full` computes again. The others keep everything. None: all layers. Only full uses
-    it."""
+    """Number of layers that `recompute=full` computes again in each pipeline stage or, if there are
+    virtual stages, in each of them. The other layers keep everything. None: all layers. Only full
+    uses it."""
 
     offload_optimizer: bool = False
-    """Keep master weights and Adam's moments in the host's memory while activations take the
-    GPU's. They are copied there and back once per optimizer step."""
+    """Keep master weights and Adam's moments in the host's memory while activations use the GPU's.
+    They are copied to the host and back once per optimizer step."""
 
     fp8: Literal["tensorwise", "blockwise"] | None = None
     """Recipe of Transformer Engine by which layers multiply in FP8; parameters keep `dtype`.
     tensorwise: one scale per tensor, E4M3 forward and E5M2 backward. blockwise: one scale per
-    128 x 128 weights or 128 activations, E4M3. Both need Transformer Engine and a GPU, and were
-    never run. None: no FP8."""
+    128 x 128 weights or 128 activations, E4M3. Both need Transformer Engine and a GPU, and have
+    never been run. None: no FP8."""
 
     expert_parallel_size: Ranks = 1
-    """Number of ranks that share the experts of a layer, each with whole ones of its own. They are
-    ranks of tensor, context and data parallelism, not further ones."""
+    """Number of ranks over which the experts of a layer are divided, as whole experts. They are
+    ranks of tensor, context and data parallelism, not additional ones."""
 
     expert_tensor_parallel_size: Ranks = 1
     """Number of ranks that share every expert. They are ranks of tensor, context and data
-    parallelism, not further ones."""
+    parallelism, not additional ones."""
 
     @property
     def world_size(self) -> int:
@@ -188,7 +188,7 @@ class OptimizerConfig:
     """Megatron's Adam with its scheduler and gradient clipping."""
 
     learning_rate: LearningRate = 1e-6
-    """Learning rate after warm-up, where it stays constant."""
+    """Learning rate after warm-up; it then stays constant."""
 
     warmup_steps: CountOrZero = 0
     """Number of optimizer steps over which the learning rate rises from 0. 0 disables."""
@@ -210,7 +210,7 @@ class OptimizerConfig:
 
     minibatches_per_step: Count = 1
     """Number of optimizer steps per rollout batch. The first one's own forward pass gives the
-    proximal log-probs of its minibatch; the others take a pass for theirs."""
+    proximal log-probs of its minibatch; the other minibatches need an extra pass."""
 
 
 @dataclasses.dataclass
@@ -220,8 +220,8 @@ class ObjectiveConfig:
     objective: ObjectiveName = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
     sampling, Eq. 5. acr: adaptive clipping range, Eq. 9, level with tis in every run here.
-    sequence_tis, experimental: truncated importance sampling by sequence; all its tokens have the
-    weight of the product of their ratios. FILE.py:NAME or MODULE:NAME: a function of your own."""
+    sequence_tis, experimental: truncated importance sampling by sequence; each token is weighted by
+    the product of its sequence's ratios. FILE.py:NAME or MODULE:NAME: a function of your own."""
 
     eps_low: Annotated[Finite, Ge(0), Le(1)] = 0.2
     """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""
@@ -288,6 +288,7 @@ class CriticConfig:
             data_parallel_size=1,
         )
         layout.data_parallel_size = learner.world_size // layout.world_size
+        # These two fields are for the policy's number of stages.
         if layout.pipeline_parallel_size != learner.pipeline_parallel_size:
             layout.virtual_pipeline_parallel_size = 1
             layout.layers_in_last_pipeline_stage = None
@@ -298,14 +299,14 @@ class CriticConfig:
 class UaqConfig:
     """Update-aware quantization (UAQ, QuRL Eq. 11): invariant scaling of the weights at load.
 
-    It was measured to be a larger step for the weights that it divides, and nothing else
+    Measurements show that it only makes a larger step for the weights that it divides
     (docs/findings/objectives.md). So it is off by default, and on in the paper's recipes.
     """
 
     scale: Scale = 1.0
-    """Scale s that the weights are divided by. 1, off, leaves them as they are; the paper finds 1.5
-    best, and its recipes have it. A model with experts needs a power of two: `qurl train` refuses
-    any other, and takes 2 in place of a recipe's, unless that is off."""
+    """Scale s that the weights are divided by. 1 turns it off. The paper finds 1.5 best, and its
+    recipes have it. A model with experts needs a power of two: `qurl train` refuses any other
+    number, but replaces a recipe's own by 2, unless that is 1."""
 
     layer_scales: dict[int, Scale] = dataclasses.field(default_factory=dict)
     """Scale s of individual layers, by layer number from 0, which overrides `scale`."""
@@ -324,7 +325,7 @@ class QuantizationConfig:
     format: FormatName = "int8"
     """Weight format of the rollout. int8 and fp8 have a scale per output channel, int4 one per
     output channel and `group_size` inputs, fp8-tensor one per tensor, fp8-block one per 128x128
-    block. With int4 activations stay in BF16. bf16 is not quantized, and `qurl train` then turns
+    block. With int4, activations stay in BF16. bf16 is not quantized, and `qurl train` then turns
     off a recipe's UAQ."""
 
     group_size: GroupSize = 128
@@ -340,16 +341,16 @@ class QuantizationConfig:
 
     publish: Literal["full", "delta", "auto"] = "full"
     """What a publish sends to rollout servers that hold the version before. full: all tensors.
-    delta: the elements that changed, for which each learner rank keeps what it sent last: a byte
-    per quantized and two per other parameter. auto: a delta, until one exceeds half of all tensors'
+    delta: only the elements that changed. Each learner rank then keeps what it sent last, in a byte
+    per quantized and two per other parameter. auto: deltas, until one exceeds half of all tensors'
     bytes; from then on all tensors. Evaluation servers always get all tensors."""
 
     transport: Transport = "broadcast"
     """How weights reach the servers. broadcast: in buckets, over process groups. direct: each
     learner rank writes into the parameters of the servers on its machine, and nothing is gathered;
     the machine of every server must have a learner rank, and publish must be full. auto: direct
-    where that is possible, else broadcast. Of no effect with `rollout.placement=colocated`, where
-    `releases` decides it."""
+    where that is possible, else broadcast. It has no effect with `rollout.placement=colocated`,
+    where `releases` decides."""
 
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in the rollout servers, by name or pattern:
@@ -364,10 +365,10 @@ class QuantizationConfig:
 
 @dataclasses.dataclass
 class AdaptersConfig:
-    """Low-rank adapters (LoRA) over a base that is quantized once, which are all that is trained.
+    """Low-rank adapters (LoRA) over a base that is quantized once; only adapters are trained.
 
     Learner and servers hold the same codes, in `quantization.format`, and only adapters are
-    published. So no quantization masks an update.
+    published. So quantization masks no update.
     """
 
     rank: CountOrZero = 0
@@ -389,7 +390,7 @@ class ServerConfig:
     """Number of GPUs (without GPUs: processes) that share the model."""
 
     mem_fraction_static: Fraction = 0.85
-    """Fraction of a GPU's free memory, at start, for weights and KV cache. Of no effect without
+    """Fraction of a GPU's free memory, at start, for weights and KV cache. It has no effect without
     GPUs."""
 
     max_running_requests: Sequences = 256
@@ -400,7 +401,7 @@ class ServerConfig:
     `max_running_requests` of the maximum length need, if the free memory holds them."""
 
     threads: Threads = 1
-    """Number of CPU threads of each process without a GPU. More than the machine has free slows
+    """Number of CPU threads of each process without a GPU. More threads than free cores slow
     everything down."""
 
     start_timeout_s: Seconds = 1200.0
@@ -409,22 +410,22 @@ class ServerConfig:
     releases: Releases = "auto"
     """With `rollout.placement=colocated`, what a server gives back while it sleeps. cache: its KV
     cache and CUDA graphs; the weights stay, and learner ranks write into them. all: its weights
-    too, which then cross the host's memory in each publish. auto: the evaluation server all; a
-    rollout server cache if its weights are planned to fit beside the learner, else all."""
+    too, which then cross the host's memory in each publish. auto: all for the evaluation server;
+    for a rollout server cache if the plan fits its weights beside the learner, else all."""
 
     options: dict[OptionName, OptionValue] = dataclasses.field(default_factory=dict)
     """Further options of `sglang.launch_server`, by name with underscores: kv_cache_dtype=fp8_e4m3.
     true gives a flag. A refusal lists the options that are safe for log-probs and versions."""
 
     environment: dict[VariableName, VariableText] = dataclasses.field(default_factory=dict)
-    """Variables in the server's environment: environment.NAME=value. It gets no `SGLANG_*`,
-    `SGL_*`, `TORCH*`, `ONEDNN*` and `DNNL_*` of the shell, which change what it samples or says of
-    it, but these."""
+    """Variables in the server's environment: environment.NAME=value. Of the shell's variables it
+    gets no `SGLANG_*`, `SGL_*`, `TORCH*`, `ONEDNN*` and `DNNL_*`, because these change what it
+    samples or reports."""
 
     expert_parallel_size: Ranks = 1
-    """Mixture of experts: over how many groups of the server's ranks whole experts are divided. It
-    divides `tensor_parallel_size`; the ranks of a group share each of their experts. 1: all ranks
-    share every expert."""
+    """Mixture of experts: number of groups of the server's ranks over which whole experts are
+    divided. It must divide `tensor_parallel_size`. The ranks of a group share each of its experts.
+    1: all ranks share every expert."""
 
 
 @dataclasses.dataclass
@@ -460,10 +461,10 @@ class AgentConfig:
     """Maximum number of episodes that a process plays at once; others wait. 0: no limit."""
 
     agent_timeout_s: Seconds = 600.0
-    """Maximum time of an episode, in seconds, with the time that the servers take."""
+    """Maximum time of an episode, in seconds, including the time that the servers take."""
 
     agent_turn_timeout_s: Seconds = 60.0
-    """Maximum time of an agent between two turns, in seconds, such as that of a tool."""
+    """Maximum time of an agent between two turns, in seconds, such as for a tool."""
 
 
 @dataclasses.dataclass
@@ -480,14 +481,14 @@ class RolloutConfig(AgentConfig):
     """Sampling temperature in training."""
 
     stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
-    """Tokens that end an answer, by number; the first ends those of the warm-up. Empty: the token
+    """Tokens that end an answer, by number; a `model_builder` may teach the first. Empty: the token
     with which the chat template ends an assistant's turn, the tokenizer's end token, and the
     eos_token_id of generation_config.json and config.json. A run keeps what it began with."""
 
     top_p: TopP = 1.0
-    """In training, draw each token from the likeliest ones only, up to this probability in all.
-    Below 1 a token carries the ids of its candidates, at most 512, and all its log-probs are
-    over these. 1: from the whole vocabulary."""
+    """In training, draw each token only from the likeliest ones, which have this probability
+    together. Below 1 a token carries the ids of its candidates, at most 512, and all its log-probs
+    are over these. 1: from the whole vocabulary."""
 
     max_prompt_length: Count = 1024
     """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""
@@ -523,8 +524,8 @@ class RolloutConfig(AgentConfig):
     exit code 75; `qurl resume` continues it."""
 
     max_staleness: CountOrZero = 0
-    """Maximum age of a trained token: by how many updates the weights that sampled it may be older
-    than those it trains. The servers sample as many steps ahead. 0: they sample each step's
+    """Maximum age of a trained token, in updates from the weights that sampled it to the weights
+    that it trains. The servers sample up to that many steps ahead. 0: they sample each step's
     completions from its own weights, and are idle while the learner trains."""
 
     pause_mode: PauseMode = "retract"
@@ -533,10 +534,10 @@ class RolloutConfig(AgentConfig):
     contexts; their log-probs are then those of the mixture."""
 
     routing: Literal["ignore", "compare", "replay"] = "ignore"
-    """Mixture of experts: what becomes of the experts that the servers chose for each token.
-    ignore: they are not recorded. compare: the learner counts how many of them it chooses too.
-    replay: the learner's forward passes choose the same. A request that a publish retracts has the
-    experts of the pass that computed its context again. Recording takes 4 bytes per layer and
+    """Mixture of experts: what the learner does with the experts that the servers chose for each
+    token. ignore: they are not recorded. compare: the learner counts how many of them it chooses
+    too. replay: the learner's forward passes choose the same. A request that a publish retracts has
+    the experts of the pass that computed its context again. Recording takes 4 bytes per layer and
     chosen expert for each token of the KV cache, in a server's main memory."""
 
     accept_mismatch: bool = False
@@ -544,14 +545,14 @@ class RolloutConfig(AgentConfig):
     explains. Otherwise the run ends before it trains on them."""
 
     placement: Placement = "separate"
-    """Which GPUs the servers have. separate: others than the learner. colocated: the learner's, in
-    turn: while servers sample, the learner is in the host's memory, and while it trains they sleep.
-    On one machine, and without `max_staleness`. `qurl train` chooses colocated where the machine
-    has too few GPUs for separate."""
+    """Which GPUs the servers have. separate: GPUs of their own. colocated: the learner's, in turn.
+    While servers sample, the learner waits in the host's memory, and while it trains, they sleep;
+    only on one machine and without `max_staleness`. `qurl train` chooses colocated where the
+    machine has too few GPUs for separate."""
 
     servers_at: list[Url] = dataclasses.field(default_factory=list)
     """URLs of further servers, which somebody has started elsewhere with `qurl serve`. They get the
-    weights over the same HTTP or HTTPS connection as prompts. Without answers from one, the run
+    weights over the same HTTP or HTTPS connection as prompts. If one does not answer, the run
     goes on and asks it again. Empty: none."""
 
     servers_key_file: Place = ""
@@ -640,8 +641,8 @@ class CheckpointConfig:
     one after the first, which shows that the disk takes it. 0 disables checkpoints."""
 
     every_minutes: CountOrZero = 0
-    """Number of minutes after which there is a checkpoint too, at the end of the step; for steps
-    that take long. 0: `every_steps` alone decides."""
+    """Number of minutes after which a checkpoint is also written, at the end of the step; for long
+    steps. 0: `every_steps` alone decides."""
 
     keep_last: Count = 2
     """Number of newest checkpoints to keep; older ones are deleted."""
@@ -682,7 +683,7 @@ class Config:
     exact: the completion is the answer. FILE.py:NAME or MODULE:NAME: a function of your own."""
 
     name: RunName = ""
-    """Name of the run and of its directory. Empty: made of recipe and time."""
+    """Name of the run and of its directory. Empty: the recipe's name and the time."""
 
     output_dir: Directory = "runs"
     """Directory that holds the directories of runs."""
@@ -725,8 +726,6 @@ class Config:
     rollout: RolloutConfig = dataclasses.field(default_factory=RolloutConfig)
     """Sampling and its servers."""
 
-    """Supervised warm-up."""
-
     evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
     """Evaluation of the full-precision weights."""
 
@@ -737,11 +736,11 @@ class Config:
     """Reward of a right completion, with a built-in verifier."""
 
     reward_wrong: Signed = 0.0
-    """Reward of a wrong completion, with a built-in verifier; -1 in DAPO. Also that of a completion
-    whose verifier fails."""
+    """Reward of a wrong completion, with a built-in verifier; -1 in DAPO. It also goes to a
+    completion whose verifier fails."""
 
     reward_partial: bool = False
-    """Reward a completion that is partly right by its share between `reward_wrong` and
+    """Give a completion that is partly right its share of the way from `reward_wrong` to
     `reward_right`. Only reasoning_gym's scorers give such credit; otherwise it counts as wrong."""
 
     reward_timeout_s: Seconds = 60.0
@@ -766,7 +765,7 @@ class Config:
     reward_model.ground_truth, or the assistant's last message."""
 
     incomplete: Unusable = "refuse"
-    """What becomes of entries without an answer, of `data` and of `evaluation.data`. drop: they are
+    """What happens to entries without an answer, in `data` and in `evaluation.data`. drop: they are
     left out and counted. refuse: the run does not start."""
 
     system_prompt: Lines = ""
@@ -777,11 +776,11 @@ class Config:
     """Variables of the chat template, by name, such as `enable_thinking`."""
 
     template_date: Day = ""
-    """Day that a chat template prints which prints today's date, as in 2026-11-26. Empty: the day
-    on which the run begins."""
+    """Day, such as 2026-11-26, that a chat template prints as today's date. Empty: the day on which
+    the run begins."""
 
     overlong_prompts: Unusable = "drop"
-    """What becomes of prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
+    """What happens to prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
     left out and counted. refuse: the run does not start. In `evaluation.data` they are always
     refused."""
 
@@ -796,6 +795,6 @@ class Config:
 
 
 HELD_OUT = "held_out"  # reserved name: evaluation on held-out problems of the run's own data
-# Rows of each shard of a quantized weight that stand for all of them where its drift is measured.
+# The drift of a quantized weight is measured on some rows of each shard, which stand for all.
 MEASURED_ROWS = 128  # at most
-EXPERT_ROWS = 4  # at least, of an expert's weight, which is one of many
+EXPERT_ROWS = 4  # at least, of each expert's weight; there are many

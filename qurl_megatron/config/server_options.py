@@ -1,8 +1,8 @@
 """The options of SGLang that `rollout.server.options` may set: each was tried, or is plain.
 
-An option may change how fast a server samples, but not what is known of a token: the log-prob of
+An option may change how fast a server samples, but not what is known of a token: its log-prob in
 the distribution it was drawn from, and the version of the weights that computed it. SGLang has over
-500 options, and each release adds more. So one that is not on this list is refused.
+500 options, and each release adds more. So an option that is not listed is refused.
 
 SGLang's own parser knows the values of each, but importing it takes 10 to 30 seconds. So they are
 listed here, and `tests/test_server_options.py` compares them with the parser's.
@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from qurl_megatron.config.schema import ConfigError, ServerConfig
 from qurl_megatron.config.values import OptionValue
 
-# SGLang takes no prompt within six tokens of a server's context length, or of its KV cache.
+# SGLang refuses a prompt within six tokens of a server's context length, or of its KV cache.
 CONTEXT_RESERVE = 6
 
 _ATTENTION = tuple(
@@ -25,7 +25,7 @@ _ATTENTION = tuple(
 )
 _GRAPHS = ("full", "breakable", "disabled")
 
-# By what they are for. A type, or the words that an option takes; a bool is a flag.
+# By purpose. Each has a type, or the words that it takes; a bool is a flag.
 ALLOWED: Mapping[str, type[OptionValue] | tuple[str, ...]] = {
     # memory
     "kv_cache_dtype": tuple(
@@ -80,7 +80,7 @@ ALLOWED: Mapping[str, type[OptionValue] | tuple[str, ...]] = {
     "enable_metrics": bool,
 }
 
-# What to do instead of setting an option that users of SGLang know.
+# For options that users of SGLang know: what to do instead.
 _INSTEAD = {
     "tp_size": "set the server's tensor_parallel_size",
     "ep_size": "set the server's expert_parallel_size",
@@ -102,7 +102,7 @@ def check_options(section: str, server: ServerConfig) -> None:
     `section` is the server's section in error messages, such as `rollout.server`.
 
     Raises:
-        ConfigError: the first that is wrong; the message says what would be right.
+        ConfigError: an option is wrong; the message says what would be right.
     """
     for name, value in server.options.items():
         if reason := _objection(name, value):
@@ -122,23 +122,23 @@ def _objection(name: str, value: OptionValue) -> str:
     if isinstance(kind, tuple):
         return "" if value in kind else f"takes one of {', '.join(kind)}"
     try:
-        kind(str(value))  # as the command line has it
+        kind(str(value))  # the command line passes it as text
     except ValueError:
         return f"takes {'a whole number' if kind is int else 'a number'}"
     return ""
 
 
 def tokens_of_requests(server: ServerConfig, max_length: int, requests: int) -> int:
-    """Return the tokens in a KV cache that holds so many requests of `max_length` tokens each."""
+    """Return the size in tokens of a KV cache for so many requests of `max_length` tokens."""
     page = int(server.options.get("page_size", 1))
     return requests * -(-(max_length + CONTEXT_RESERVE) // page) * page
 
 
 def states_per_request(server: ServerConfig, *, on_gpu: bool) -> int:
-    """Return for how many states of linear attention SGLang sets memory aside for each request.
+    """Return how many states of linear attention SGLang reserves memory for, per request.
 
-    A request computes with one. The others keep states of prefixes: two in general, and those of a
-    running request, two with the overlap schedule and one without.
+    A request computes with one. The others keep states of prefixes: two always and, while the
+    request runs, two more with the overlap schedule or one without.
     """
     if server.options.get("disable_radix_cache"):
         return 1
@@ -149,9 +149,9 @@ def states_per_request(server: ServerConfig, *, on_gpu: bool) -> int:
 def command_line(options: Mapping[str, object]) -> list[str]:
     """Return options, by name with underscores, as words of a command line.
 
-    True is a flag that is given, False one that is not. A value is in the word of its option, so
-    that it may begin with a dash. Only the path of a configuration file is a word of its own,
-    because SGLang does not find it otherwise.
+    True gives a flag, False omits it. A value is joined to its option by "=", so that it may begin
+    with a dash. Only the path of a configuration file is a word of its own, because SGLang does not
+    find it otherwise.
     """
     words = []
     for name, value in options.items():
@@ -164,5 +164,5 @@ def command_line(options: Mapping[str, object]) -> list[str]:
 
 
 def flag_of(name: str) -> str:
-    """Return an option as the command line has it."""
+    """Return the name of an option on the command line."""
     return f"--{name.replace('_', '-')}"

@@ -1,7 +1,6 @@
 """A configuration as text: `field=value` overrides, config.yaml, and the docstrings of fields.
 
-Whatever is read, every value is checked. The page of `qurl config` is YAML with the docstrings as
-comments.
+Every value that is read is checked. `qurl config` prints YAML with the docstrings as comments.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.
 
 
 def leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the value of every field of a dataclass and of those in it, by its dotted path."""
+    """Return the value of each field of a dataclass, and of those in it, by dotted path."""
     leaves: dict[str, Any] = {}
     for name, value in vars(config).items():
         path = prefix + name
@@ -40,10 +39,10 @@ def leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
 def from_tree(kind: type[T], tree: Any, *, extra: Literal["ignore", "forbid"] = "ignore") -> T:
     """Return a dataclass of type `kind` with every value converted to its field's type.
 
-    `extra` says what becomes of fields that it does not have: a newer version saved some.
+    `extra` says what happens to fields that `kind` lacks; a newer version may have saved some.
 
     Raises:
-        ConfigError: the first value or key that its field does not accept.
+        ConfigError: a field does not accept a value or key; the message names the first.
     """
     try:
         return _adapter(kind).validate_python(tree, extra=extra)
@@ -63,9 +62,9 @@ def from_tree(kind: type[T], tree: Any, *, extra: Literal["ignore", "forbid"] = 
 def with_overrides(config: T, overrides: list[str]) -> T:
     """Return `config`, a dataclass, with each `field=value` override applied.
 
-    The field of a section is given by its dotted path: `rollout.temperature=0.6`. A dict gets a
-    single key by its path, `data_options.size=9`, and all its keys by its own: `data_options={}`
-    leaves none.
+    The field of a section has a dotted path: `rollout.temperature=0.6`. So has a single key of a
+    dict: `data_options.size=9`. The dict's own path replaces all its keys: `data_options={}` leaves
+    none.
 
     Raises:
         ConfigError: an override without `=`, an unknown field, or a value of the wrong type.
@@ -173,10 +172,10 @@ def load(path: Path) -> Config:
 
 
 def _in_todays_fields(tree: Any) -> Any:
-    """Return `tree` with the fields that an older version saved under their present names.
+    """Return a `tree` that an older version saved, with the present names of its fields.
 
     Raises:
-        ConfigError: a field that is gone has another value than the only one it could have.
+        ConfigError: a field that is gone has a value that is no longer supported.
     """
     tree = _renamed(tree)
     sections = tree if isinstance(tree, dict) else {}
@@ -222,7 +221,7 @@ def _commented(section: Any, indent: str) -> Iterator[str]:
 
 
 def field_meanings(config: Any, prefix: str = "") -> dict[str, str]:
-    """Return the docstring of every field of a dataclass and of those in it, by its dotted path.
+    """Return the docstring of each field of a dataclass, and of those in it, by dotted path.
 
     Each path starts with `prefix`.
     """
@@ -237,12 +236,12 @@ def field_meanings(config: Any, prefix: str = "") -> dict[str, str]:
 @functools.cache
 def field_docs(kind: type) -> dict[str, str]:
     """Return the docstring of each field of a dataclass on one line, in the order of its fields."""
-    # pydantic gives a dataclass the settings of what holds it; here that is a list.
+    # pydantic gives a dataclass the settings of the type around it; here that is a list.
     settings = pydantic.ConfigDict(use_attribute_docstrings=True)
     schema = pydantic.TypeAdapter(list[kind], config=settings).json_schema()  # type: ignore[valid-type]
     fields = schema["$defs"][kind.__name__]["properties"]
     docs = {name: " ".join(field.get("description", "").split()) for name, field in fields.items()}
-    for base in filter(dataclasses.is_dataclass, kind.__bases__):  # pydantic reads `kind` alone
+    for base in filter(dataclasses.is_dataclass, kind.__bases__):  # pydantic reads no bases
         docs |= field_docs(base)
     return docs
 

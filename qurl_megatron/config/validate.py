@@ -81,10 +81,10 @@ def validate(config: Config) -> Architecture:
 
 
 def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
-    """Check that `learner.fp8` is set only where Transformer Engine is.
+    """Check that `learner.fp8` is set only where Transformer Engine is installed.
 
     Raises:
-        ConfigError: it is set elsewhere.
+        ConfigError: it is set, but Transformer Engine is missing.
     """
     if learner.fp8 and not has_transformer_engine:
         raise ConfigError(
@@ -94,12 +94,12 @@ def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
 
 
 def check_context_parallel(learner: LearnerConfig, has_transformer_engine: bool) -> None:
-    """Check that a learner on a GPU has Transformer Engine where it divides sequences.
+    """Check that a learner on a GPU has Transformer Engine if it divides sequences.
 
     torch's attention would pad every sequence and copy keys and values for each query head.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: Transformer Engine is missing.
     """
     if learner.context_parallel_size > 1 and not has_transformer_engine:
         raise ConfigError(
@@ -127,7 +127,7 @@ def check_weight_format(
     """Check that GPUs of these compute capabilities serve a format.
 
     Raises:
-        ConfigError: one does not; with the formats that they all serve.
+        ConfigError: one does not; the message lists the formats that they all serve.
     """
     gpus = set(capabilities)
     for major, minor in sorted(gpus):
@@ -145,11 +145,12 @@ def check_group_size(name: FormatName, group_size: int, field: str) -> None:
     """Check that a group size is given only for the format that has groups.
 
     Args:
-        field: how the error message names it, up to its value.
+        field: the error message up to the group size, such as `--group-size `.
 
     Raises:
-        ConfigError: it is given for another.
+        ConfigError: it is given for another format.
     """
+    # 128, the default, counts as not given.
     if group_size != 128 and name != "int4":
         raise ConfigError(f"{field}{group_size}: format {name} has no groups; leave it out")
 
@@ -158,7 +159,7 @@ def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
     """Check that a model divides over the learner's ranks, and can be computed as `layout` says.
 
     Raises:
-        ArchitectureError: it cannot.
+        ArchitectureError: it does not, or cannot.
     """
     architecture.check_layout(
         layout.tensor_parallel_size,
@@ -189,8 +190,8 @@ def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
     """Check that UAQ does not change which experts tokens choose.
 
     Raises:
-        ConfigError: a router would be scaled by a number that is no power of two, or the norm
-            before it is a hybrid's, which is rounded whatever the number.
+        ConfigError: a router would be scaled by a number other than a power of two, or in a
+            hybrid, whose norm before a router is rounded whatever the number.
     """
     if not architecture.num_experts:
         return
@@ -202,7 +203,7 @@ def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
                 "norm before a router multiplies by 1 + weight, which is rounded in bfloat16, and "
                 "then tokens choose other experts; leave it at 1"
             )
-        if math.frexp(scale)[0] != 0.5:
+        if math.frexp(scale)[0] != 0.5:  # not a power of two
             raise ConfigError(
                 f"quantization.uaq.{field}={scale:g}: a model with experts needs a power of two, "
                 "such as 2; a router divided by any other number is rounded in bfloat16, and then "
@@ -235,16 +236,14 @@ def validate_server(
     weight_format: WeightFormat,
     max_length: int,
 ) -> None:
-    """Check that a server can split this model in a format, and hold one sequence.
-
-    Its options must be none that `qurl` refuses.
+    """Check a server's options, and that it can divide the model in a format and hold a sequence.
 
     Args:
         name: the server's section in error messages, such as `rollout.server`.
         max_length: largest prompt plus completion length, in tokens.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot, or an option is refused.
     """
     check_options(name, server)
     try:
@@ -257,7 +256,7 @@ def validate_server(
     if server.max_total_tokens is not None and server.max_total_tokens < needed:
         raise ConfigError(
             f"{name}.max_total_tokens={server.max_total_tokens}: one prompt and completion of "
-            f"{max_length} tokens need {needed}; give at least those, or shorter completions"
+            f"{max_length} tokens need {needed}; give at least that many, or shorter completions"
         )
 
 
@@ -270,7 +269,7 @@ def validate_lengths(
 ) -> None:
     """Check that the model has positions for the longest prompt and the longest completion to it.
 
-    The sections are those of the two fields in error messages, such as `rollout.`.
+    The sections stand before the two fields in error messages, such as `rollout.`.
 
     Raises:
         ConfigError: it has too few; the message names the field to lower, and to what.
@@ -309,12 +308,12 @@ def validate_stop_tokens(
 def validate_agent(
     agent: AgentConfig, architecture: Architecture, max_prompt_length: int, section: str = ""
 ) -> None:
-    """Check that there is an agent if it has settings, and that its episodes have room.
+    """Check that settings of agents come with an agent, and that its episodes have room.
 
-    `section` is that of its fields in error messages, such as `rollout.`.
+    `section` stands before its fields in error messages, such as `rollout.`.
 
     Raises:
-        ConfigError: not so; the message names the field.
+        ConfigError: the agent is missing or a length is wrong; the message names the field.
     """
     of_agents = ("max_turns", "max_episode_tokens", "agent_workers", "agent_episodes")
     idle = next((name for name in of_agents if getattr(agent, name)), None)
@@ -340,7 +339,7 @@ def validate_resume(saved: Config, config: Config) -> None:
     """Check that a run saved under `saved` can resume under `config`.
 
     Raises:
-        ConfigError: a changed field that its checkpoints or its position in the data depend on.
+        ConfigError: a field was changed on which checkpoints or the position in the data depend.
     """
     before, after = leaf_values(saved), leaf_values(config)
     fixed = dict(_FIXED)
@@ -355,10 +354,10 @@ def validate_resume(saved: Config, config: Config) -> None:
 
 
 def validate_colocated(config: Config) -> None:
-    """Check what colocated learner and servers cannot do.
+    """Check that colocated learner and servers can do what a run asks for.
 
     Raises:
-        ConfigError: the run asks for it.
+        ConfigError: they cannot.
     """
     rollout = config.rollout
     if rollout.max_staleness:
@@ -379,10 +378,10 @@ def validate_colocated(config: Config) -> None:
 
 
 def validate_adapters(config: Config) -> None:
-    """Check what a learner of adapters cannot do.
+    """Check that a learner of adapters can do what a run asks for.
 
     Raises:
-        ConfigError: the run asks for it.
+        ConfigError: it cannot.
     """
     rank, quantization = f"adapters.rank={config.adapters.rank}", config.quantization
     if quantization.format not in ("int8", "int4", "fp8"):
@@ -422,7 +421,7 @@ def validate_adapters(config: Config) -> None:
 
 
 def check_base(config: Config, architecture: Architecture) -> None:
-    """Check that a learner of adapters can hold its part of the base, and targets exist.
+    """Check that a learner of adapters can hold its part of the base, and that targets exist.
 
     Raises:
         ConfigError: a group of INT4 would lie on two ranks, a target matches no layer, the rank is
@@ -457,7 +456,7 @@ def _validate_fields(config: Config) -> None:
     rollout, quantization = config.rollout, config.quantization
     num_servers = rollout.servers + len(rollout.servers_at)
     if not num_servers:
-        raise ConfigError("rollout.servers=0: nobody samples; give servers, or rollout.servers_at")
+        raise ConfigError("rollout.servers=0: no server samples; give some, or rollout.servers_at")
     if rollout.min_servers > num_servers:
         elsewhere = f" plus {len(rollout.servers_at)} elsewhere" if rollout.servers_at else ""
         raise ConfigError(
@@ -600,7 +599,7 @@ def _check_recompute(architecture: Architecture, learner: LearnerConfig) -> None
     if number > layers:
         raise ConfigError(
             f"learner.recompute_layers={number}: a pipeline stage has {layers} layers; give at "
-            "most those, or leave it out for all"
+            "most that many, or leave it out for all"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a field of a configuration may hold."""
+"""The types of a configuration's fields, with the bounds and forms of their values."""
 
 import json
 import os
@@ -32,7 +32,7 @@ LearningRate = Annotated[Finite, Ge(0), Le(1)]  # Adam moves a weight by about t
 Seconds = Annotated[Finite, Gt(0), Le(1e8)]  # three years
 Fraction = Annotated[Finite, Gt(0), Lt(1)]
 FractionOrZero = Annotated[Finite, Ge(0), Lt(1)]
-# SGLang takes a temperature below 1e-6 for greedy decoding, and logits divided by one below 0.01
+# SGLang takes a temperature below 1e-6 as greedy decoding, and logits divided by one below 0.01
 # overflow in bfloat16. Above 10 every distribution is close to uniform.
 Temperature = Annotated[Finite, Ge(0.01), Le(10)]
 # Weights and norms times or divided by s must keep their range in float32 and bfloat16.
@@ -64,13 +64,13 @@ RunName = Annotated[
 Text = Annotated[
     str, matching(r"[^\x00-\x1f\x7f]*", "must not have line breaks or other control characters")
 ]
-# Of a prompt.
+# The text of a prompt, which may have several lines.
 Lines = Annotated[
     str,
     matching(r"[^\x00-\x08\x0b-\x1f\x7f]*", "must not have control characters but line breaks"),
 ]
 
-# `~/` is the home directory, also where no shell has replaced it: in a file.
+# `~/` is the home directory, also in a file, where no shell replaces it.
 at_home = pydantic.AfterValidator(os.path.expanduser)
 Place = Annotated[Text, at_home]
 
@@ -101,7 +101,7 @@ Url = Annotated[
 
 
 def _day(given: object) -> str:
-    text = str(given)  # YAML makes a date of one without quotes
+    text = str(given)  # a recipe in Python may give a date
     try:
         return text and date.fromisoformat(text).isoformat()
     except ValueError:
@@ -141,7 +141,7 @@ OptionName = Annotated[
 VariableName = Annotated[
     str, matching(r"[A-Za-z_][A-Za-z0-9_]*", "a variable's name has letters, digits and _ only")
 ]
-# A number or a truth value, which is what a command line gives, is the text that it was.
+# A value on the command line is parsed to a number or truth value; this gives its text back.
 VariableText = Annotated[
     Text,
     pydantic.BeforeValidator(
@@ -150,7 +150,7 @@ VariableText = Annotated[
 ]
 
 GROUP_SIZES = (32, 128)
-# A literal number takes no text, which is what a command line gives.
+# A literal number accepts no text, but the command line gives text.
 GroupSize = Annotated[
     Literal[32, 128],
     pydantic.BeforeValidator(lambda given: {"32": 32, "128": 128}.get(str(given), given)),

@@ -1,8 +1,8 @@
-"""YAML as configurations have it: read as its writer meant it, or refused.
+"""YAML of configurations: read as its writer meant it, or refused.
 
-Of texts without quotes, numbers are decimal, as in YAML 1.2: 010 is ten, 1e-6 is a number, and 1:30
-or a date is a text. Refused are aliases, because nine lines of them can be a billion values, tags,
-and a key that is given twice.
+Numbers are decimal, as in YAML 1.2: without quotes 010 is ten and 1e-6 is a number, while 1:30 and
+a date are texts. Aliases are refused, because nine lines of them can be a billion values, and so
+are tags and a key that is given twice.
 """
 
 import json
@@ -25,7 +25,7 @@ _HINTS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads numbers as YAML 1.2 has them, and refuses what the module's docstring says."""
+    """Reads numbers as in YAML 1.2, and refuses aliases, tags and repeated keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
@@ -78,7 +78,7 @@ def parse(text: str | bytes) -> Any:
     """Return the values of a YAML text.
 
     Raises:
-        ConfigError: it is not such a text.
+        ConfigError: it is not YAML, or has something that is refused.
     """
     return _checked(yaml.load, text, _Loader)
 
@@ -89,18 +89,18 @@ def dump(values: Mapping[str, Any], width: int = 80) -> str:
 
 
 def words(content: bytes, leaves: Mapping[str, Any], file: Path) -> list[tuple[int, str]]:
-    """Return the fields of a YAML file, each with its line and as a `field=value` word.
+    """Return each field of a YAML file: its line number, and a `field=value` word.
 
-    A field of a section is below the section's name, or has its dotted path for a name.
+    A field of a section is below the section's name, or is named by its dotted path.
 
     Args:
         content: what the file holds.
-        leaves: the known fields by dotted path, with any values of their types.
+        leaves: the known fields by dotted path, with example values.
         file: the file's name in messages.
 
     Raises:
-        ConfigError: the file is no mapping, or a field has a value of another form or is given
-            twice.
+        ConfigError: the file is not a mapping, or a field has a value of the wrong form or is
+            given twice.
     """
     try:
         root = _checked(yaml.compose, content, _Loader)
@@ -130,7 +130,7 @@ def words(content: bytes, leaves: Mapping[str, Any], file: Path) -> list[tuple[i
 def _fields(
     section: yaml.MappingNode, prefix: str, leaves: Mapping[str, Any]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
-    """Yield path, line and value of each field; a section that is left empty has none."""
+    """Yield path, line and value of each field; an empty section has none."""
     for key, value in section.value:
         path = prefix + key.value
         is_section = path not in leaves and path.rpartition(".")[0] not in leaves
@@ -141,10 +141,10 @@ def _fields(
 
 
 def _text(node: yaml.Node, example: Any, is_key: bool) -> str:
-    """Return what stands behind `=` in the word of a field, whose value is like `example`.
+    """Return the text after `=` in the word of a field whose values are like `example`.
 
     Raises:
-        ConfigError: the field takes one value or a list, and this is another form.
+        ConfigError: the field takes one value or a list, and `node` has another form.
     """
     if is_key or isinstance(example, dict):
         return json.dumps(_checked(_Loader("").construct_document, node))
@@ -160,10 +160,10 @@ def _text(node: yaml.Node, example: Any, is_key: bool) -> str:
 
 
 def _checked(read: Callable[..., Any], *given: Any) -> Any:
-    """Return what a function of PyYAML returns.
+    """Call a function of PyYAML, and return its result.
 
     Raises:
-        ConfigError: it fails.
+        ConfigError: it fails; one line says where and why.
     """
     try:
         return read(*given)

@@ -29,7 +29,7 @@ class DeepScaler:
     """DeepScaleR's verifier."""
 
     def __init__(self) -> None:
-        _is_right("\\frac{1}{2}", "x")  # a first use takes a second
+        _is_right("\\frac{1}{2}", "x")  # the first use takes a second
 
     def credit(self, text: str, question: Question) -> float:
         """Return 1 if the box behind the thought is the answer."""
@@ -115,7 +115,7 @@ def math_normal_form(answer: str) -> str:
     text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
     for removed in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$"):
         text = text.replace(removed, "")
-    if text.count("\\text{ ") > 1:  # it begins a unit, and there is one unit
+    if text.count("\\text{ ") > 1:  # it begins a unit, and an answer has only one
         return original
     text = text.partition("\\text{ ")[0].replace("\\%", "")
     text = text.replace(" .", " 0.").replace("{.", "{0.")

@@ -7,7 +7,7 @@ Sources:
     FILE.parquet           one row per problem
     DIR                    a Hugging Face dataset: written by `save_to_disk`, or files such as
                            these in the layout of the Hub (train-*.parquet, data/, the configs of
-                           a README.md); the split `train`, or the only split there is
+                           a README.md); the split `train`, or the only split
     DIR:SPLIT              another split of it
     DIR:CONFIG             one of the configs of its README.md, which are datasets of their own
     DIR:CONFIG:SPLIT       another split of that
@@ -25,17 +25,16 @@ Recognized fields of an entry (others are ignored):
     OpenAI, TRL                    messages: a conversation            answer, or its last message
 
 `Fields` names other fields. The question is a string or a list of chat messages, which are objects
-with `role` and `content`. The last message of a conversation is no part of the question if it is
-the assistant's. What else a message has (`tool_calls`, `name`) and the `tools` of an entry are
-given to the chat template as they are. An answer is a string, a number, or a list of these, of
-which any is right.
+with `role` and `content`. If the assistant has the last message of a conversation, that is not part
+of the question. Other fields of a message (`tool_calls`, `name`) and the `tools` of an entry go to
+the chat template unchanged. An answer is a string, a number, or a list of these, all of them right.
 
 `metadata` holds fields for the verifier; reward reasoning_gym needs its `source_dataset`.
 
 Invariants:
 - A question appears once with each of its answers; later copies are dropped and counted.
-- A number has one text, whatever the file: a whole float is a whole number, and any other a decimal
-  without an exponent, the shortest that its type tells from its neighbours.
+- A number has the same text from every kind of file. A whole float is a whole number. Any other is
+  the shortest decimal without an exponent that its type distinguishes from its neighbors.
 - Only `local_data` downloads, into the Hub's cache; nothing else is written outside a temporary
   directory.
 """
@@ -68,14 +67,14 @@ REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
 DEFAULT_TASK_SIZE = 5000
 ROWS_AT_ONCE = 1000  # of an Arrow table that become Python objects
-# What says which files of a dataset are whose.
+# Files that say which config of a dataset has which files.
 _CARD = ("README.md", ".huggingface.yaml", "dataset_infos.json")
 # ORG/NAME or the path of a snapshot, @REVISION, :CONFIG:SPLIT, @REVISION
 _HUB_DATA = re.compile(r"([^:@]+)(?:@([^:@]+))?((?::[^:@]+){0,2})(?:@([^:@]+))?")
 MAX_DEPTH = 100  # of lists and objects in JSON; pickling metadata ends at a few hundred
 
 Entries = Iterator[tuple[str, Any]]
-"""Location of each entry, for messages, and the entry: an object if the data is right."""
+"""The location of each entry, for messages, and the entry, which should be an object."""
 
 
 class DataError(ValueError):
@@ -103,8 +102,8 @@ class Problem:
 class Fields(NamedTuple):
     """Fields of an entry that are read in place of the recognized ones.
 
-    `a.b` is field b of the object in field a. An entry without a named field is refused, or if not
-    `required`, read by the recognized names.
+    `a.b` is field b of the object in field a. An entry without a named field is refused or, if the
+    field is not `required`, read by the recognized names.
     """
 
     question: str = ""  # empty: the recognized ones
@@ -120,9 +119,9 @@ RECOGNIZED = Fields()
 
 @dataclasses.dataclass
 class Source:
-    """The problems of a source, and what became of its other entries.
+    """The problems of a source, and what happened to its other entries.
 
-    What reads and tokenizes them counts what it leaves out.
+    `read_problems`, `keep_verifiable` and `tokenize` record here what they leave out.
     """
 
     data: str  # as in the configuration
@@ -133,8 +132,8 @@ class Source:
     dropped: defaultdict[str, list[str]] = dataclasses.field(
         default_factory=lambda: defaultdict(list)
     )
-    """Locations of the entries that were left out, by reason: a verb with what follows it. An empty
-    text is a location that is not known."""
+    """Locations of the entries that were left out, by reason, which begins with a verb ("has no
+    answer"). An empty text is an unknown location."""
 
 
 def read_problems(
@@ -154,6 +153,7 @@ def read_problems(
 
     Raises:
         DataError: a problem cannot be read, or there is none.
+        HubError: a dataset of the Hub cannot be downloaded.
     """
     source = Source(data)
     data = local_data(data)
@@ -198,15 +198,16 @@ def read_problems(
 
 
 def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str = "") -> None:
-    """Look for problems to which no completion could be right, and tell their sources.
+    """Find problems that no completion could solve, and record them in their sources.
 
-    They are left out of the source that `drops` names. In others they stay, and only a completion
-    with the very text of the answer is right. All sources are looked at together, because the
-    processes that do it take seconds to start.
+    The source that `drops` names loses them. In others they stay, and only a completion with the
+    exact text of the answer is right. All sources are checked together, because the processes that
+    check them take seconds to start.
 
     Raises:
-        DataError: no completion could be right to any problem of a source, or to one of
-            reasoning_gym, whose entry then lacks what its scorer needs.
+        ConfigError: the reward cannot be loaded.
+        DataError: no problem of a source can be solved, or one of reasoning_gym cannot, whose entry
+            then lacks what its scorer needs.
     """
     every = [problem for source in sources.values() for problem in source.problems]
     questions = [
@@ -226,7 +227,7 @@ def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str
         else:
             source.notes.append(
                 f"{len(reasons):,} answers cannot be compared by reward {config.reward}, and only "
-                f"their very text is right; the first is {reasons[0]}"
+                f"their exact text is right; the first is {reasons[0]}"
             )
 
 
@@ -269,17 +270,17 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def local_data(data: str, kept: str = "") -> str:
-    """Return a source on this machine: `data`, or what it names on the Hub, after downloading it.
+    """Return a source on this machine: `data`, or a download of what it names on the Hub.
 
-    Of a dataset of several configs, only the files of one are downloaded.
+    Of a dataset with several configs, only the files of one are downloaded.
 
     Args:
         data: a source, see the top of this module.
-        kept: the source that a run has; a name without a revision means its commit.
+        kept: the source that a run has already; a name without a revision means its commit.
 
     Raises:
         DataError: it has no such config or split, or several and none is named.
-        HubError: it cannot be had.
+        HubError: it cannot be downloaded.
     """
     match = _HUB_DATA.fullmatch(data)
     if not match or data.startswith(REASONING_GYM):
@@ -289,7 +290,7 @@ def local_data(data: str, kept: str = "") -> str:
         return data
     revision = f"@{before or after}" if before or after else ""
     known = hub.snapshot_of(f"{name}{revision}")
-    # What is there of a snapshot may be a part of it.
+    # The files of a snapshot may be only a part of it.
     if _place(data) and not (known and hub.is_listed(known, "dataset")):
         return data
     repository = hub.repository_of(f"{name}{revision}", kept.partition(":")[0])
@@ -298,7 +299,7 @@ def local_data(data: str, kept: str = "") -> str:
     snapshot = hub.download(repository, "dataset", _CARD)
     commit = hub.snapshot_of(str(snapshot)) or repository
     with tempfile.TemporaryDirectory(prefix="qurl-data-") as scratch:
-        # The library says which files are a config's by names alone.
+        # The library finds the files of a config by names alone, so empty files will do.
         for file in hub.listed(commit, "dataset"):
             (Path(scratch) / file).parent.mkdir(parents=True, exist_ok=True)
             (Path(scratch) / file).touch()
@@ -315,7 +316,7 @@ def local_data(data: str, kept: str = "") -> str:
 
 
 def _place(data: str) -> tuple[Path, list[str]] | None:
-    """Return the file, or the directory and the names after it, that a source is; None: neither."""
+    """Return the path that a source names, and the names after it; None if it does not exist."""
     if Path(data).is_file():
         return Path(data), []
     words = data.split(":")
@@ -350,7 +351,7 @@ def _read_jsonl(path: Path) -> Entries:
             for number, line in enumerate(lines, start=1):
                 location = f"{path} line {number}"
                 if line.strip():
-                    encoded = line.encode(errors="surrogateescape")  # with the bytes that are wrong
+                    encoded = line.encode(errors="surrogateescape")  # with any wrong bytes
                     yield location, _from_json(encoded, location, "one object per line")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} line {number + 1}: not text ({error})") from error
@@ -431,7 +432,7 @@ def _entries(rows: Any) -> Iterator[dict[str, Any]]:
 
 
 def _shortest(value: Any, arrow_type: Any) -> Any:
-    """Return a value whose floats of 16 or 32 bits are the shortest decimal of their own type.
+    """Return a value with floats of 16 or 32 bits as the shortest decimals of their own type.
 
     Arrow gives 0.10000000149011612 for 0.1 in 32 bits.
     """
@@ -477,10 +478,10 @@ def _read_directory(directory: Path, names: list[str]) -> Entries:
 def _config_files(
     directory: Path, names: list[str], title: str
 ) -> tuple[str, Mapping[Any, list[str]], list[str]]:
-    """Return what to call a config, its files by split, and those of `names` that are no config's.
+    """Return a config's title, its files by split, and the `names` that are left for a split.
 
-    The library decides, by the names of the files and the README.md. `names` are those after the
-    directory: of a config, of a split, of both or none. `title` is what the user calls the dataset.
+    The library finds the files, by their names and the README.md. `names` are those after the
+    directory: a config, a split, both or none. `title` is the user's name for the dataset.
     """
     import datasets  # takes seconds: imported only where it is used
 
@@ -495,7 +496,7 @@ def _config_files(
 
 @contextlib.contextmanager
 def _as_data_error(title: str) -> Iterator[None]:
-    """Say in a line what the library of datasets says against one."""
+    """Turn any exception of the library `datasets` into a DataError of one line."""
     # The library's log messages repeat its exceptions.
     logging.getLogger("datasets").setLevel(logging.CRITICAL)
     try:
@@ -575,7 +576,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
         raise DataError(f"metadata is a {type(metadata).__name__}; expected an object")
     tools = _tools(entry.get("tools"))
     columns: dict[str, Any] = {}
-    if fields.keeps_entries:  # of a conversation, a function gets the prompt without the answer
+    if fields.keeps_entries:  # a conversation is given without its answer
         columns = {**entry, "prompt": messages} if isinstance(asked, list) else entry
     if missing := [column for column in fields.columns if column not in columns]:
         raise DataError(
@@ -639,7 +640,7 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     return [_message(each, f"{field}[{number}]") for number, each in enumerate(value)]
 
 
-# As JSON, or as Python prints it, which a CSV file has.
+# A list of messages as JSON, or as Python prints it into a CSV file.
 _TEXT_OF_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|content)["']\s*:""")
 
 

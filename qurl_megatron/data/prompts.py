@@ -29,7 +29,7 @@ from qurl_megatron.data.rewards import is_own_function
 from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
 
 BINS = 8
-COMPARED_PROMPTS = 32  # with what the tokenizer that transformers chooses makes of them
+COMPARED_PROMPTS = 32  # on which transformers' own choice of tokenizer is tried too
 BAR_WIDTH = 40  # characters of the longest bar
 SHOWN_CHARACTERS = 2000  # of a prompt; the middle of a longer one is left out
 
@@ -46,9 +46,9 @@ class PromptSet(NamedTuple):
 def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) -> PromptSet:
     """Read, tokenize and split the data of a run, whose entries must have the fields `columns`.
 
-    Problems whose answer the verifier cannot read are left out of `config.data`, and prompts that
-    are too long if `config.overlong_prompts` says so. In `config.evaluation.data` the former stay
-    and the latter are refused, so that a score is over the whole file.
+    Problems whose answer the verifier cannot read are left out of `config.data`. So are prompts
+    that are too long, if `config.overlong_prompts` says so. In `config.evaluation.data` such
+    problems stay and such prompts are refused, so that a score is over the whole file.
 
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
@@ -64,7 +64,7 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
     sources = {"data": read(config.data, config.data_options, fields=fields)}
     for name, data in config.evaluation.data.items():
         sources[f"evaluation.data.{name}"] = read(data, {}, fields=fields._replace(required=False))
-    if not config.rollout.agent:  # which rewards its episodes itself
+    if not config.rollout.agent:  # an agent rewards its episodes itself
         keep_verifiable(sources, config, drops="data")
     prompts = {
         field: tokenize(
@@ -102,8 +102,8 @@ def tokenize(
 
     A tokenizer with a chat template renders the messages and opens the assistant's turn. Without a
     template, the prompt is the text of the question. `system_prompt` is put before the messages of
-    a problem that has no system message. The source counts the prompts that `overlong` drops. No
-    prompt ends with an end token, which those of `stops` are that are special.
+    a problem that has no system message. The source counts the prompts that `overlong` drops. End
+    tokens behind a prompt are cut off; a token of `stops` is one if it is special.
 
     Raises:
         DataError: a prompt that is not dropped is longer than `max_prompt_length` tokens, or all
@@ -141,7 +141,7 @@ def tokenize(
             source.dropped[reason].append(problem.location)
             continue
         source.own_system_prompts += has_own
-        # The first problem with a question is known by the question alone.
+        # The first problem with a question is identified by the question alone.
         identity = problem.question
         if identity in questions:
             identity += "\0" + "\0".join(problem.answers or (problem.answer,))
@@ -176,7 +176,7 @@ def _prompt_text(problem: Problem, messages: list[dict[str, Any]], tokenizer: An
                     messages, add_generation_prompt=True, tokenize=False, **tools
                 )
             )
-        except Exception as error:  # a template calls anything on what the messages hold
+        except Exception as error:  # a template may raise anything
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(
                 f"{problem.location}: the chat template refuses it ({reason})"
@@ -190,7 +190,7 @@ def _prompt_text(problem: Problem, messages: list[dict[str, Any]], tokenizer: An
 
 
 def _token_ids(text: str, tokenizer: Any) -> list[int]:
-    is_rendered = bool(getattr(tokenizer, "chat_template", None))  # which has special tokens itself
+    is_rendered = bool(getattr(tokenizer, "chat_template", None))  # with special tokens
     return list(tokenizer(text, add_special_tokens=not is_rendered)["input_ids"])
 
 
@@ -214,9 +214,9 @@ def split_held_out(
 
 
 def set_aside(prompts: list[Prompt], number: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return `number` prompts, or all if there are fewer, and the others.
+    """Return a sample of `number` prompts, or all if there are fewer, and the others.
 
-    The hash of each question decides, so these are a sample, whatever the order of the files.
+    The hash of each question decides, so the order of the files does not matter.
     """
     sample = sorted(prompts, key=lambda prompt: _hash(prompt.question))[:number]
     ids = {prompt.id for prompt in sample}

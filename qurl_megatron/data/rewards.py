@@ -1,6 +1,6 @@
-"""Rewards: built-in verifiers on the scale of a run, and reward functions of a user's own.
+"""Rewards: built-in verifiers on the scale of a run, and the user's own reward functions.
 
-A function of a user's own is named `reward=FILE.py:NAME` or `reward=MODULE:NAME`:
+`reward=FILE.py:NAME` or `reward=MODULE:NAME` names a function of the user's own:
 
     def NAME(completion: str, problem) -> float | dict[str, float]
     def NAME(completions: list[str], problem) -> list of the same
@@ -10,12 +10,12 @@ numbers become metrics. A function whose first parameter is called `completions`
 prompt's completions at once. Either form may be `async def`; the completions of a prompt are then
 scored concurrently.
 
-Functions of two other frameworks run as they are, and are known by their parameters' names:
+Functions for two other frameworks run unchanged, and are recognized by their parameters' names:
 
     verl    data_source, solution_str, ground_truth, extra_info; "score" is a dict's reward
     TRL     completions and prompts of a group, and columns of the data; None is no score
 
-Rewards of a group may be anything with a length: a list, an array of numpy, a tensor.
+The rewards of a group may be anything with a length: a list, a NumPy array, a tensor.
 
 A module is imported from where Python finds modules, and from the directory where the run is
 started. A file may import its neighbours.
@@ -82,7 +82,7 @@ class RewardFunction:
         """Find out how the function is called.
 
         Raises:
-            TypeError: it cannot be called with a completion and a problem.
+            TypeError: it cannot be called, yields, or has other parameters than expected.
         """
         if not callable(function):
             raise TypeError(f"a {type(function).__name__}, which cannot be called")
@@ -100,14 +100,14 @@ class RewardFunction:
         self._runner = asyncio.Runner()  # one event loop, so that a client can outlive a call
         self.whole_groups = self._is_batch or self._is_async  # all scores come at once
         needed = [name for name, each in self._parameters.items() if _is_needed(each)]
-        self.columns = (  # fields that it needs of each entry of the data
+        self.columns = (  # fields that each entry of the data must have
             [name for name in needed if name not in ("prompts", "completions")]
             if self._style == "trl"
             else []
         )
 
     def score(self, texts: Sequence[str], question: Question) -> Iterator[Score]:
-        """Yield the score of each text."""
+        """Yield the score of each text; an exception of the function becomes a failure."""
         calls = [list(texts)] if self._is_batch else [[text] for text in texts]
         if self._is_async:
             for scores in self._runner.run(self._all_at_once(calls, question)):
@@ -121,7 +121,7 @@ class RewardFunction:
             yield from scores
 
     def unverifiable(self, question: Question) -> str:
-        """Return why no text could be right; an empty text if one could, or if nobody knows."""
+        """Return why no text could be right; an empty text if one could, or if that is unknown."""
         return ""
 
     async def _all_at_once(self, calls: list[list[str]], question: Question) -> list[list[Score]]:
@@ -170,7 +170,7 @@ def _style(signature: inspect.Signature) -> Style:
     """Return how a reward function is called, by the names of its parameters.
 
     Raises:
-        TypeError: the names do not say.
+        TypeError: the parameters fit none of the known forms.
     """
     names = [
         name
@@ -213,7 +213,7 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
 
 
 def _offered(style: Style, texts: list[str], question: Question) -> dict[str, Any]:
-    """Return what a function of another framework can be given, by parameter."""
+    """Return the arguments that a function for verl or TRL may take, by parameter."""
     columns = question.columns
     if style == "verl":
         right = list(question.answers) or question.answer
@@ -230,7 +230,7 @@ def _offered(style: Style, texts: list[str], question: Question) -> dict[str, An
 
 
 def _verl_score(result: Any) -> Score:
-    """Return the score of verl: "score" is the reward, "acc" the accuracy, a text no number."""
+    """Return the score of verl: "score" is the reward, "acc" the accuracy; texts are left out."""
     if not isinstance(result, Mapping):
         return score_of(result)
     names = {"score": REWARD, "acc": ACCURACY}
@@ -244,10 +244,10 @@ def _verl_score(result: Any) -> Score:
 
 
 def score_of(result: Any) -> Score:
-    """Return the score that a user's function means: a number, or a dict with "reward".
+    """Return the score that a user's function returned: a number, or a dict with "reward".
 
     Raises:
-        TypeError, ValueError: it is neither, or has something that is no finite number.
+        TypeError, ValueError: it is neither, or has a value other than a finite number.
     """
     if not isinstance(result, Mapping):
         return Score(_number(result, "it returned"), {}, "")
@@ -262,11 +262,11 @@ class BuiltIn(RewardFunction):
 
     A verifier gives credit from 0 to 1, and `Config.reward_wrong` and `reward_right` are the
     rewards at its ends: 0 and 1, or -1 and 1 for DAPO. Credit below 1 counts as 0 unless
-    `Config.reward_partial` asks for it: the scorers of reasoning_gym give 0.86 for one wrong letter
-    of seven, and 0.9999999999999998 for the right word with a letter too many, which rewards near
-    misses and padding.
+    `Config.reward_partial` asks for it, because it rewards near misses and padding: the scorers of
+    reasoning_gym give 0.86 for one wrong letter of seven, and 0.9999999999999998 for the right word
+    with a letter too many.
 
-    The kernel ends the process at `VERIFIER_CPU_LIMIT_S` for a text or an answer.
+    The kernel ends the process if a text or an answer takes `VERIFIER_CPU_LIMIT_S` of CPU time.
     """
 
     def __init__(self, config: Config) -> None:
@@ -312,7 +312,7 @@ def _one_by_one(question: Question) -> list[Question]:
 
 @contextlib.contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Have the kernel end this process if the body takes more CPU time.
+    """Let the kernel end this process if the body takes more CPU time than that.
 
     An exception could not end a long computation inside a C function.
     """
@@ -324,7 +324,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
 
 
 def load(config: Config) -> RewardFunction:
-    """Import the reward, and use a verifier once, because a first use can take seconds.
+    """Import the reward, and use a verifier once, because its first use can take seconds.
 
     Raises:
         ImportError, OSError, SyntaxError, TypeError, or what else the import raises: a reward
@@ -364,7 +364,7 @@ def _number(value: Any, what: str) -> float:
     """Return a finite float.
 
     Raises:
-        TypeError: the value is no number.
+        TypeError: the value is not a number.
         ValueError: it is not finite.
     """
     if isinstance(value, str) or not hasattr(value, "__float__"):

@@ -4,10 +4,10 @@ A worker is a program of its own and not a fork: it imports this file, the verif
 else, so it has no CUDA context, no threads of process groups and no torch.
 
 A verifier can hang on what a policy writes ("9^{9^{9^9}}"). Its worker is then killed and replaced,
-and only that completion is lost: it scores as wrong, with the reason in `Score.failure`. The limit
-of a built-in verifier is CPU time, which a busy machine does not use up, and the kernel keeps it.
-The limit of a reward function of one's own is wall-clock time, because it may wait for a service.
-What such a function starts ends with its worker.
+and only that completion is lost: it scores as wrong, with the reason in `Score.failure`. The kernel
+limits the CPU time of a built-in verifier, which a busy machine does not use up. A reward function
+of the user's own is limited in wall-clock time, because it may wait for a service. Processes that
+it starts end with its worker.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ WORKER = "import sys; from qurl_megatron.data.scoring import work; work(int(sys.
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 16
 START_TIMEOUT_S = 300.0
-LOAD_LIMIT_S = 30.0  # for a reward function of one's own to be imported
-GRACE_S = 1.0  # beyond a time limit, for a worker to report by itself that it passed
-PROBLEMS_PER_WORKER = 64  # for fewer answers to look at, another process does not pay
+LOAD_LIMIT_S = 30.0  # to import a reward function of the user's own
+GRACE_S = 1.0  # beyond a time limit, for a worker to report the timeout itself
+PROBLEMS_PER_WORKER = 64  # for fewer answers another process does not pay
 
 StartScoring = Callable[["Prompt", Sequence["Completion"]], Future[list[Score]]]
 """`Scorer.submit`."""
@@ -75,9 +75,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return self.ask(prompt.asked, [completion.text for completion in completions])
 
     def ask(self, question: Question, texts: list[str] | list[None]) -> Future[list[Score]]:
-        """Score the texts; one that is None asks whether any text could be right.
+        """Score the texts, or with `[None]` find out whether any text could be right.
 
-        Why none could is then the failure of its score.
+        The `failure` of the only score then says why none could.
         """
         return self._threads.submit(self._answer, question, texts)
 
@@ -101,11 +101,11 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self.close()
 
     def _answer(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
-        """Return the scores of texts, which this thread's worker finds."""
+        """Return the scores of texts from this thread's worker, and from its successors."""
         scores: list[Score] = []
         worker = self._ready_worker()
         while len(scores) < len(texts):
-            scores += worker.score(question, texts[len(scores) :])
+            scores += worker.score(question, texts[len(scores) :])  # fewer if the worker died
             worker = self._ready_worker()
         return scores
 
@@ -145,7 +145,7 @@ class _Worker:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-c", WORKER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a reward function prints belongs into the log, at once
+                stdout=2,  # standard error, for what a reward function prints
                 pass_fds=[theirs.fileno()],
             )
         theirs.close()
@@ -159,7 +159,7 @@ class _Worker:
         """Wait until the reward is loaded.
 
         Raises:
-            ConfigError: it cannot be.
+            ConfigError: it cannot be loaded.
         """
         if self._error is None:
             try:
@@ -173,7 +173,7 @@ class _Worker:
             raise ConfigError(f"reward={self._config.reward}: {self._error}")
 
     def score(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
-        """Return the scores of all texts; if the process dies, those up to what it died of."""
+        """Return the scores of all texts; if the process dies, those up to the text it died of."""
         scores: list[Score] = []
         try:
             self._connection.send((question, texts))
@@ -259,7 +259,7 @@ def work(descriptor: int) -> None:
         config = connection.recv()
         if rewards.is_own_function(config):
             contain()
-            signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)  # the kernel ends the process
+            signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)  # then SIGALRM ends the process
         try:
             reward = rewards.load(config)
         except (Exception, SystemExit) as error:

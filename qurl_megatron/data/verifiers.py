@@ -16,8 +16,8 @@ from typing import Any, Protocol
 from qurl_megatron.algorithm.score import Question
 from qurl_megatron.data.deepscaler import DeepScaler
 
-TAIL_LENGTH = 300  # characters of a text that GSM8K's and DAPO's rules look at
-PLAIN_LENGTH = 1000  # of an answer's LaTeX; the time to look at it grows with its square
+TAIL_LENGTH = 300  # the last characters of a text, all that GSM8K's and DAPO's rules read
+PLAIN_LENGTH = 1000  # of an answer's LaTeX; the time to check it grows with its square
 
 
 class Verifier(Protocol):
@@ -84,7 +84,7 @@ class Dapo(Verifier):
     \frac{1}{2}.
 
     The reference is `verl/utils/reward_score/math_dapo.py`, which DAPO was trained with. It rewards
-    1 and -1; `Config.reward_wrong` has the second.
+    1 and -1; `Config.reward_wrong` sets the latter.
     """
 
     def credit(self, text: str, question: Question) -> float:
@@ -186,7 +186,7 @@ def reasoning_gym_tasks() -> Mapping[str, tuple[type, type]]:
 
 
 class Math(Verifier):
-    r"""math-verify, as verl calls it: the right answer is read as LaTeX only, a text as either.
+    r"""math-verify as verl calls it: answers are read as LaTeX, texts as LaTeX or as expressions.
 
     The right answer is put into \boxed{}, unless it is a sentence with its own \boxed{} or $...$.
     """
@@ -266,10 +266,10 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {
 
 
 def is_plain(reward: str, answer: str) -> bool:
-    """Return whether a completion could be right for sure, so that no verifier need look at it.
+    """Return whether some completion could surely be right, so that no verifier need check it.
 
     math-verify takes milliseconds to read LaTeX, so its most common forms are recognized here. Some
-    verifiers compare any text.
+    verifiers can compare any text.
     """
     if reward == "math":
         latex = answer.rpartition("####")[2].strip()

@@ -1,1 +1,1 @@
-"""What a model is worth: its accuracy, and how far its quantized copy is from it."""
+"""Evaluation of a model: its accuracy, and how far its quantized copy differs from it."""

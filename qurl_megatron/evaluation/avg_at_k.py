@@ -4,7 +4,7 @@ Avg@1 is the fraction of problems whose greedy answer is right. Avg@k is the fra
 answers among k sampled answers, averaged over problems. Both come with the standard error over
 problems.
 
-A run measures its policy with `measure`; `qurl eval` serves a model on this machine for it.
+A run measures its policy with `measure`; `qurl eval` first starts a server of a model for it.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class EvalConfig(AgentConfig):
     """Format of the served weights."""
     adapters: Place = ""
     """Directory of adapters (LoRA), a run's `final_adapters` or peft's. They are merged into
-    `model`, whose linear layers first take their values in `format`, and served in BF16. Empty:
-    none."""
+    `model`, whose linear layers are first quantized to `format` and back, and served in BF16.
+    Empty: none."""
     group_size: GroupSize = 128
     """Input channels that share a scale in format int4: a run's `quantization.group_size`."""
     max_prompt_length: Count = 1024
@@ -135,7 +135,7 @@ class EvalConfig(AgentConfig):
     """Field of the data that holds the answer. Empty: answer, reward_model.ground_truth, or the
     assistant's last message."""
     incomplete: Unusable = "refuse"
-    """What becomes of entries without an answer. drop: they are left out and counted."""
+    """What happens to entries without an answer. drop: they are left out and counted."""
     system_prompt: str = ""
     """System message put before each question that has none. Empty: none."""
     stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
@@ -214,7 +214,7 @@ def measure(
     its greedy answer, and again when it has the others.
 
     Raises:
-        WrongRollouts: sampled answers are equal that cannot be; not looked for with a `top_p`
+        WrongRollouts: sampled answers are equal that must differ; not checked with a `top_p`
             below 1.
     """
 
@@ -230,7 +230,7 @@ def measure(
 
     greedy = ask(1, temperature=0.0)
     sampled = ask(k, temperature=temperature, top_p=top_p) if k else []
-    if top_p == 1:  # else the log-probs are not of the tokens that could be drawn
+    if top_p == 1:  # else the log-probs are not over the tokens that could be drawn
         check_differ(completions for completions, _ in sampled)
     sampled_answers = [_answers(*scored) for scored in sampled] or [[] for _ in prompts]
     greedy_answers = [_answers(*scored)[0] for scored in greedy]
@@ -278,7 +278,7 @@ def _answers(completions: list[Completion], scores: Future[list[Score]]) -> list
 
 
 def settle_cache(config: EvalConfig, architecture: Architecture) -> None:
-    """Set the size of the server's KV cache without a GPU, as `settle_caches`."""
+    """Set the size of the server's KV cache without a GPU; see `settle_caches`."""
     of_model = architecture, config.served_format, config.max_length, config.keep
     settle_caches([ServerSet(config.server, *of_model)])
 
@@ -299,7 +299,7 @@ def averages(results: list[ProblemResult]) -> dict[str, Average]:
 
 
 def check(config: EvalConfig) -> None:
-    """Check what another machine can check too, without the model's weights and the data.
+    """Check what any machine can check, without the model's weights and the data.
 
     Raises:
         ConfigError, ArchitectureError: an input is wrong.
@@ -336,7 +336,7 @@ def check_format(config: EvalConfig) -> None:
 def run(config: EvalConfig) -> None:
     """Serve, measure and print a table; write `summary.json`, and jsonl answers per data file.
 
-    `check` has accepted the configuration.
+    `check` must have accepted the configuration.
 
     Raises:
         ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
@@ -404,7 +404,7 @@ def run(config: EvalConfig) -> None:
 
 @contextlib.contextmanager
 def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[Fleet]:
-    """Start a server of a model; yield a fleet of it, and end it afterwards."""
+    """Start a server of a model, yield a fleet of it, and end it afterwards."""
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
     plan = ServerPlan(
@@ -429,7 +429,7 @@ def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[F
 def show_progress(title: str, requests: int, console: Console) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each of `requests`; it shows how many are answered.
 
-    On a terminal that is a bar, elsewhere a line for each tenth.
+    A terminal gets a bar, anything else a line for each tenth.
     """
     columns = (
         TextColumn("{task.description}", markup=False),

@@ -34,7 +34,7 @@ SHOWN_CHARACTERS = 2000  # of a prompt, or of what was observed at once
 
 
 def run(config: EvalConfig, count: int) -> None:
-    """Play an episode of each of the first `count` problems; `check` has accepted the settings.
+    """Play an episode of each of the first `count` problems; `check` accepted the settings.
 
     What the agent prints goes to standard error.
 
@@ -110,7 +110,7 @@ def describe(number: int, prompt: Prompt, completion: Completion, tokenizer: Any
             if not is_sampled:
                 yield f"  observed  {_text(ids, tokenizer)}"
                 continue
-            while ids:  # turns that nothing was observed between
+            while ids:  # consecutive turns, with nothing observed between them
                 turn = next(turns)
                 taken, ids = ids[: turn.length], ids[turn.length :]
                 yield f"  sampled   {_text(taken, tokenizer)}"

@@ -1,15 +1,15 @@
 """Find which tokens, layers and activations make a quantized model differ: `qurl mismatch`.
 
-The difference is KL(quantized || exact) of the next token, in nats, over tokens that the quantized
-model sampled, one completion to each prompt, as a rollout server does. Its mean is what
-`mismatch.json` of a run estimates. It is split three ways:
+The difference is KL(quantized || exact) of the next token, in nats. It is measured on tokens that
+the quantized model sampled as a rollout server does, one completion to each prompt. Its mean is
+what `mismatch.json` of a run estimates. It is split three ways:
 
     tokens        by entropy, position and rank of the sampled token: `split`
     layers        by how far it falls if one layer of a server stays in BF16: `gain`
     activations   by how coarse the codes of a layer's input are: `quantized_model.ActivationMeter`
 
 `choose` picks the layers to keep in BF16. It sees every other completion, and its effect is
-measured on the rest: the largest of many noisy gains is larger than it will be again.
+measured on the rest, because the largest of many noisy gains overstates the true one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
 
 
 class TokenMismatch(NamedTuple):
-    """What is measured of each token, in tensors `[completions, length]`, or `[tokens]` of all."""
+    """Measurements of each token: tensors `[completions, length]`, or `[tokens]` over all."""
 
     kl: Tensor  # KL(quantized || exact) where the token was sampled: float32, nats
     entropy: Tensor  # of the exact distribution there: float32, nats
@@ -108,7 +108,7 @@ def split(kl: Tensor, values: Tensor, edges: Sequence[float]) -> list[TokenRow]:
 
 @dataclass(frozen=True)
 class KeptLayers:
-    """What it brings to keep layers of a server in BF16."""
+    """The gain and the cost of keeping layers of a server in BF16."""
 
     names: Sequence[str]  # in a Hugging Face checkpoint
     gain: float  # how far the KL falls, in nats per token
@@ -133,7 +133,7 @@ def gain(before: Tensor, after: Tensor, tokens: Tensor) -> tuple[float, float]:
     count = len(fallen)
     if count < 2:
         return mean, math.inf
-    # Tokens of one completion are not independent of each other, so completions are counted.
+    # Tokens of one completion depend on each other, so completions are the samples.
     variance = float((fallen - mean * tokens).square().sum()) * count / (count - 1)
     return mean, math.sqrt(variance) / float(tokens.sum())
 
@@ -158,7 +158,7 @@ class MismatchOptions:
     model: Path
     data: str
     weight_format: WeightFormat
-    prompts: int  # completions are one for each
+    prompts: int  # one completion for each
     max_completion_length: int  # in tokens
     budget: float  # largest growth of a server's weights, as a fraction
     seed: int
@@ -202,7 +202,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return what is measured, as it is written to a JSON file."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGLang misses a GPU that nothing here needs
+        warnings.simplefilter("ignore")  # SGLang warns of a missing GPU, which is not needed here
         from qurl_megatron.evaluation.quantized_model import QuantizedModel
 
     architecture = Architecture.from_directory(options.model)
@@ -225,6 +225,7 @@ def measure(
     )
     measured = TokenMismatch(*joined)
     tokens = torch.tensor([len(completion) for _, completion in sampled])
+    # Layers are chosen on every other completion; their effect is measured on the rest.
     first, second = slice(0, None, 2), slice(1, None, 2)
     layers = [
         KeptLayers(
@@ -268,7 +269,7 @@ def measure(
 
 
 def _batches(sampled: Sequence[Sampled]) -> list[list[int]]:
-    """Return the numbers of sequences to compute together: those of equal lengths."""
+    """Return the indices of sequences to compute together: those of equal lengths."""
     by_lengths: dict[tuple[int, int], list[int]] = {}
     for number, (prompt, completion) in enumerate(sampled):
         by_lengths.setdefault((len(prompt), len(completion)), []).append(number)

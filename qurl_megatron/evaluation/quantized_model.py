@@ -51,7 +51,7 @@ class ActivationMeter:
     """Measures the inputs of one layer over any number of calls."""
 
     def __init__(self, code_dtype: torch.dtype | None) -> None:
-        """Start with no input; `code_dtype` is that of an activation's codes, None: it has none."""
+        """Start with no input; `code_dtype` is that of the inputs' codes, None without codes."""
         self._code_dtype = code_dtype
         self._largest = torch.zeros(())
         self._sums = torch.zeros(3, dtype=torch.float64)  # of squares: values, two errors
@@ -73,8 +73,9 @@ class ActivationMeter:
     def measured(self) -> dict[str, Any]:
         """Return the row of the inputs' table.
 
-        The outlier is the channel with the largest activation; its ratio is that over the median
-        channel's largest. An error is the norm of the error over the norm of the values.
+        The outlier is the channel with the largest activation. Its ratio is this activation over
+        the median of the channels' largest ones. An error is the norm of the rounding errors over
+        the norm of the values.
         """
         channel = int(self._largest.argmax())
         squares, per_token, per_block = self._sums.tolist()
@@ -89,7 +90,7 @@ class ActivationMeter:
 
 
 class Parts(torch.nn.ModuleDict):
-    """A linear layer whose rows are those of several full tensors, each quantized by itself."""
+    """A linear layer with the rows of several full tensors, each quantized by itself."""
 
     def __init__(
         self, weight: Tensor, sizes: Mapping[str, int], weight_format: WeightFormat
@@ -108,7 +109,7 @@ class Experts(torch.nn.ModuleList):
     """The experts of a block, each with the linear layers that a checkpoint names."""
 
     def __init__(self, fused: Any, weight_format: WeightFormat) -> None:
-        """Take the weights of transformers' module, which holds those of all experts as one."""
+        """Take the weights of transformers' module, which fuses those of all experts."""
         super().__init__()
         for gate_up, down in zip(fused.gate_up_proj, fused.down_proj, strict=True):
             gate, up = gate_up.chunk(2)
@@ -124,7 +125,7 @@ class Experts(torch.nn.ModuleList):
 
         def multiply(rows: Tensor, prefix: str, expert: int) -> Tensor:
             layers: Any = self[expert]
-            if prefix == "w2":
+            if prefix == "w2":  # SGLang's name for down_proj; w13 is gate_proj and up_proj
                 return layers["down_proj"](rows)
             return torch.cat([layers["gate_proj"](rows), layers["up_proj"](rows)], -1)
 
@@ -147,7 +148,10 @@ class Float32Head(torch.nn.Module):
 
 
 class QuantizedModel:
-    """A causal language model with one switch for each layer that a server holds as one."""
+    """A causal language model with a switch for each linear layer.
+
+    `groups` has the names of the layers that a server holds as one.
+    """
 
     def __init__(
         self, directory: Path, weight_format: WeightFormat, stop_token_ids: list[int]
@@ -213,6 +217,7 @@ class QuantizedModel:
         """Sample one completion to each prompt, of at most `length` tokens, at temperature 1."""
         self._switch(kept=(), measures=False)
         torch.manual_seed(seed)
+        # Padding goes on the left, so that all completions begin at the same position.
         longest = max(len(prompt.token_ids) for prompt in prompts)
         rows = [[0] * (longest - len(prompt.token_ids)) + prompt.token_ids for prompt in prompts]
         widths = torch.tensor([len(prompt.token_ids) for prompt in prompts], device=device())

@@ -2,18 +2,18 @@
 
     y = x W^T + (alpha / rank) (x A^T) B^T        W = codes * scale, never changed
 
-The base is held as the servers hold it: codes and scales. They are turned into values of the
-compute dtype in the forward pass, and again in the backward pass; no such copy is kept. A layer
-that fuses several Hugging Face projections has an adapter for each of them:
+The base is held as the servers hold it: codes and scales. The forward pass converts them to values
+of the compute dtype, and so does the backward pass; no such copy is kept. A layer that fuses
+several Hugging Face projections has an adapter for each of them:
 
     lora_a  [projections * rank, in]   the projections' A, one behind another
     lora_b  [out, rank]                a row for each output row, in the order of the base's rows
 
-With tensor parallelism, a column-parallel layer divides `lora_b`, as the base's rows, and every
-rank has all of `lora_a`; of a row-parallel layer it is the other way round. So a column-parallel
-layer gathers x A^T, which is small, and a row-parallel one adds to the sum that the base forms
-anyway. What every rank has all of sees its own tokens or partial sums only: it is marked
-`sequence_parallel`, and Megatron adds up its gradients.
+With tensor parallelism, a column-parallel layer divides `lora_b` like the base's rows, and every
+rank has all of `lora_a`; in a row-parallel layer it is the other way round. So a column-parallel
+layer gathers x A^T, which is small, and a row-parallel layer adds to the sum that the base forms
+anyway. The matrix that every rank has whole is used on this rank's tokens or partial sums only: it
+is marked `sequence_parallel`, so that Megatron adds up its gradients.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch import Tensor
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.quantization import quantize
 
-ADAPTER = "lora_"  # what the names of adapters have, and no others
+ADAPTER = "lora_"  # in the names of adapters only
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Adapters:
 
 
 def base_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return a matrix [out, in], and a factor of each of its rows or None: their product is W.
+    """Return a matrix [out, in] and a factor for each of its rows, or None; their product is W.
 
-    With a scale for each row the matrix is that of the codes, which every dtype represents exactly.
+    With one scale per row the matrix holds the codes, which every compute dtype represents exactly.
     The factors stay in float32: BF16 would move a whole row by up to 0.2 %.
     """
     if scale.shape[1] == 1:
@@ -79,7 +79,7 @@ def base_values(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tenso
 
 
 class _BaseProduct(torch.autograd.Function):
-    """x W^T, of which only x has a gradient, and for which only codes are kept."""
+    """The product x W^T, with a gradient of x only, for which codes and scales are kept."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class FrozenBase(torch.nn.Module):
     lora_b: torch.nn.Parameter
 
     def allocate(self, out: int, width: int, settings: Adapters, dtype: torch.dtype) -> None:
-        """Allocate codes and scales. Experts have no more; other layers get adapters."""
+        """Allocate codes and scales [out, width] of this rank; `add_adapters` comes later."""
         weight_format = settings.weight_format
         group = quantize.block_shape(weight_format)[1]
         codes = torch.empty(
@@ -116,17 +116,19 @@ class FrozenBase(torch.nn.Module):
         scale = torch.ones(
             out, width // group if group else 1, dtype=quantize.scale_dtype(weight_format)
         )
+        # Not persistent: a checkpoint has adapters only, and the base has its own directory.
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scale", scale, persistent=False)
         self._settings, self._shape, self._dtype = settings, (out, width), dtype
         self.is_active = False  # whether adapters are added to the base
 
     def add_adapters(self, owners: Tensor, replicated: str) -> None:
-        """Add adapters, which are 0.
+        """Add adapters whose values are 0.
 
         Args:
-            owners: [out, projections] bool, which projection with an adapter a row belongs to.
-            replicated: which of `lora_a` and `lora_b` every tensor-parallel rank has all of.
+            owners: [out, projections] bool, True where a row belongs to a projection with an
+                adapter.
+            replicated: the one of `lora_a` and `lora_b` that every tensor-parallel rank has whole.
         """
         module: Any = self
         out, width = self._shape
@@ -164,7 +166,7 @@ class FrozenBase(torch.nn.Module):
         return weight
 
     def _wide(self, lora_b: Tensor) -> Tensor:
-        """Return [out, projections * rank], where a row has its values behind its own A only."""
+        """Return B as [out, projections * rank]: a row is 0 except at its own projection's A."""
         owners = self.owners.to(lora_b.dtype)
         return (owners[:, :, None] * lora_b[:, None]).flatten(1)
 
@@ -196,14 +198,14 @@ class FrozenColumnLinear(ColumnParallelLinear, FrozenBase):
             skip_weight_param_allocation=True,
             **options,
         )
-        self._is_swiglu = stride == 2
+        self._is_swiglu = stride == 2  # Megatron's mark of a layer with gate and up
         own: Any = self.output_size_per_partition  # int
         self.allocate(own, input_size, config.adapters, config.params_dtype)
 
     def forward(
         self, input_: Tensor, weight: None = None, runtime_gather_output: None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's output channels [tokens, ..., out], and no bias to be added."""
+        """Return this rank's output channels [tokens, ..., out], and None for the bias."""
         out = self.multiply_base(self._spread(input_))
         bias: Any = self.bias  # of q, k and v
         if bias is not None:
@@ -213,8 +215,8 @@ class FrozenColumnLinear(ColumnParallelLinear, FrozenBase):
         return out, None
 
     def _spread(self, tensor: Tensor) -> Tensor:
-        """Return what all tensor-parallel ranks need; their gradients are added up."""
-        if self.explicit_expert_comm:  # the dispatcher of tokens has done it
+        """Return a tensor as all tensor-parallel ranks need it; its gradients are added up."""
+        if self.explicit_expert_comm:  # the token dispatcher has done it
             return tensor
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(
@@ -228,7 +230,7 @@ class FrozenColumnLinear(ColumnParallelLinear, FrozenBase):
         """Return the adapters as Megatron's checkpoints take them."""
         state: ShardedStateDict = self._sharded({"lora_b": 0}, prefix, sharded_offsets, metadata)
         name = f"{prefix}lora_b"
-        if self._is_swiglu and name in state:  # Megatron does so for `weight` and `bias` only
+        if self._is_swiglu and name in state:  # Megatron does it for `weight` and `bias` only
             state[name] = apply_swiglu_sharded_factory(state[name], sharded_offsets)
         return state
 
@@ -238,12 +240,12 @@ class FrozenRowLinear(RowParallelLinear, FrozenBase):
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
-        del self.weight
+        del self.weight  # unlike a column-parallel layer, Megatron's always allocates it
         own: Any = self.input_size_per_partition  # int
         self.allocate(output_size, own, config.adapters, config.params_dtype)
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return all output channels [tokens, ..., out], and no bias to be added."""
+        """Return all output channels [tokens, ..., out], and None for the bias."""
         out = self.multiply_base(input_)
         if self.is_active:
             out = self.add_b(out, input_ @ self.lora_a.t())
@@ -279,7 +281,7 @@ def freeze(layer: Any) -> None:
 
 
 def initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return the first A of a projection, [rank, in], as peft draws it; the same on any layout."""
+    """Return the initial A of a projection, [rank, in] float32, as peft draws it, on any layout."""
     generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -112,11 +112,11 @@ class Checkpoints:
         self._critic = critic
         self._directory = config.run_dir / "checkpoints"
         self._latest_accuracy: float | None = None  # of the last save; on global rank 0
-        # The clock when the last save, or after a resume this attempt, began; None before.
+        # The clock when the last save began or, after a resume, this attempt; None before.
         self._saved_at: float | None = None
         self._bytes = checkpoint_bytes(learner.architecture, config)
         self._queue = AsyncCallsQueue(persistent=False)
-        # Megatron would start this manager itself, and it would outlive a rank that is killed.
+        # Megatron's own manager would outlive a rank that is killed.
         self._manager = SyncManager(ctx=multiprocessing.get_context("fork"))
         self._manager.start(die_with_parent)
         filesystem_async._results_queue = self._manager.Queue()
@@ -131,20 +131,21 @@ class Checkpoints:
         if settings.every_steps == 0:
             return False
         if saved_at is None or step % settings.every_steps == 0 or is_last:
-            return True
+            return True  # the first step too: it shows that the disk takes a checkpoint
         due_at = saved_at + 60 * settings.every_minutes
+        # The clock of rank 0 decides, because all ranks must enter a save together.
         return settings.every_minutes > 0 and from_rank_zero(lambda: time.monotonic() >= due_at)
 
     def is_best(self, accuracy: float | None) -> bool:
-        """Return whether a policy of this accuracy is to be saved as the best so far.
+        """Return whether a policy of this accuracy is the best so far and is to be saved.
 
-        None stands for a policy that was not evaluated.
+        `accuracy` is None if the policy was not evaluated.
         """
         settings = self._config.checkpoint
         if accuracy is None or not settings.keep_best or settings.every_steps == 0:
             return False
         run_dir = self._config.run_dir
-        # The checkpoint of the last save may still be being written.
+        # The last save may not have completed, and then is not among the checkpoints.
         saved = from_rank_zero(lambda: [*_accuracies(run_dir).values(), self._latest_accuracy])
         return all(other is None or accuracy > other for other in saved)
 
@@ -191,7 +192,7 @@ class Checkpoints:
             with megatron_runtime():
                 self._queue.maybe_finalize_async_calls(blocking=wait)
         except (CheckpointException, CheckpointingException, OSError) as error:
-            # torch's writer does not always pass on that there was no space.
+            # torch's writer does not always report a full disk.
             full = free_bytes(self._directory) < self._bytes
             reason = "the disk is full" if full else " ".join(str(error).split())[-500:]
             raise CheckpointError(
@@ -305,7 +306,7 @@ def read_config(checkpoint: Path) -> Config:
 def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tuple[str, Tensor]]]:
     """Yield the float32 weights under their Hugging Face names, one layer at a time.
 
-    Of a run of adapters, yield these.
+    For a run with adapters, yield only these.
 
     They are as trained: the scales of UAQ (update-aware quantization) are not undone. After each
     layer, `progress` receives the bytes read so far and the total.
@@ -344,12 +345,12 @@ def _read(
     is_bfloat16: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of `rules` in one layer; None stands for those outside the layers."""
-    # Megatron stacks the tensors of all layers, but for hybrids, whose layers are of two kinds.
+    # Megatron stacks the tensors of all layers, except in hybrids, whose layers are of two kinds.
     is_stacked = layer is not None and not architecture.is_hybrid
     slices: dict[str, Tensor] = {}
     names = [_stored_name(rule, None if is_stacked else layer, is_bfloat16) for rule in rules]
     for rule, name in zip(rules, names, strict=True):
-        if name in slices:  # of all experts
+        if name in slices:  # the tensor of all experts
             continue
         shapes = [weight_map.full_shape(part, architecture) for part in rule.tensors]
         shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -372,8 +373,8 @@ def _read(
 def _stored_name(rule: Rule, layer: int | None, is_bfloat16: bool) -> str:
     """Return the name under which Megatron stores a parameter's float32 values.
 
-    It stores Transformer Engine's names, and stacks the tensors of all experts; with `layer` None
-    also those of all layers. The optimizer holds the float32 values of parameters in bfloat16.
+    It uses Transformer Engine's names and stacks the tensors of all experts; with `layer` None it
+    stacks those of all layers too. The optimizer holds the float32 values of bfloat16 parameters.
     """
     name = rule.megatron_names[-1].replace("{layer}.", "" if layer is None else f"{layer}.")
     if rule.of_experts:

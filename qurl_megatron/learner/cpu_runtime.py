@@ -1,8 +1,8 @@
 """Run Megatron-core without a GPU, and without Transformer Engine.
 
 On a machine without a GPU its few unconditional CUDA calls are replaced, and its collectives go
-over gloo. Without Transformer Engine it lacks names that it uses to compute norms again and to
-route tokens to experts. Its sources stay unedited.
+over gloo. Without Transformer Engine it lacks names that it uses to recompute norms and to route
+tokens to experts. Its sources stay unedited.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from qurl_megatron.device import accelerator
 def import_layer_specs() -> Any:
     """Return Megatron's module of layer specifications.
 
-    Its attention imports flash_mla, which SGLang brings, and does without it on an ImportError. But
-    without a GPU's driver that import is an OSError.
+    Its attention imports flash_mla, which SGLang installs, and works without it after an
+    ImportError. But without a GPU's driver that import raises an OSError.
     """
     if accelerator() == "cpu":
-        sys.modules["flash_mla"] = None  # type: ignore[assignment]  # an ImportError
+        sys.modules["flash_mla"] = None  # type: ignore[assignment]  # now an ImportError
     return importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
 
 
@@ -75,7 +75,7 @@ def megatron_runtime() -> Iterator[None]:
         if not random.HAVE_TE:
             replace(
                 random,
-                # What Megatron asks of Transformer Engine when it computes a norm again.
+                # What Megatron asks of Transformer Engine when it recomputes a norm.
                 FP8GlobalStateManager=SimpleNamespace(is_fp8_enabled=lambda: False),
                 activation_recompute_forward=lambda **_: nullcontext(),
                 fp8_autocast=lambda **_: nullcontext(),
@@ -119,13 +119,14 @@ class _NoStream:
 
 
 def _as_splits(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Return a tensor on the CPU as `maybe_move_tensor_to_cpu` returns one from a GPU: as numbers.
+    """Return a CPU tensor as `maybe_move_tensor_to_cpu` returns one from a GPU: as numbers.
 
-    Megatron's own leaves a tensor on the CPU as it is, but an all-to-all takes numbers as sizes.
+    Megatron's own function leaves a CPU tensor as it is, but an all-to-all takes numbers as sizes.
     """
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
+# Megatron's own, before `megatron_runtime` replaces them.
 _gather_equal = mappings._gather_along_first_dim
 _reduce_scatter_equal = mappings._reduce_scatter_along_first_dim
 
@@ -133,7 +134,7 @@ _reduce_scatter_equal = mappings._reduce_scatter_along_first_dim
 def _gather(
     own: Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *arguments: Any
 ) -> Tensor:
-    """Gather parts along the first dimension; gloo does so only with parts of one size."""
+    """Gather parts along the first dimension; gloo gathers only parts of one size."""
     if sizes is None or len(sizes) == 1:
         return _gather_equal(own, group, sizes, *arguments)
     padded = own.new_zeros(max(sizes), *own.shape[1:])

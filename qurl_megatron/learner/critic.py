@@ -39,7 +39,7 @@ class Critic:
         """Build the value model; a `Learner` must have created the process group before.
 
         Raises:
-            ArchitectureError: the model or the layout does not fit; one line.
+            ArchitectureError: the model or the layout cannot be used; one line.
         """
         self._config = config.critic
         self._parallel_state = _EMPTY
@@ -86,7 +86,7 @@ class Critic:
             yield self._learner.share(minibatch)
 
     def _estimate(self, batch: TrainBatch, values: list[Tensor]) -> float:
-        """Set the tensors of `batch` that follow from its values; return the explained variance."""
+        """Set values, returns and advantages of `batch`; return the explained variance."""
         assert batch.rewards is not None
         batch.values = torch.cat(values)
         advantages, batch.returns = generalized_advantages(
@@ -171,8 +171,8 @@ class ValueModel(PolicyModel):
     ) -> tuple[Tensor, ...]:
         """Return values [1, tokens] float32; 0 where the loss mask is False.
 
-        A value is the expected return before the token is sampled that `rows` has at its position.
-        Every tensor-parallel rank has the whole head, and its part of `hidden`
+        A value is the expected return before the policy samples the token of `rows` at its
+        position. Every tensor-parallel rank has the whole head, and its own part of `hidden`
         [tokens / tensor-parallel ranks, 1, hidden].
         """
         values = gather_from_sequence_parallel_region(

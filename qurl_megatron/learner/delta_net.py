@@ -1,6 +1,6 @@
-"""A layer of gated DeltaNet over packed sequences, behind Megatron's interface of attention.
+"""A layer of gated DeltaNet over packed sequences, behind Megatron's attention interface.
 
-Megatron's own takes no packed sequences, and nothing without flash-linear-attention.
+Megatron's own layer takes no packed sequences, and needs flash-linear-attention.
 
     in_proj      hidden -> queries, keys, values and z
     conv_weight  a causal convolution over the last tokens of each query, key and value channel
@@ -43,7 +43,7 @@ def has_fla() -> bool:
 
 
 class GatedDeltaNet(MegatronModule):
-    """The layer on one tensor-parallel rank, without weights."""
+    """The layer on one tensor-parallel rank; its weights are not initialized."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class GatedDeltaNet(MegatronModule):
         """Mix the tokens of each sequence; [tokens / ranks, 1, hidden] as input and as output.
 
         Args:
-            packed_seq_params: the padded bounds of the sequences are on the host.
+            packed_seq_params: its padded bounds of the sequences are on the host.
         """
         mixed = self.in_proj(hidden_states)[0].squeeze(1)
         beta, decay = self.gates(hidden_states)[0].squeeze(1).chunk(2, dim=-1)
@@ -130,11 +130,11 @@ class GatedDeltaNet(MegatronModule):
         return gated_delta_rule(query, key, value, decay, beta, plan)[0]
 
     def _mix_with_fla(self, qkv: Tensor, decay: Tensor, beta: Tensor, bounds: Tensor) -> Tensor:
-        """Return what `_mix` returns, in BF16, by FLA's kernels. They take a batch of one pack."""
+        """Return the result of `_mix` in BF16, by FLA's kernels, which take a batch of one pack."""
         from fla.modules.causal_conv1d import causal_conv1d
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        bounds = bounds.long().unique_consecutive()  # without sequences of which nothing is read
+        bounds = bounds.long().unique_consecutive()  # without empty sequences
         on_device = bounds.to(qkv.device, non_blocking=True)
         sequences = {"cu_seqlens": on_device, "cu_seqlens_cpu": bounds}
         qkv, _ = causal_conv1d(qkv[None], self.conv_weight, activation="silu", **sequences)
@@ -185,10 +185,10 @@ class GatedDeltaNet(MegatronModule):
         return state
 
     def _by_parts(self, whole: ShardedTensor, widths: list[int]) -> ShardedTensorFactory:
-        """Return a parameter whose rows are several tensors' as a checkpoint takes those.
+        """Return a parameter that stacks several tensors, in the form that checkpoints take.
 
-        Ranks divide each of the tensors. In the checkpoint the rows of all ranks' queries come
-        first, then those of their keys; another number of ranks finds its own.
+        Ranks divide each of the tensors. In the checkpoint the query rows of all ranks come first,
+        then their key rows, and so on. So any number of ranks finds its own rows.
         """
         rank, ranks = self.tp_group.rank(), self.tp_group.size()
 

@@ -1,9 +1,9 @@
-"""The host's memory in which tensors of a learner wait, while something else needs the device's.
+"""Keep tensors of a learner in the host's memory while something else needs the device's.
 
-The tensors stay the same objects, and so do all views of them; meanwhile they have no values that
-could be read. Their copies lie one behind another in one buffer, which is made once, as large as
-the most that has waited. On a GPU its pages are pinned, so that copies take as long as PCIe needs.
-It is not taken from torch's allocator of pinned memory, which rounds up to powers of two.
+The tensors stay the same objects, and so do all views of them; meanwhile their values cannot be
+read. Their copies lie one behind another in one buffer, as large as the most that has waited. On a
+GPU its pages are pinned, so that copies run at the speed of PCIe. The buffer does not come from
+torch's allocator of pinned memory, which rounds up to powers of two.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from qurl_megatron import device
 
-ALIGNMENT = 512  # bytes, of each copy
+ALIGNMENT = 512  # bytes; each copy begins at a multiple of it
 
 
 class HostMemory:
-    """One buffer in the host's memory, and what waits there."""
+    """One buffer in the host's memory, and the tensors that wait there."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -28,7 +28,7 @@ class HostMemory:
     def take(self, tensors: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
         """Copy tensors to the host, and free their memory and that of the `dropped` ones.
 
-        Each tensor has a storage of its own, all of which it covers.
+        Each tensor covers the whole of a storage of its own.
         """
         taken = [tensor.detach() for tensor in tensors]
         ends = [0]
@@ -47,7 +47,7 @@ class HostMemory:
             tensor.untyped_storage().resize_(0)
 
     def give_back(self) -> None:
-        """Copy everything back to the device. What was dropped is 0."""
+        """Copy everything back to the device; dropped tensors are 0."""
         for tensor, copy in self._waiting:
             tensor.untyped_storage().resize_(tensor.nbytes)
             tensor.copy_(copy, non_blocking=True)

@@ -43,7 +43,7 @@ from qurl_megatron.model.architecture import Architecture
 
 gpt_layer_specs = import_layer_specs()
 
-# All of torch's but cuDNN, which makes a plan for every new shape. Packs have ever new shapes.
+# All of torch's but cuDNN, which makes a plan for every new shape: packs rarely repeat one.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 # Megatron's fields for each recipe of Transformer Engine.
@@ -53,8 +53,8 @@ _FP8: dict[str | None, dict[str, Any]] = {
     "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
 }
 
-# A tensor-parallel rank's tokens must be a multiple of this: the matrix products take 16, the
-# gather of blockwise activations whole blocks.
+# A tensor-parallel rank's tokens must be a multiple of this: matrix products need 16, and the
+# gather of blockwise activations needs whole blocks.
 FP8_TOKENS = {None: 1, "tensorwise": 16, "blockwise": 128}
 
 
@@ -76,11 +76,11 @@ class ZeroCentredRMSNorm(RMSNorm):
 
 
 class GatedSelfAttention(gpt_layer_specs.SelfAttention):  # type: ignore[name-defined]
-    """Attention with a gate for each channel of its output, which q_proj computes too.
+    """Attention with a gate for each channel of its output; q_proj computes the gates too.
 
-    The rows of a key-value head's group are those of each query head, each followed by those of its
-    gate, then the key head and the value head: the order of the checkpoint. Megatron's own has all
-    gates behind all queries, and does not divide them where ranks share a key-value head.
+    In a key-value head's group, the rows of each query head are followed by those of its gate; then
+    come the key head and the value head. This is the order of the checkpoint. Megatron's own layer
+    has all gates behind all queries, and does not divide them where ranks share a key-value head.
     """
 
     def get_query_key_value_tensors(
@@ -104,16 +104,16 @@ class GatedSelfAttention(gpt_layer_specs.SelfAttention):  # type: ignore[name-de
         return self.q_layernorm(query), self.k_layernorm(key.squeeze(3)), value.squeeze(3), gate
 
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Gate the output; Megatron's own is compiled, which a fork of the launcher cannot do."""
+        """Gate the output; Megatron's is compiled, which a fork of the launcher cannot do."""
         return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class CausalAttention(torch.nn.Module):
     """torch's causal scaled dot product of packed sequences, behind Megatron's interface.
 
-    It computes Transformer Engine's attention where Transformer Engine is not installed. Sequences
-    of similar length are computed together, padded to the longest of them. On a GPU torch's flash
-    attention takes a pack in BF16 as it is, but not with context parallelism.
+    It replaces Transformer Engine's attention in all other layers. Sequences of similar length are
+    computed together, padded to the longest of them. On a GPU torch's flash attention takes a pack
+    in BF16 as it is, but not with context parallelism.
     """
 
     def __init__(self, config: TransformerConfig, **_: Any) -> None:
@@ -147,7 +147,7 @@ class CausalAttention(torch.nn.Module):
         plan = _attention_plan(bounds, rank, size, query.device)
         if plan.order is not None:
             key, value = _gather_context(key, value, plan.order, group)
-        if query.is_cuda:  # grouped heads would be computed with the scores of all pairs in memory
+        if query.is_cuda:  # with grouped heads, torch would hold the scores of all pairs in memory
             repeats = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
         context = []
@@ -171,7 +171,7 @@ class _SimilarSequences:
 
     queries: Tensor  # [sequences, time on this rank] int64, places among the queries; padding is 0
     keys: Tensor  # [sequences, time] int64, places among the keys; padding is 0
-    # [sequences, 1, time on this rank, time] bool, which keys a query attends to; None: all before
+    # [sequences, 1, time on this rank, time] bool, which keys a query attends to; None: causal
     mask: Tensor | None
 
 
@@ -180,8 +180,8 @@ class _AttentionPlan:
     """What the layers of a pass share of the sequences in a pack."""
 
     similar: list[_SimilarSequences]
-    places: Tensor  # [queries] int64, of the queries among the rows of all groups, padding included
-    # With context parallelism: the places among all ranks' tokens of the sequences' own.
+    places: Tensor  # [queries] int64, their places among the rows of all groups, with padding
+    # With context parallelism: [tokens] int64, the sequences' places among all ranks' tokens.
     order: Tensor | None
 
 
@@ -195,7 +195,7 @@ def _attention_plan(
         return tensor.to(device, non_blocking=True)
 
     lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
-    similar: dict[int, list[int]] = {}  # sequences by the binary digits of their lengths
+    similar: dict[int, list[int]] = {}  # by the number of binary digits of the length
     for number, length in enumerate(lengths):
         similar.setdefault(length.bit_length(), []).append(number)
     groups = []
@@ -221,7 +221,7 @@ def _attention_plan(
 
 
 def _pad(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return places [sequences, time] int64, 0 for padding, and which of them are no padding."""
+    """Return places [sequences, time] int64, 0 for padding, and which of them are real."""
     time = torch.arange(int(lengths.max()))
     is_real = time < lengths[:, None]
     return torch.where(is_real, starts[:, None] + time, 0), is_real
@@ -265,7 +265,7 @@ def _gather_context(
 def context_index(bounds: Sequence[int], rank: int, size: int) -> Tensor:
     """Return the positions of packed sequences that a context-parallel rank holds, in its order.
 
-    `bounds` are the positions at which sequences begin, and at the end the number of all tokens.
+    `bounds` are the positions at which sequences begin, followed by the number of all tokens.
     """
     return torch.cat(
         [
@@ -276,7 +276,7 @@ def context_index(bounds: Sequence[int], rank: int, size: int) -> Tensor:
 
 
 class SelectiveLayer(TransformerLayer):
-    """A dense layer that also computes SwiGLU's output again, and not only those of its norms."""
+    """A dense layer that recomputes the output of SwiGLU too, not only the outputs of its norms."""
 
     def _forward_mlp(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         gate_and_up, _ = self.mlp.linear_fc1(self._forward_pre_mlp_layernorm(hidden_states))
@@ -300,9 +300,10 @@ def has_transformer_engine() -> bool:
 
 
 def uses_transformer_engine(architecture: Architecture) -> bool:
-    """Return whether a model's layers are Transformer Engine's, which those of hybrids never are.
+    """Return whether a model's layers are Transformer Engine's; those of hybrids never are.
 
-    It fuses the norm before the attention into one product, and two read it in a linear attention.
+    It fuses the norm before attention into one product, but two products of linear attention read
+    that norm.
     """
     return has_transformer_engine() and not architecture.is_hybrid
 
@@ -310,11 +311,11 @@ def uses_transformer_engine(architecture: Architecture) -> bool:
 def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
     """Return Megatron's specification of the layers in one chunk of this pipeline stage.
 
-    The layers are Transformer Engine's if it is installed and there is a GPU. Otherwise, and those
-    of a hybrid, they are Megatron's own, with torch's norms and scaled dot product attention.
+    The layers are Transformer Engine's if it is installed and there is a GPU. Otherwise, and in a
+    hybrid, they are Megatron's own, with torch's norms and scaled dot product attention.
     """
     norm: type[torch.nn.Module]
-    linear_layers = config.linear_attention_freq  # of a hybrid: 1 for each such layer, 0 for others
+    linear_layers = config.linear_attention_freq  # of a hybrid: 1 for linear attention, else 0
     if has_transformer_engine() and linear_layers is None:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -337,15 +338,15 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
         attention.core_attention = CausalAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = norm
-        # Transformer Engine fuses norms into the products behind them, and checkpoints have its
-        # names for them. The norm before experts, and those of a hybrid, have names of their own.
+        # Transformer Engine fuses norms into the products behind them, and checkpoints use its
+        # names. The norm before experts and the norms of a hybrid are not fused, and keep theirs.
         names = layer.submodules.sharded_state_dict_keys_map
         if config.num_moe_experts:
             names = {name: names[name] for name in names if name.startswith("input_layernorm")}
         layer.submodules.sharded_state_dict_keys_map = {} if linear_layers else names
     if getattr(config, "adapters", None):
         freeze(layer)
-        # Transformer Engine's are part of the linear layers that were there before.
+        # Transformer Engine's norms were part of the linear layers that `freeze` has replaced.
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.recompute_granularity == "selective" and not config.num_moe_experts:
         layer.module = SelectiveLayer
@@ -376,7 +377,7 @@ def fuse_gradients(model: torch.nn.Module) -> None:
     """Let Transformer Engine's products add gradients of weights to Megatron's float32 buffer.
 
     Otherwise a gradient is written in the compute dtype and then added. Megatron's field for this
-    also asks for Apex, for its own output layer, which is not used.
+    also requires Apex, for Megatron's output layer, which is not used.
     """
     for module in model.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -387,7 +388,7 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
     """Return the fields of Megatron's TransformerConfig that depend on the layers' implementation.
 
     Raises:
-        ConfigError: `learner` needs Transformer Engine's layers, and these are not.
+        ConfigError: `learner` needs Transformer Engine, which is not there.
     """
     check_fp8(learner, has_transformer_engine())
     if accelerator() == "cuda":
@@ -416,16 +417,16 @@ def _has_grouped_experts(architecture: Architecture) -> bool:
 
 
 def _recompute_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:
-    """Return what a layer computes again in the backward pass instead of keeping it.
+    """Return Megatron's fields for what a layer recomputes in the backward pass and does not keep.
 
         selective  The outputs of norms and of SwiGLU, whose operations only read and write memory.
-                   The attention kernels keep no scores and compute them again in every mode.
-                   Transformer Engine's norms are part of the linear layers behind them, and stay.
+                   The attention kernels keep no scores and recompute them in every mode.
+                   Transformer Engine's norms are part of the linear layers behind them, and kept.
         full       Whole layers, of which only the input is kept. Results are bit for bit the same.
 
     With selective, torch's RMSNorm on a CPU adds up the gradient of its input in another order, so
-    results are equal up to float32 rounding. Megatron computes the SwiGLU of experts again only
-    where one operation computes all of them.
+    results are equal up to float32 rounding. Megatron recomputes the SwiGLU of experts only where
+    one operation computes all of them.
     """
     if learner.recompute == "full":
         return {

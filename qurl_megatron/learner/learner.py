@@ -3,7 +3,7 @@
 Every rank makes the same calls. Its place in tensor, pipeline and data parallelism decides what it
 computes, and which `Share` of a minibatch it has. Invariants:
 
-- `update` returns the same on every rank, and every call raises the same `NonFinite`.
+- `update` returns the same on every rank, and a `NonFinite` is raised on all ranks alike.
 - `update` follows the gradient of the loss summed over all tokens, whatever the number of micro
   batches and data-parallel ranks. Nothing else averages or rescales it.
 - Master weights are float32: the checkpoint's values after `transform`, never rounded. The forward
@@ -60,14 +60,14 @@ LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 All tensors are [1, tokens]: the packed tokens of a micro batch. Log-probs and entropies are 0 where
 the loss mask is False. The loss and the stats are sums over tokens, as `add_up` describes. A
 model other than `PolicyModel` passes what its `score` returns in place of log-probs and entropies.
-`sum_over_sequences` is that of the micro batch; all ranks of a stage call it equally often.
+`sum_over_sequences` is the micro batch's, a collective: all ranks of a stage call it equally often.
 """
 
 Transform = Callable[[str, Tensor], Tensor]
 """An element-wise map: (Hugging Face name, this rank's float32 shard) -> its new values."""
 
 Suspect = tuple[tuple[int, ...], str, Tensor]
-"""Order, name, and a tensor that may hold NaN or infinity, and spoil those of a higher order."""
+"""Order, name, and a tensor whose NaN or infinity would spoil the tensors of a higher order."""
 
 
 class NonFinite(device.SharedError, FloatingPointError):
@@ -108,11 +108,11 @@ class Learner:
         Args:
             transform: maps the float32 master weights at load.
             model: the class of the model.
-            replays_routing: choose the experts that a batch has recorded, as its engine did.
-            adapters: train only these; `model_dir` is quantized, and stays as it is.
+            replays_routing: use the experts that the engine chose, as the batch recorded them.
+            adapters: train only these; the weights of `model_dir` are quantized and frozen.
 
         Raises:
-            ArchitectureError: the model or the layout does not fit; one line.
+            ArchitectureError: the model or the layout cannot be used; one line.
         """
         self.architecture = Architecture.from_directory(model_dir)
         check_layout(self.architecture, learner)
@@ -187,7 +187,10 @@ class Learner:
     def measure(
         self, share: Share, statistics: Callable[[TrainBatch], dict[str, Tensor]]
     ) -> dict[str, float]:
-        """Return `statistics` of the share's rows, added up over micro batches and replicas."""
+        """Return `statistics` of the share's rows, added up over micro batches and replicas.
+
+        Collective.
+        """
         is_last = parallel_state.is_pipeline_last_stage()
         rows = [micro.rows for micro in share.micro_batches if is_last]
         return self._total([statistics(each) for each in rows])
@@ -195,7 +198,7 @@ class Learner:
     def keep_reference(self) -> None:
         """Copy the current policy, in the compute dtype, for `as_reference`.
 
-        Under adapters the reference is the base, of which there is one copy.
+        With adapters the reference is the base, which needs no copy.
         """
         if not self.adapters:
             self._reference = [parameter.detach().clone() for *_, parameter in self._parameters()]
@@ -257,6 +260,7 @@ class Learner:
             waiting = self._optimizer_shards.own_storages() if offload else ()
             with self._host_memory.holding(waiting):
                 self._run(share.micro_batches, loss, temperature, forward_only=False)
+            # Before the update: Megatron's warmup starts at a learning rate of 0.
             self.scheduler.step(increment=1)
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
@@ -314,9 +318,9 @@ class Learner:
                 yield rule, layer, module.merged()
 
     def base_hash(self) -> str:
-        """Return a hash of what adapters were trained over, the same on any layout. Collective.
+        """Return a hash of the base that adapters are trained over, the same on any layout.
 
-        It is empty without adapters.
+        Collective. Empty without adapters.
         """
         by_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(by_rank, self._base_sums)
@@ -357,13 +361,13 @@ class Learner:
         self._host_memory.take([*optimizer, *weights, *self._reference], dropped=gradients)
 
     def _frozen_tensors(self) -> list[Tensor]:
-        """Return the tensors that are not trained, which no buffer of Megatron's holds."""
+        """Return the tensors that are not trained; Megatron's buffers do not hold them."""
         layers = [module for _, _, module in self._frozen_layers()]
         plain = [each.data for *_, each in self._parameters() if not each.requires_grad]
         return plain + [tensor for each in layers for tensor in (each.codes, each.scale)]
 
     def come_back(self) -> None:
-        """Move everything back, bit for bit. Gradients are 0."""
+        """Move everything back, bit for bit; gradients are 0."""
         self._host_memory.give_back()
 
     def sharded_state(self) -> dict[str, Any]:
@@ -491,6 +495,7 @@ class Learner:
         tp_rank, tp_size = tensor_parallel_place(rule)
         codes, scales = [], []
         for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
+            # Whole, because a rank's part may hold only some columns of a scale's block.
             whole = tuple(slice(0, n) for n in weight_map.full_shape(part, self.architecture))
             weight = weights.read(hf_name, whole).to(device.device())
             with quantize.name_in_errors(hf_name):
@@ -501,7 +506,7 @@ class Learner:
             if group:
                 scale = scale[:, columns.start // group : columns.stop // group]
             held = slice(columns.start // packing, columns.stop // packing)
-            codes.append(as_integers(quantized.codes[rows, held]))  # not all can join float8
+            codes.append(as_integers(quantized.codes[rows, held]))  # not every backend joins float8
             scales.append(scale)
         shard = weight_map.merge(rule, codes, self.architecture, tp_size)
         module.codes.copy_(shard.view(module.codes.dtype))
@@ -533,10 +538,11 @@ class Learner:
     def _total(self, measured: list[dict[str, Tensor]]) -> dict[str, float]:
         """Add up the statistics of all micro batches of all replicas, on every rank.
 
-        `measured` are those of this rank's micro batches, none but on the last pipeline stage.
+        Collective. `measured` has those of this rank's micro batches, on the last pipeline stage.
         """
         own: list[dict[str, float]] = []
-        # Tensor-parallel ranks have the same scores, context-parallel ranks those of other tokens.
+        # Tensor-parallel ranks have the same scores, so only the first counts; context-parallel
+        # ranks have other tokens.
         if measured and parallel_state.get_tensor_model_parallel_rank() == 0:
             # An objective may measure on the host, although its scores are on a GPU.
             place = device.device()
@@ -594,7 +600,7 @@ class Learner:
 def _refuse(problem: str, suspects: Iterator[Suspect]) -> NoReturn:
     """Raise `NonFinite` on every rank: `problem`, and where it comes from.
 
-    Collective. Of all ranks' suspects that are not finite, the one of the first order is named.
+    Collective. Of all ranks' suspects that are not finite, the one of lowest order is named.
     """
     rank = dist.get_rank()
     own = [(order, rank, name) for order, name, tensor in suspects if not tensor.isfinite().all()]

@@ -7,16 +7,16 @@ of the hidden states (sequence parallelism) as well as the vocabulary: the hidde
 tokens are gathered at a time, and their gradients are summed and scattered.
 
 A tile gives four numbers per token: the largest logit m, the sum of exp(logit - m), the same sum
-weighted by logit - m, and the target's logit. `_merge` makes those of a rank's rows of them, and,
-after one gather, those of the whole vocabulary, M and S and so on:
+weighted by logit - m, and the target's logit. `_merge` combines those of a rank's tiles and, after
+one gather, those of all ranks. With M and S of the whole vocabulary:
 
     log p(target) = logit_target - M - log S        entropy = log S - E[logit - M]
 
-On a CPU, values in BF16 are multiplied as float32, whose sums are not rounded. oneDNN multiplies
-them as BF16, which is the same and faster, where the processor can.
+On a CPU, BF16 values are multiplied as float32, so that sums are not rounded. Where the processor
+can, oneDNN multiplies them as BF16, which gives the same and is faster.
 
-A token that was drawn from some tokens only has the same numbers over these: `_kept` takes their
-logits out of the rank's rows. No other logit has a part in its log-prob, or a gradient of it.
+With a sampling mask, a token's four numbers are over its candidates only: `_kept` takes their
+logits from the rank's rows. No other logit affects its log-prob, or has a gradient from it.
 """
 
 from collections.abc import Iterator
@@ -48,16 +48,16 @@ def logprobs_and_entropy(
         hidden: [tokens / ranks, hidden], the tokens of this rank of `group`; rank 0 has the first.
         weight: [rows, hidden], this rank's rows of the output layer, without padding rows.
         targets: [tokens] int64, row numbers in the whole vocabulary, the same on every rank.
-        scored: [scored tokens] int64 on the CPU, ascending: the tokens to compute, the same on
-            every rank. That they are known there saves waiting for a GPU.
-        masks: [tokens, largest mask] int32, the rows of the whole vocabulary that each distribution
-            is over, and -1; the same on every rank. Those of a scored token include its target.
-            None: all rows.
+        scored: [scored tokens] int64, ascending: the tokens to compute, the same on every rank. On
+            the CPU, which saves waiting for a GPU.
+        masks: [tokens, largest mask] int32, each token's candidates as rows of the whole
+            vocabulary, padded with -1; the same on every rank. The candidates of a scored token
+            include its target. None: all rows.
         temperature: divides the logits.
         first_row: row number in the whole vocabulary of the first row of `weight`.
         group: the ranks that share the vocabulary.
-        tile: of how many tokens, at least one of every rank, and of how many rows to hold the
-            logits at once; the tokens are the same on every rank. With masks it has all rows.
+        tile: how many tokens and how many rows to take at once, at least one token of every rank.
+            The first number is the same on every rank; with masks the second is all rows.
 
     Returns:
         Two float32 tensors [tokens], the same on every rank; 0 for other tokens. Gradients
@@ -123,7 +123,7 @@ def _logits(states: Tensor, rows: Tensor, temperature: float) -> Tensor:
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
-    """Add `first @ second` to `total`, which may be float32 where these are BF16."""
+    """Add `first @ second` to `total`, which may be float32 where the factors are BF16."""
     if first.dtype == total.dtype:
         total.addmm_(first, second)
     else:
@@ -152,7 +152,7 @@ def _merge(parts: Tensor) -> Tensor:
 def _kept(logits: Tensor, masks: Tensor, first_row: int) -> tuple[Tensor, Tensor]:
     """Return the logits [tokens, largest mask] of the masks, and their places in a rank's rows.
 
-    What a mask has on another rank, or does not have, is `NOT_KEPT`, and its place is 0.
+    A candidate on another rank and padding have the logit `NOT_KEPT` and the place 0.
     """
     places = masks.long() - first_row
     is_elsewhere = (masks < 0) | (places < 0) | (places >= logits.shape[1])
@@ -225,6 +225,7 @@ class _LogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = None  # of a frozen output layer
         if ctx.needs_input_grad[1]:
+            # In float32, because every chunk adds to it.
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for chunk, positions in ctx.chunks:
             within = _within(chunk, positions, len(hidden))

@@ -30,7 +30,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
 
-_EXTRA_STATE = "._extra_state"  # in the names of what is no parameter in a model's state
+_EXTRA_STATE = "._extra_state"  # in the names of state that is not a parameter
 
 
 def build_chunks(
@@ -95,8 +95,8 @@ def build_chunks(
         # unmarked shard on one tensor-parallel rank alone.
         parameter.tensor_model_parallel = rule.tensors[0].partition_dim is not None  # type: ignore[attr-defined]
         if rule.of_experts:
-            # Megatron so marks what the expert-parallel ranks reduce gradients of. It forgets to
-            # where every rank has all experts, though tensor-parallel ranks give them other tokens.
+            # Megatron then reduces gradients over the expert's own ranks. It sets no mark where
+            # every rank has all experts, though tensor-parallel ranks give them other tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
     return chunks
 
@@ -124,8 +124,8 @@ def _add_adapters(chunk: PolicyModel, architecture: Architecture, adapters: Adap
             replicated="lora_b" if is_row_parallel else "lora_a",
         )
     if chunk.pre_process:
-        # A frozen embedding's output has no gradient. Megatron's layers that are computed again
-        # would then give their adapters none.
+        # A frozen embedding's output has no gradient, and then the adapters of recomputed layers
+        # would get none either.
         chunk.embedding.register_forward_hook(_ask_for_gradient)
 
 
@@ -134,9 +134,9 @@ def _ask_for_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
 
 
 def _finalize_gradients(chunks: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
-    """Complete the gradients of a minibatch, and do not divide them by a number of tokens.
+    """Complete the gradients of a minibatch without dividing them by the number of tokens.
 
-    To look at the number, Megatron would wait for the GPU.
+    To read that number, Megatron would wait for the GPU.
     """
     finalize_model_grads(chunks, None, **options)
 
@@ -165,7 +165,7 @@ def parameters_of(
 
 
 def tensor_parallel_place(rule: Rule) -> tuple[int, int]:
-    """Return this rank's number among the ranks that share such a parameter, and their number."""
+    """Return this rank's place among the ranks that share a rule's parameter, and their number."""
     group = parallel_state.get_tensor_model_parallel_group()
     if rule.of_experts:
         group = parallel_state.get_expert_tensor_parallel_group()
@@ -219,7 +219,7 @@ def _ignore_extra_state(model: torch.nn.Module, keys: Any) -> None:
 
 
 def _is_saved(model: torch.nn.Module, name: str) -> bool:
-    """Return whether checkpoints have a parameter; the base under adapters has its directory."""
+    """Return whether checkpoints hold a tensor; the base under adapters has its own directory."""
     if getattr(model.config, "adapters", None):
         return f".{ADAPTER}" in name
     return _EXTRA_STATE not in name
@@ -261,7 +261,7 @@ class PolicyModel(GPTModel):
         """Return the parameters as Megatron's checkpoints take them, the same for all layers.
 
         Transformer Engine's layers also keep FP8 settings, which local layers lack. No recipe of
-        `learner.fp8` needs what they were before.
+        `learner.fp8` needs their earlier values, so they are left out.
         """
         state = super().sharded_state_dict(*arguments, **keywords)
         return {name: value for name, value in state.items() if _is_saved(self, name)}
@@ -277,7 +277,7 @@ class PolicyModel(GPTModel):
         Args:
             hidden: [tokens / tensor-parallel ranks, 1, hidden], the last stage's output.
             rows: [1, tokens]; each position describes the token after the one in `hidden`. With
-                sampling masks, scores are those of the distributions over the masks.
+                sampling masks, scores are of the distributions over the candidates.
             scored: [scored tokens] int64 on the CPU, where the loss mask is True.
             temperature: divides the logits.
         """
@@ -300,17 +300,17 @@ class PolicyModel(GPTModel):
             temperature=temperature,
             first_row=vocabulary.start,
             group=self.tp_group,
-            # Of the padded shard, which is the same on every rank.
+            # By the padded rows, whose number is the same on every rank.
             tile=device.logit_tile(len(weight), whole=rows.mask_ids is not None),
         )
         return logprobs[None], entropy[None]
 
 
 class RecordedChoice:
-    """Stands for Megatron's `RouterReplay` in one router."""
+    """A substitute for Megatron's `RouterReplay` in one router."""
 
     def __init__(self, replays: bool, counts: Tensor) -> None:
-        """Store the parts; `counts` are the numbers of changed and of known choices, added to."""
+        """Store the arguments; changed and known choices are added to `counts`, [2] int64."""
         self._replays = replays
         self._counts = counts
         self.recorded: Tensor | None = None  # [tokens, experts per token] int64; -1: not known
@@ -335,6 +335,7 @@ class RecordedChoice:
             ranks = parallel_state.get_tensor_model_parallel_world_size()
             recorded = recorded.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
         known = recorded[:, 0] >= 0
+        # Sorted, because the order of a token's experts does not matter.
         changed = (recorded.sort(dim=1)[0] != own.sort(dim=1)[0]).any(dim=1)
         self._counts += torch.stack([(changed & known).sum(), known.sum()])
         if not self._replays:
@@ -347,8 +348,8 @@ class Routing:
     """The experts that the engine chose, for all routers of this rank.
 
     A server computes in low precision, so its router chooses other experts than the learner's for
-    some tokens. A log-prob that was sampled with one expert is then trained with another. There are
-    two ways to deal with that:
+    some tokens. A token sampled with one expert is then trained with another. There are two ways to
+    deal with that:
 
     - Compare: the learner chooses for itself, and counts the tokens for which it chose otherwise.
     - Replay: it takes the engine's experts. Their weights are still the learner's: a softmax over
@@ -383,7 +384,7 @@ class Routing:
         self._counts.zero_()
 
     def counts(self) -> tuple[int, int]:
-        """Return how many choices of the engine differ from the learner's, and how many are known.
+        """Return how many of the engine's choices are not the learner's, and how many are known.
 
         A choice is that of one token in one layer. Collective over all learner ranks.
         """

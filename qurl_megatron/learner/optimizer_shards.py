@@ -4,8 +4,8 @@ Megatron's distributed optimizer puts the parameters of a chunk into buffers, fl
 another. It cuts each buffer into one run for each data-parallel rank. A rank keeps the master
 weights and moments of its own run only.
 
-A run can begin and end in the middle of a parameter. What a rank has of a parameter is therefore a
-range of its flattened values, which may be empty.
+A run can begin and end in the middle of a parameter. So a rank has a range of a parameter's
+flattened values, which may be empty.
 
 torch's distributed checkpoints store boxes: parts of a tensor that have an offset and a shape. A
 flat range of a row-major tensor consists of a few boxes. Of a [4, 5] tensor the range [3, 17) is
@@ -58,7 +58,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def fuse_adam(optimizer: Any) -> None:
-    """Let torch's Adam update a parameter in one kernel, where it stands for Transformer Engine's.
+    """Let torch's Adam, where it replaces Transformer Engine's, update parameters in one kernel.
 
     Its default on a GPU computes in steps, which takes 4 more bytes of memory for each value.
 
@@ -71,7 +71,7 @@ def fuse_adam(optimizer: Any) -> None:
 
 
 def fuse_norm() -> None:
-    """Let torch take the norm of all gradients at once, where it stands for Transformer Engine.
+    """Let torch, where it replaces Transformer Engine, take the norm of all gradients at once.
 
     Megatron's own function waits for the GPU at each gradient.
     """
@@ -181,7 +181,7 @@ class OptimizerShards:
                     group["step"] = num_steps
 
     def sharded_state(self, model: dict[str, Any]) -> dict[str, ShardedTensor]:
-        """Return moments, and masters that are no weights, as Megatron's checkpoints take them.
+        """Return moments, and masters that are not weights, as Megatron's checkpoints take them.
 
         Loading writes into them. `model` is the model's sharded state, from which names, offsets
         and replicas are taken. Call `prepare_state` before.
@@ -215,7 +215,7 @@ class OptimizerShards:
     def _boxes_of(
         self, piece: ShardedTensor, parameter: Tensor, name: str, values: Tensor
     ) -> Iterator[ShardedTensor]:
-        """Yield the boxes of one piece of a parameter that this rank has `values` of."""
+        """Yield this rank's `values` of one piece of a parameter, as boxes."""
         start, stop = self._range(parameter)
         begin = (piece.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()
         end = begin + piece.data.numel()

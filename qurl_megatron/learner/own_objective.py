@@ -2,14 +2,14 @@
 
     def NAME(current_logprobs, proximal_logprobs, behaviour_logprobs, advantages, ...) -> J
 
-takes, by their names, any of the tensors and settings of `policy_objective`, and returns the J of
-each token, which is maximized: a tensor of their shape, or that and a dict of statistics, also of
-tokens. Masks, loss weights and sums over tokens are applied afterwards. So nothing depends on which
+takes any of the tensors and settings of `policy_objective`, by name, and returns the J of each
+token, which is maximized: a tensor of the tokens' shape, or J and a dict of statistics of the same
+shape. Masks, loss weights and sums over tokens are applied afterwards. So nothing depends on which
 tokens share a micro batch.
 
 `sum_over_sequences` returns for each token the sum of a tensor over its sequence, wherever the
-sequence's tokens are, and has a gradient. `check_objective` finds out that a function mixes tokens
-in no other way.
+sequence's tokens are, and has a gradient. `check_objective` tests that a function mixes tokens in
+no other way.
 """
 
 import inspect
@@ -94,7 +94,10 @@ def check_objective(config: Config) -> None:
 
 
 def answer() -> None:
-    """Be the process of `check_objective`: print behind a zero byte why it cannot be used."""
+    """Be the process of `check_objective`: print why the objective cannot be used.
+
+    A zero byte comes first, because the objective's own file may print too.
+    """
     config, max_staleness = pickle.load(sys.stdin.buffer)
     try:
         objective = own_objective(config)
@@ -116,8 +119,8 @@ def _try(objective: OwnObjective) -> None:
     """Try an objective on seven tokens of three sequences.
 
     Raises:
-        ConfigError: J is not finite, has no gradient or the wrong sign, or depends on what it must
-            not.
+        ConfigError: J is not finite, has no gradient or the wrong sign, or depends on other tokens
+            or on the loss weights.
     """
     of_sequence = torch.tensor([0, 0, 0, 1, 1, 2, 2])
     rows = {
@@ -148,6 +151,7 @@ def _try(objective: OwnObjective) -> None:
     for name, values in [("J", whole), *statistics.items()]:
         if not values.isfinite().all():
             raise ConfigError(f"{name} is not finite on a few tokens: {values.tolist()}")
+    # Each token alone, with the sums of the whole: through them only may other tokens count.
     for token in range(7):
         part = {name: values[token : token + 1] for name, values in rows.items()}
         recorded = iter(summed)
@@ -160,7 +164,7 @@ def _try(objective: OwnObjective) -> None:
     twice, _ = gains({**rows, "loss_weights": 2 * rows["loss_weights"]}, sums)
     if not torch.allclose(twice, whole, rtol=1e-4, atol=1e-6):
         raise ConfigError("J depends on loss_weights, which are applied to it afterwards")
-    # On-policy, whatever else it does, it must raise what was better than expected.
+    # On-policy, every objective must raise the tokens that were better than expected.
     current = rows["proximal_logprobs"].clone().requires_grad_()
     same = {**rows, "current_logprobs": current, "behaviour_logprobs": rows["proximal_logprobs"]}
     begun, _ = gains({**same, "reference_logprobs": rows["proximal_logprobs"]}, sums)

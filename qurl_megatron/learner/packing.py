@@ -1,4 +1,4 @@
-"""Decide which sequences share a micro batch. Pure, and the same on every rank.
+"""Decide which sequences share a micro batch; pure and deterministic.
 
 Micro batches are planned for the whole batch and dealt out to data-parallel ranks, so that
 
@@ -6,9 +6,9 @@ Micro batches are planned for the whole batch and dealt out to data-parallel ran
 - every rank has the same number of them, a multiple of `unit`;
 - they cost about the same, and so do the ranks.
 
-The sequence that costs most goes first, each into the cheapest micro batch with room for it. If one
-finds no room, all ranks get more micro batches. This is within 4/3 of the best balance (Graham,
-"Bounds on multiprocessing timing anomalies", 1969).
+The most costly sequence goes first, and each goes into the cheapest micro batch with room for it.
+If one finds no room, all ranks get more micro batches. This is within 4/3 of the best balance
+(Graham, "Bounds on multiprocessing timing anomalies", 1969).
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ def plan(
     """Return the micro batches of each data-parallel rank.
 
     Args:
-        sizes: what the budget limits the sum of, for each sequence: its tokens, or 1 to count
-            sequences. A sequence of size 0 is in no micro batch.
+        sizes: of each sequence, in the unit of `budget`: its tokens, or 1 to count sequences. A
+            sequence of size 0 is in no micro batch.
         costs: work of each sequence, in any unit.
-        budget: largest size of a micro batch.
+        budget: largest sum of sizes in a micro batch.
         ranks: number of data-parallel ranks.
         unit: divides the number of micro batches of every rank.
     """
@@ -44,7 +44,7 @@ def plan(
     dealt: list[list[Sequences]] = [[] for _ in range(ranks)]
     for turn, start in enumerate(range(0, count, ranks)):
         chosen = np.argsort(-totals, kind="stable")[start : start + ranks]
-        # There and back again: the rank with the largest of one turn has the smallest of the next.
+        # In turn and back: the rank with the costliest of one turn gets the cheapest of the next.
         for rank, number in enumerate(chosen if turn % 2 == 0 else reversed(chosen)):
             dealt[rank].append(micro_batches[number])
     return dealt

@@ -1,4 +1,4 @@
-"""What a data-parallel replica trains on of a minibatch: dealt out, scored and updated on.
+"""Deal a minibatch out to the data-parallel replicas, and collect the scores of its tokens.
 
 Global rank 0 has the whole minibatch and decides which sequences go to which replica. It sends each
 replica its part once, to the replica's first rank, which passes it on to the replica's other ranks.
@@ -6,8 +6,8 @@ No other rank holds another replica's part.
 
 A replica lays its sequences out in micro batches. Every pass over the minibatch uses the same ones:
 the proximal pass, the reference's and the update. So scores stay on the ranks that computed them
-and need them, and they are bit for bit comparable. What is collected comes from
-the last pipeline stage of each replica.
+and need them, and are comparable bit for bit. `Share.collect` takes scores from the last pipeline
+stage of each replica.
 
 Megatron's parallel state says which ranks are a replica: those of one context-parallel group and
 the model-parallel groups of its members.
@@ -61,7 +61,7 @@ class MicroBatch:
             values: [1, tokens] float32, 0 in padding and without a gradient.
 
         Returns:
-            [1, tokens] float32; of no meaning in padding.
+            [1, tokens] float32; meaningless in padding.
         """
         ends = _to_device(self.batch.lengths.cumsum(0))
         number = torch.bucketize(self.index.clamp(min=0), ends, right=True)
@@ -113,7 +113,7 @@ class Share:
 
 
 def deal(batch: TrainBatch, layout: LearnerConfig, architecture: Architecture) -> Share:
-    """Send every data-parallel replica its sequences of a minibatch, for `Learner.share`."""
+    """Send every data-parallel replica its sequences of a minibatch; collective."""
     by_replica = _plan(batch, layout, architecture) if dist.get_rank() == 0 else []
     own = _to_replicas([batch.select(numbers) for numbers in replica] for replica in by_replica)
     dealt = [list(itertools.chain.from_iterable(replica)) for replica in by_replica]
@@ -145,8 +145,8 @@ def _lay_out(
 ) -> list[MicroBatch]:
     """Pack each micro batch of a replica, with its sequences in their order."""
     pieces = _pieces(layout)
-    # Sequence and context parallelism divide the tokens of a micro batch, and FP8 recipes blocks of
-    # them. A rank without sequences computes padding to take part in the collectives.
+    # Sequence and context parallelism divide the tokens of a micro batch, and FP8 recipes need
+    # whole blocks of them. A rank without sequences computes padding, to enter the collectives.
     multiple = pieces * layout.tensor_parallel_size * FP8_TOKENS[layout.fp8]
     totals = []
     for batch in batches:
@@ -154,7 +154,7 @@ def _lay_out(
         totals.append(packing.round_up(max(tokens, 1), multiple))
     if layout.pipeline_parallel_size > 1:  # stages exchange tensors of one shape
         totals = [max(totals)] * len(totals)
-    # Layers without Transformer Engine read the bounds on the host, for which a GPU is not waited.
+    # Layers without Transformer Engine read the bounds on the host, without waiting for a GPU.
     on_host = not uses_transformer_engine(architecture)
     return [
         _pack(batch, total, pieces, on_host) for batch, total in zip(batches, totals, strict=True)
@@ -172,7 +172,7 @@ def _take(tensor: Tensor, index: Tensor, *, back: int = 0, padding: int = 0) -> 
 def _num_inputs(batch: TrainBatch) -> list[int]:
     """Return how many tokens of each sequence are inputs: those before the last one to score.
 
-    The last token that is scored is a target and no input, and nothing precedes the first token.
+    The last scored token is only a target.
     """
     masks = batch.loss_mask.split(batch.lengths.tolist())
     return [int(mask.nonzero()[-1]) if mask.any() else 0 for mask in masks]
@@ -237,7 +237,7 @@ def _pack(batch: TrainBatch, total: int, pieces: int, on_host: bool) -> MicroBat
 
 
 def _padded_masks(batch: TrainBatch) -> Tensor | None:
-    """Return the sampling masks of a batch, [tokens, largest mask] int32, where -1 fills up."""
+    """Return the sampling masks of a batch, [tokens, largest mask] int32, padded with -1."""
     if batch.mask_sizes is None or batch.mask_ids is None or not len(batch):
         return None
     is_id = torch.arange(int(batch.mask_sizes.max())) < batch.mask_sizes[:, None]
@@ -254,7 +254,7 @@ def _to_device(tensor: Tensor) -> Tensor:
 def _to_replicas(parts: Iterable[Any]) -> Any:
     """Send each data-parallel replica its part; return this replica's.
 
-    `parts` are on global rank 0, which takes one after the other; unused on other ranks.
+    `parts` are used on global rank 0 only, which takes and sends them one at a time.
     """
     replicas = parallel_state.get_data_parallel_group()
     stages = parallel_state.get_model_parallel_group()
@@ -277,8 +277,8 @@ def _to_replicas(parts: Iterable[Any]) -> Any:
 def _to_rank_zero(own: Any) -> list[Any]:
     """Return what each replica has, on global rank 0; nothing on other ranks.
 
-    `own` is used on the last pipeline stage. Other tensor-parallel and context-parallel ranks of a
-    stage have the same.
+    `own` is used on the last pipeline stage. All tensor-parallel and context-parallel ranks of a
+    stage have the same, so the first one sends it.
     """
     is_first = parallel_state.get_tensor_model_parallel_rank() == 0
     if not is_first or parallel_state.get_context_parallel_rank() != 0:

@@ -64,7 +64,7 @@ SUPPORTED_ARCHITECTURES: dict[str, _FamilyTraits] = {
         is_hybrid=True,
     ),
 }
-# Models of text and images, as Qwen3.5 and 3.6 are published, and the models of their text.
+# Models of text and images, as Qwen3.5 and 3.6 are published, and the models of their text part.
 TEXT_PARTS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
@@ -83,14 +83,14 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """What a hybrid model has that others lack: layers of gated DeltaNet, a linear attention.
+    """The layers of gated DeltaNet, a linear attention, in a hybrid model.
 
-    Between them are layers of attention, which rotates only the first channels of a head, and whose
-    output has a gate for each channel. All norms of a hybrid multiply by 1 + weight, but for the
-    one after the linear attention.
+    In the layers between them, attention rotates only the first channels of a head, and each
+    channel of its output has a gate. All norms of a hybrid multiply by 1 + weight, except the one
+    after the linear attention.
     """
 
-    layers: tuple[bool, ...]  # of every layer, whether its attention is linear
+    layers: tuple[bool, ...]  # for every layer, whether its attention is linear
     key_heads: int  # of queries too; each has the same number of value heads
     value_heads: int
     key_dim: int  # channels of one head
@@ -110,7 +110,7 @@ class DeltaNet:
 
     @property
     def projected(self) -> int:
-        """Channels between a layer's projections of a token and the one back, added up."""
+        """Outputs of a layer's input projections and inputs of its output projection, added up."""
         return 2 * self.keys + 3 * self.values + 2 * self.value_heads
 
     @property
@@ -154,7 +154,7 @@ class Architecture:
     moe_intermediate_size: int = 0  # channels of one expert; `intermediate_size` is not used then
     normalize_topk: bool = False  # the weights of a token's experts add up to 1
     shared_intermediate_size: int = 0  # channels of the expert that every token passes through
-    delta_net: DeltaNet | None = None  # None: no hybrid
+    delta_net: DeltaNet | None = None  # None: not a hybrid
     adapter_rank: int = 0  # of a learner's adapters over this model; 0: it has none
 
     @classmethod
@@ -293,9 +293,9 @@ class Architecture:
 
     @property
     def num_linear_weights(self) -> int:
-        """Weights that a token is multiplied by in all layers; of the experts, in those it chooses.
+        """Weights that one token is multiplied by in all layers, the output layer left out.
 
-        Without the output layer.
+        Of the experts, only the chosen ones are counted.
         """
         query = self.num_attention_heads * self.head_dim
         key_value = 2 * self.num_key_value_heads * self.head_dim
@@ -437,12 +437,12 @@ class Architecture:
     def check_blocks(
         self, weight_format: str, tensor_parallel_size: int = 1, expert_parallel_size: int = 1
     ) -> None:
-        """Check that a server can hold this model in a format of blocks or groups, if it is one.
+        """Check that a server can hold this model, if the format has blocks or groups.
 
         SGLang fuses q, k, v and gate, up, and shards layers over its ranks. It can do both only at
         block boundaries, so every width on a rank must be a multiple of the block's. Its GPU
-        kernels also need whole blocks along the inputs, of which the hidden size is one. INT4's
-        groups lie along the inputs only, of which the key-value channels are none.
+        kernels also need whole blocks along the inputs, such as the hidden size. INT4's groups lie
+        along the inputs only, and key-value channels are outputs.
 
         Raises:
             ArchitectureError: it cannot.
@@ -520,12 +520,12 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return config.json as that of a model of text only, which all readers take as the same model.
+    """Return config.json as that of a text-only model, which all readers take as the same model.
 
-    Of a model of text and images it is `text_config`, with what is only beside that. Of a hybrid it
-    has two fields that SGLang reads and transformers does not: `full_attention_interval`, and
-    `partial_rotary_factor` outside of `rope_parameters`, where transformers writes 0.25 whatever it
-    is.
+    For a model of text and images it is `text_config`, with the fields that are only beside it. For
+    a hybrid it also has two fields that SGLang reads and transformers does not:
+    `full_attention_interval`, and `partial_rotary_factor` outside of `rope_parameters`, where
+    transformers writes 0.25 whatever the factor is.
 
     Raises:
         ArchitectureError: it contradicts itself.
@@ -566,7 +566,7 @@ def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def _size(config: dict[str, Any], name: str, file: Path, default: int | None = None) -> int:
-    """Return a field that is a size; `default` stands for a missing one, None for none."""
+    """Return a field that is a size; `default` replaces a missing one, if it is not None."""
     value = default if config.get(name) is None else config[name]
     if value is None:
         raise ArchitectureError(f"{file} has no '{name}'")
@@ -576,7 +576,7 @@ def _size(config: dict[str, Any], name: str, file: Path, default: int | None = N
 
 
 def _positive(fields: dict[str, Any], name: str, file: Path, default: float) -> float:
-    """Return a field that is a positive number; `default` stands for a missing one."""
+    """Return a field that is a positive number; `default` replaces a missing one."""
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
         raise ArchitectureError(f"{file}: '{name}' must be a positive number, not {value!r:.80}")
@@ -584,7 +584,7 @@ def _positive(fields: dict[str, Any], name: str, file: Path, default: float) -> 
 
 
 def _flag(config: dict[str, Any], name: str, file: Path) -> bool:
-    """Return a field that is true or false, which a missing one is."""
+    """Return a field that is true or false; a missing one is false."""
     value = config.get(name, False)
     if not isinstance(value, bool):
         raise ArchitectureError(f"{file}: '{name}' must be true or false, not {value!r:.80}")
@@ -612,7 +612,7 @@ def _traits(config: dict[str, Any], file: Path) -> _FamilyTraits:
 def _check_features(
     config: dict[str, Any], num_layers: int, file: Path, traits: _FamilyTraits
 ) -> None:
-    """Check that the model needs nothing that the learner lacks."""
+    """Check that the learner has every feature that the model needs."""
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
             raise ArchitectureError(f"{file}: '{name}' must be false; true is not supported")
@@ -643,12 +643,12 @@ def _check_features(
 
 
 def _check_hybrid(config: dict[str, Any], file: Path) -> None:
-    """Check that gates and states are of the one kind that learner and server compute."""
+    """Check that gates and states are of the kind that learner and server compute."""
     for name, *known in (
         ("attn_output_gate", True),
         ("output_gate_type", "swish", "silu", None),
         ("mamba_ssm_dtype", "float32", None),
-        ("norm_topk_prob", True),  # which transformers takes it for, whatever it is
+        ("norm_topk_prob", True),  # transformers takes it for true, whatever it is
     ):
         if name in config and config[name] not in known:
             raise ArchitectureError(
@@ -668,8 +668,8 @@ def _delta_net(config: dict[str, Any], num_layers: int, head_dim: int, file: Pat
     factor = _positive(config, "partial_rotary_factor", file, 0.25)
     if factor > 1 or head_dim * factor % 2:
         raise ArchitectureError(
-            f"{file}: partial_rotary_factor {factor} of a head's {head_dim} channels is no even "
-            "number"
+            f"{file}: partial_rotary_factor {factor} of a head's {head_dim} channels is not an "
+            "even number"
         )
     delta_net = DeltaNet(
         layers=layers,
@@ -692,8 +692,8 @@ def _experts(config: dict[str, Any], file: Path, traits: _FamilyTraits) -> dict[
     """Return the fields of `Architecture` that describe the experts.
 
     Raises:
-        ArchitectureError: a layer has no experts, or has some that every token passes through and
-            is of no hybrid.
+        ArchitectureError: a layer has no experts, or a model that is not a hybrid has an expert
+            that every token passes through.
     """
     name, shared = "shared_expert_intermediate_size", 0
     if traits.is_hybrid:
@@ -766,8 +766,8 @@ def _rope(
     """Return the rotary base and scaling, from the spelling of transformers 5 or an earlier one.
 
     transformers and SGLang read the two spellings with different precedence, so a file that has
-    both must say the same in both. Sections of several kinds of positions (mrope) are those of
-    images: a token of text has the same position in all of them.
+    both must say the same in both. Sections for several kinds of positions (mrope) are for images:
+    a text token has the same position in all of them.
     """
     given = [config.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     if not all(isinstance(fields, dict) for fields in given):

@@ -8,7 +8,7 @@ A head's state S [key channels, value channels] starts at 0 with each sequence. 
 
 Chunks of 64 tokens turn this into matrix products (WY form): within a chunk all tokens at once, by
 one triangular solve, and one step from chunk to chunk. Sequences are laid out in whole chunks, all
-first chunks, then all second chunks, so a step computes all sequences that go on at once.
+first chunks, then all second chunks, so one step computes all sequences that continue.
 """
 
 import functools
@@ -41,7 +41,7 @@ def chunk_plan(bounds: tuple[int, ...], device: torch.device) -> ChunkPlan:
     starts = torch.tensor(bounds[:-1])
     lengths = torch.tensor(bounds).diff()
     since = torch.arange(bounds[-1]) - torch.repeat_interleave(starts, lengths)
-    # A chunk of the longest sequence, if that is short: less padding, and no more chunks.
+    # If the longest sequence is short, chunks have its length: less padding, and no more chunks.
     size = min(CHUNK, -(-max(bounds[-1] and int(lengths.max()), 1) // 16) * 16)
     counts = -(-lengths // size)
     order = counts.argsort(descending=True, stable=True)
@@ -72,7 +72,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [tokens, value heads, value channels] and the last state of each sequence.
 
-    Both are in float32, or in float64 if queries are. Values may have a multiple of the key heads.
+    Both are in float32, or in float64 if `query` is. `value` may have a multiple of the key heads.
 
     Args:
         query, key: [tokens, key heads, key channels], not normalized.
@@ -80,7 +80,7 @@ def gated_delta_rule(
         decay: [tokens, value heads], g above, <= 0.
         beta: [tokens, value heads], 0 to 1.
         state: [sequences, value heads, key channels, value channels] before; None: zeros.
-        before: with a state, it gets the states before each chunk, in the order of the plan.
+        before: with a `state`, receives the states before each chunk, in the order of the plan.
     """
     dtype = torch.promote_types(torch.float32, query.dtype)
     query, key = (_l2norm(t.to(dtype)) for t in (query, key))
@@ -98,6 +98,7 @@ def gated_delta_rule(
     beta = beta[..., None]
     between = total[..., :, None] - total[..., None, :]
     later = torch.ones_like(total[0, 0].diag(), dtype=torch.bool).triu(1)
+    # Masked before exp, which could overflow for later tokens.
     between = between.masked_fill(later, -torch.inf).exp()
     grown = total.exp()[..., None]
     system = (key * beta) @ key.mT * between  # the diagonal is not read

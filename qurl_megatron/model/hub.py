@@ -3,9 +3,9 @@
     ORG/NAME             what its branch main holds now
     ORG/NAME@REVISION    a branch, a tag or a commit
 
-A file or directory of that name on this machine wins. What a name stands for is the path of a
-snapshot, which ends with the commit: `.../models--ORG--NAME/snapshots/COMMIT`. A run keeps that
-path. If the snapshot is no longer there, or not all of it, the same commit is downloaded again.
+A file or directory of that name on this machine wins. A name stands for the path of a snapshot,
+which ends with the commit: `.../models--ORG--NAME/snapshots/COMMIT`. A run keeps that path. If the
+snapshot is gone or not whole, the same commit is downloaded again.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Repository(NamedTuple):
 
 
 def snapshot_of(path: str) -> Repository | None:
-    """Return what the path of a snapshot holds, whether it exists or not; None for others."""
+    """Return the repository of a snapshot's path, even if it does not exist; None for others."""
     match = _SNAPSHOT.fullmatch(path.rstrip("/"))
     return Repository(f"{match[2]}/{match[3]}", match[4], match[1]) if match else None
 
@@ -57,8 +57,8 @@ def snapshot_of(path: str) -> Repository | None:
 def repository_of(text: str, kept: str = "") -> Repository | None:
     """Return the repository that a name of the Hub, or the path of a snapshot, means.
 
-    `kept` is the path that a run has: a name without a revision then means its commit. None: it is
-    another text, or a file or directory of that name.
+    `kept` is the path that a run has: a name without a revision then means its commit. Return None
+    for another text, and for the name of a file or directory.
     """
     if snapshot := snapshot_of(text):
         return snapshot
@@ -70,13 +70,13 @@ def repository_of(text: str, kept: str = "") -> Repository | None:
 
 
 def local_model(name: str, kept: str = "", files: Sequence[str] = WEIGHTS) -> str:
-    """Return the directory of a model, after downloading what is missing of one of the Hub.
+    """Return the directory of a model; download what is missing if it is one of the Hub.
 
     A text that names nothing of the Hub is returned as it is. `kept` is as for `repository_of`.
 
     Raises:
-        ArchitectureError: the model is not one that can be trained.
-        HubError: it cannot be had.
+        ArchitectureError: the model cannot be trained.
+        HubError: it cannot be downloaded.
     """
     repository = repository_of(name, kept)
     if repository is None:
@@ -88,6 +88,7 @@ def local_model(name: str, kept: str = "", files: Sequence[str] = WEIGHTS) -> st
         print(f"qurl: {repository} is {directory}", file=sys.stderr)
     if files != CONFIG:
         Architecture.from_directory(directory)  # before gigabytes are on their way
+        # One commit for all files, even if the branch moves meanwhile.
         commit = snapshot_of(str(directory)) or repository
         if not any("/" not in file and file.endswith(".safetensors") for file in listed(commit)):
             raise HubError(
@@ -110,7 +111,7 @@ def download(
     cache has of a branch or tag is used.
 
     Raises:
-        HubError: not all of it can be had.
+        HubError: not all of it can be downloaded.
     """
     import huggingface_hub  # takes part of a second: imported only where it is used
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
@@ -141,14 +142,14 @@ def download(
                 print(f"qurl: downloading {megabytes:,.0f} MB: {repository}", file=sys.stderr)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a disk that is too small: an error says it
+            warnings.simplefilter("ignore")  # about a disk that is too small: an error says so
             return Path(huggingface_hub.snapshot_download(repository.name, **given, **patterns))
     except Exception as error:  # of the Hub, the network and the disk
         raise HubError(f"{repository}: {_reason(error, repository, kind)}") from error
 
 
 def is_listed(commit: Repository, kind: Kind) -> bool:
-    """Return whether the cache has the list of a commit's files, and so can say what it lacks."""
+    """Return whether the cache has the list of a commit's files, and so knows what it lacks."""
     import huggingface_hub
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -162,7 +163,7 @@ def is_listed(commit: Repository, kind: Kind) -> bool:
 
 
 def listed(commit: Repository, kind: Kind = "model") -> list[str]:
-    """Return the files of a commit of which something has been downloaded, by the cache."""
+    """Return the files of a commit, according to the cache, which has something of the commit."""
     import huggingface_hub
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -174,7 +175,7 @@ def listed(commit: Repository, kind: Kind = "model") -> list[str]:
     except CachedRepoTreeNotFoundError:  # older versions keep no list
         snapshot = download(commit, kind, ())
         names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
-    return [name for name in names if not {"", "..", "."} & set(name.split("/"))]  # stays inside
+    return [name for name in names if not {"", "..", "."} & set(name.split("/"))]  # inside it
 
 
 def _cache(repository: Repository) -> str | None:

@@ -2,7 +2,7 @@
 
 A directory is checked before anything starts. Of the weights only headers are read, so 32 billion
 parameters in 17 files take a fraction of a second. The values of a small model are read too. In a
-larger one NaN and infinity are found by the learner rank that loads them, while the servers start.
+larger one, the learner rank that loads NaN or infinity finds them, while the servers start.
 """
 
 import json
@@ -69,7 +69,7 @@ class Weights:
                     f"{file}, which does not have it"
                 )
         self._check_others()
-        # The names in the files, by the names of a model of text only.
+        # The names in the files, by the names of a text-only model.
         self._names = {name: name for name in self._file_of}
         self.left_out: list[str] = []  # prefixes of names that are not read
         if architecture.delta_net:
@@ -136,7 +136,7 @@ class Weights:
     def _check_others(self) -> None:
         """Check that no file of the directory, read or not, has a tensor that another has too.
 
-        transformers and SGLang would choose between them in other ways.
+        transformers and SGLang would choose differently between them.
         """
         single = "model.safetensors"
         if single not in self.files and (self._directory / single).exists():
@@ -184,7 +184,7 @@ class Weights:
         return tensor
 
     def full_tensors(self) -> dict[str, dict[str, weight_map.Place]]:
-        """Return the places of the full tensors in each tensor of the files, from the first row."""
+        """Return, by tensor of the files, the places of its full tensors, from the first row."""
 
         def start(part: tuple[str, weight_map.Place]) -> list[int]:
             return [at if isinstance(at, int) else at.start for at in part[1].where]
@@ -198,7 +198,7 @@ class Weights:
         """Check that an output layer stored beside a tied embedding is equal to it.
 
         Raises:
-            ArchitectureError: it is not, so that config.json and weights contradict each other.
+            ArchitectureError: it is not, so config.json and weights contradict each other.
         """
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         if not self._is_tied or head not in self._file_of:
@@ -250,8 +250,8 @@ def check_model(directory: Path) -> Weights:
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters of a transformers model as full tensors; they are views.
 
-    transformers holds gate and up, and the experts of a layer, in one parameter, and the queries,
-    keys and values of linear attention.
+    transformers joins the experts of a layer in one parameter, and their gate and up too; it also
+    joins the queries, keys and values of a linear attention.
     """
     for name, parameter in model.named_parameters():
         of_layer, _, kind = name.rpartition(".")
@@ -277,7 +277,7 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
     Raises:
         ArchitectureError: it does.
     """
-    if not tensor.numel():  # a rank of a small vocabulary has no row of it
+    if not tensor.numel():  # ranks that share a key-value head may have no row of a tensor
         return
     smallest, largest = torch.aminmax(tensor)  # NaN if any value is
     if not (torch.isfinite(smallest) and torch.isfinite(largest)):
@@ -318,24 +318,24 @@ def copy_beside_weights(source: Path, destination: Path) -> None:
     """Copy the files of a model directory other than its weights: config, tokenizer, licence.
 
     Copies of the weights in other formats stay behind too: beside trained weights they would be
-    those from before the training. config.json is that of a model of text only.
+    from before the training. config.json is that of a text-only model.
     """
     for path in source.iterdir():
         name = path.name.removesuffix(".index.json")  # an index of weights stays behind as well
         if path.is_file() and not name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(path, destination / path.name)
     if not (source / "config.json").exists():
-        return  # taken away under a run, whose steps are saved all the same
+        return  # the model was taken away under a run, whose steps are saved all the same
     config = read_config(source)
     if config != read_json(source / "config.json"):
         write_whole(destination / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def served_directory(source: Path, destination: Path) -> Path:
-    """Return a directory of the model in `source` that SGLang serves: `source` itself, if it does.
+    """Return a directory of the model that SGLang can serve, if possible `source` itself.
 
-    Otherwise `destination` is created, with links to the weights. SGLang takes the names that they
-    have in a model of text and images.
+    Otherwise `destination` is created, with links to the weights. SGLang accepts the names that
+    they have in a model of text and images.
     """
     if read_config(source) == read_json(source / "config.json"):
         return source

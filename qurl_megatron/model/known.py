@@ -89,14 +89,14 @@ def _sized(
 
 
 def _hybrid(architecture: Architecture, value_heads: int, **sizes: Any) -> Architecture:
-    """Return a hybrid, every fourth of whose layers has attention."""
+    """Return a hybrid in which every fourth layer has attention."""
     layers = tuple((layer + 1) % 4 > 0 for layer in range(architecture.num_layers))
     linear = DeltaNet(layers, 16, value_heads, 128, 128, conv_width=4, rotary_factor=0.25)
     return dataclasses.replace(architecture, delta_net=linear, **sizes)
 
 
 def _small(architecture: Architecture, **sizes: Any) -> Architecture:
-    """Return a model whose output layer is its embedding, as small models have it."""
+    """Return a model whose output layer is its embedding, as in small models."""
     return dataclasses.replace(architecture, tie_word_embeddings=True, **sizes)
 
 

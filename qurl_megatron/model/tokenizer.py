@@ -2,7 +2,7 @@
 
 The ids are those of `tokenizer.json`. transformers builds the class that `tokenizer_config.json`
 names, or for Qwen2 always the same one, from the vocabulary alone: its splitting rules are the
-class's, not the file's. So nothing here asks for a class, but where there is no `tokenizer.json`.
+class's, not the file's. So nothing here asks for a class, unless there is no `tokenizer.json`.
 
 Agents' processes load it too, so it imports no torch.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
-# Texts that tokenizers of one vocabulary, but of other rules, split in different ways.
+# Texts that tokenizers of one vocabulary split in different ways if their rules differ.
 SAMPLES = (
     " two  spaces   and a tab\there ",
     "lines\n\n\nof text\r\n  - indented\n",
@@ -30,7 +30,7 @@ _ASKED = [{"role": "user", "content": _QUESTION}]
 _ANSWERED = [*_ASKED, {"role": "assistant", "content": _ANSWER}]
 # What transformers gives a template, besides the special tokens.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt"}
-# Keep what the files say: no repair, no spaces taken out of decoded text, no code of the model's.
+# Keep what the files say: no repair, no spaces taken out of decoded text, no code of the model.
 _AS_IT_IS: dict[str, Any] = {
     "clean_up_tokenization_spaces": False,
     "fix_mistral_regex": False,
@@ -99,9 +99,9 @@ def _loaded(directory: Path) -> Any:
             legacy=True,  # SentencePiece's own ids
             **_AS_IT_IS,
         )
-    except Exception:  # it has no tokenizer.model, or another kind of file under that name
+    except Exception:  # there is no tokenizer.model, or it is another kind of file
         reference = None
-    for text in map(str.strip, SAMPLES[:-1]):  # some classes normalize what the last one has
+    for text in map(str.strip, SAMPLES[:-1]):  # some classes normalize the last one's characters
         ids = tokenizer.encode(text, add_special_tokens=False)
         decoded = tokenizer.decode(ids)
         differs = reference and reference.encode(text, add_special_tokens=False) != ids
@@ -114,7 +114,7 @@ def _loaded(directory: Path) -> Any:
 
 
 def template_options(tokenizer: Any) -> set[str]:
-    """Return the names of what a tokenizer's chat templates read and transformers does not give."""
+    """Return the names that a tokenizer's chat templates read and transformers does not give."""
     from jinja2 import meta, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -136,7 +136,7 @@ def template_options(tokenizer: Any) -> set[str]:
 def turn_end(tokenizer: Any) -> int | None:
     """Return the special token with which the chat template ends an assistant's message.
 
-    None: there is no template, or what follows the message's content is no such token.
+    None: there is no template, or no special token follows the message's content.
     """
     before, after = _around_answer(tokenizer)
     token_ids = tokenizer.encode(after, add_special_tokens=False)
@@ -164,7 +164,7 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]], opens: bool = Fals
         return str(
             tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
         ).strip()
-    except Exception:  # there is no template, or it raises what it likes
+    except Exception:  # there is no template, or it raises any type
         return ""
 
 
@@ -186,9 +186,9 @@ def stop_token_ids(architecture: Architecture, tokenizer: Any) -> list[int]:
 
 
 def end_tokens(tokenizer: Any, stop_token_ids: Iterable[int]) -> set[int]:
-    """Return the tokens that no prompt ends with: the tokenizer's end, and special ones that stop.
+    """Return the tokens that no prompt ends with: the tokenizer's end, and special stop tokens.
 
-    Others that stop, such as a line break, may belong to a template.
+    Other stop tokens, such as a line break, may belong to a template.
     """
     return {token for token in stop_token_ids if _is_special(tokenizer, token)} | {
         tokenizer.eos_token_id
@@ -196,7 +196,7 @@ def end_tokens(tokenizer: Any, stop_token_ids: Iterable[int]) -> set[int]:
 
 
 def without_end(token_ids: list[int], tokenizer: Any, ends: Collection[int]) -> list[int]:
-    """Return the tokens of a prompt without `ends` behind it, and with one beginning."""
+    """Return a prompt's tokens without `ends` behind them, and with one begin token at most."""
     last = len(token_ids)
     while last and token_ids[last - 1] in ends:
         last -= 1
@@ -216,9 +216,9 @@ def opens_turn(tokenizer: Any) -> bool:
 
 
 def what_differs(tokenizer: Any, texts: Iterable[str]) -> str:
-    """Return a line if transformers, asked for the model's tokenizer, loads one with other ids.
+    """Return a line for the user if transformers loads a tokenizer with other ids for this model.
 
-    Empty: it has the same ids for all `texts` and `SAMPLES`, and decodes them to the same.
+    Empty: that has the same ids for all `texts` and `SAMPLES`, and decodes them to the same.
     """
     from transformers import AutoTokenizer
 

@@ -27,11 +27,10 @@ ranks and is called the partition dimension. One that counts hidden or head chan
 An expert's parameters have a rule of their own, made by `Rule.of_expert`. Expert-parallel ranks
 have different experts; the ranks that share one are its tensor-parallel ranks.
 
-A layer of linear attention computes queries, keys and values with one tensor of the file, whose
-rows ranks divide as three. They are three full tensors here, `in_proj_qkv:query.weight`, `:key` and
-`:value`; so are the rows of the convolution behind it. `in_file` says where a full tensor lies. In
-a layer of attention of a hybrid, `q_proj` has the rows of each query head and then those of its
-gate.
+A file has the queries, keys and values of a linear attention in one tensor, which ranks divide as
+three. Here they are three full tensors, `in_proj_qkv:query.weight`, `:key` and `:value`; so are the
+rows of the convolution behind them. `in_file` says where a full tensor lies. In a hybrid's
+attention, `q_proj` has the rows of each query head followed by those of its gate.
 
 Invariants: `split(merge(parts)) == parts`, and the parts of all ranks, concatenated along the
 partition dimension, are the full tensor, bit for bit. Only shards have vocabulary padding.
@@ -92,10 +91,10 @@ class Rule:
     tensors: tuple[HuggingFaceTensor, ...]
     merge: Merge = Merge.SINGLE
     quantized: bool = False  # True for the linear layers inside transformer blocks
-    # Hugging Face name of the norm whose output this layer reads: q, k, v, gate, up and a router,
-    # which UAQ scales (QuRL Eq. 11). None for all others.
+    # Hugging Face name of the norm whose output this layer reads, such as that of q, k, v, gate, up
+    # and a router, which UAQ scales (QuRL Eq. 11). None for all others.
     fed_by: str | None = None
-    expert: int | None = None  # the number of the expert; None: no expert's, or that of any
+    expert: int | None = None  # number of the expert; None: not an expert's, or every expert's
     is_adapter: bool = False  # A or B of an adapter, see `learner.adapters`
     of_linear: bool | None = None  # True: of layers of linear attention only; False: of others
 
@@ -376,8 +375,8 @@ def rules(architecture: Architecture) -> list[Rule]:
     if not architecture.shared_intermediate_size:
         shared = ("linear_fc1.weight", "linear_fc2.weight", "gate_weight")
         absent |= {f"decoder.layers.{{layer}}.mlp.shared_experts.{x}" for x in shared}
-    # Transformer Engine fuses these into no layer: a router reads one too, and a hybrid's layers
-    # are not its own.
+    # Transformer Engine does not fuse these: a router reads the norm too, and a hybrid's layers are
+    # Megatron's own.
     unfused = [_BEFORE_MLP] if architecture.num_experts else []
     if architecture.delta_net:
         unfused = [_BEFORE_MIXER, _BEFORE_MLP]
@@ -488,7 +487,7 @@ class Place(NamedTuple):
     shape: tuple[int, ...]  # of the stored tensor
 
     def of_part(self, part: tuple[slice, ...]) -> tuple[int | slice, ...]:
-        """Return where a part of the full tensor lies, which has this index in it; (): all."""
+        """Return where the part at index `part` of the full tensor lies; (): all of it."""
         if not part:
             return self.where
         parts = iter(part)
@@ -514,7 +513,7 @@ def in_file(name: str, architecture: Architecture, *, joins_experts: bool = Fals
         where[0] = slice(first, first + shape[0])
         shape = (2 * hybrid.keys + hybrid.values, shape[1])
         name = f"{module}.weight"
-        if module.endswith("conv1d"):  # whose stored tensor is that of torch's module
+        if module.endswith("conv1d"):  # stored in the shape of torch's Conv1d
             where.insert(1, 0)
             shape = (shape[0], 1, shape[1])
     elif joins_experts and rule.expert is not None:
@@ -563,7 +562,7 @@ def rank_slices(
     length = -(-size // tp_size)
     ends = [min(rank * length, size) for rank in range(tp_size + 1)]
     if rule.merge is Merge.GROUPED_QKV:
-        # An equal division of the fused rows: how many rows of this tensor are in front of each.
+        # Ranks divide the fused rows equally: count this tensor's rows in front of each rank's.
         groups = architecture.num_key_value_heads
         rows_per_group = [full_shape(t, architecture)[0] // groups for t in rule.tensors]
         position = rule.tensors.index(hf_tensor)
@@ -591,7 +590,7 @@ def part_index(
 
 
 def _num_groups(rule: Rule, architecture: Architecture, tp_size: int) -> int:
-    """Return the groups of rows in a rank's shard, each of which has rows of every part in turn."""
+    """Return the number of groups in a rank's shard; each has rows of every part in turn."""
     if rule.merge is Merge.GROUPED_QKV:
         return architecture.key_value_heads_on_rank(tp_size)
     return 1

@@ -1,17 +1,17 @@
-"""Estimate memory and time of learner and servers that are colocated: they have the same GPUs.
+"""Estimate the memory and time of a colocated learner and servers, which share GPUs in turn.
 
 The parts are those of `memory`. On each GPU there are:
 
-    sample     a server's weights and KV cache with its runtime, and what the learner and the
-               evaluation server leave there
-    train      the learner at its peak, and what the servers that sleep leave there: with
-               releases=cache the rollout server's weights too
-    publish    the learner, its buckets, and the weights of the server that gets them
+    sample     a server's weights, KV cache and runtime, and what the learner and the evaluation
+               server leave behind
+    train      the learner at its peak, and what the sleeping servers leave behind: with
+               releases=cache also the rollout server's weights
+    publish    the learner, its buckets, and the weights of the server that receives them
 
-What a process leaves on a GPU beside tensors is `LEFT_BYTES`. In the servers' turn the learner's
-weights, optimizer and reference wait in the host's memory; gradients are dropped, and 0 when it is
-back. Between the turns of a step these are copied there and back over PCIe, each GPU over its
-own. Memory that a server takes again is mapped, not copied.
+A process whose tensors have left a GPU still holds `LEFT_BYTES` there. In the servers' turn the
+learner's weights, optimizer and reference wait in host memory. Its gradients are dropped, and are
+zero when it returns. Each step copies these tensors out and back once, each GPU over its own PCIe
+link. A server's memory is mapped again, not copied.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ LEFT_BYTES = 3 * GIB
 
 
 class DoesNotFit(ConfigError):
-    """A layout that takes more memory than a GPU has."""
+    """A layout needs more memory than a GPU, or the host of a node, has."""
 
     def __init__(self, message: str, needed_part: float) -> None:
-        """`needed_part` is what is needed over what there is."""
+        """`needed_part` is the needed memory over the available one."""
         super().__init__(message)
         self.needed_part = needed_part
 
@@ -48,24 +48,24 @@ class ColocationPlan:
     """What a GPU and its node hold in the turns of learner and servers."""
 
     gpu_bytes: dict[str, int]  # by phase, on a rank of the fullest pipeline stage
-    waiting_bytes: int  # of a rank, in the host's memory while the servers sample, at most
-    node_bytes: int  # of all ranks of a node, there
-    copies_s: float  # in which the learner leaves and comes back, once a step
+    waiting_bytes: int  # most that a rank keeps in host memory while the servers sample
+    node_bytes: int  # the same of all ranks of a node
+    copies_s: float  # per step, for the learner to leave and come back
 
 
 def num_sets(config: Config) -> int:
-    """Return how many servers a GPU has at most: one of each set."""
+    """Return the most servers on one GPU: one of each set."""
     return 2 if config.evaluation.enabled else 1
 
 
 def learner_turn(
     architecture: Architecture, config: Config, stage: int, released: Releases
 ) -> dict[str, int]:
-    """Return the bytes of a GPU in the learner's turn, on a rank of a pipeline stage.
+    """Return the bytes on a GPU of a pipeline stage while the learner trains and publishes.
 
-    They are those while it trains and while it publishes. `released`: what the rollout server gives
-    back, cache or all.
+    `released` says what the rollout server gives back: cache or all.
     """
+    # Ranks write into weights that a server has kept; released weights must be sent.
     transport: Transport = "direct" if released == "cache" else "broadcast"
     quantization = dataclasses.replace(config.quantization, transport=transport)
     config = dataclasses.replace(config, quantization=quantization)
@@ -84,9 +84,9 @@ def learner_turn(
 
 
 def waiting_bytes(architecture: Architecture, config: Config) -> int:
-    """Return the bytes that a rank has in the host's memory while it is away, at most.
+    """Return the most bytes that a rank has in host memory while it is away.
 
-    With a critic, as many again: it has its own, of the same architecture, and no reference.
+    A critic counts as much again: it has the same architecture, but no reference.
     """
     critics = 1 if config.advantage_estimator == "gae" else 0
     most = 0
@@ -98,10 +98,10 @@ def waiting_bytes(architecture: Architecture, config: Config) -> int:
 
 
 def releases(architecture: Architecture, config: Config, node: Node | None) -> Releases:
-    """Return what rollout servers give back in the learner's turn; where that is open, what fits.
+    """Return what rollout servers give back in the learner's turn; `auto` becomes what fits.
 
     Args:
-        node: one of the learner's nodes; None: without GPUs.
+        node: one of the learner's nodes; None: they have no GPUs.
     """
     if config.rollout.server.releases != "auto":
         return config.rollout.server.releases
@@ -126,13 +126,13 @@ def plan_colocation(architecture: Architecture, config: Config, node: Node) -> C
                 rank = stage * learner.world_size // learner.pipeline_parallel_size
                 doing = {"train": "trains", "publish": "publishes"}[phase]
                 raise DoesNotFit(
-                    f"rollout.placement=colocated: while learner rank {rank} {doing}, it and what "
-                    f"sleeps are planned to take {gigabytes(needed)} of the {gigabytes(room)} of "
-                    "its GPU; divide the learner over more GPUs, or set learner.offload_optimizer "
-                    "or rollout.server.releases=all",
+                    f"rollout.placement=colocated: while learner rank {rank} {doing}, it and the "
+                    f"sleeping servers are planned to take {gigabytes(needed)} of the "
+                    f"{gigabytes(room)} of its GPU; divide the learner over more GPUs, or set "
+                    "learner.offload_optimizer or rollout.server.releases=all",
                     needed / room,
                 )
-    # What a server that is awake must leave of a GPU, beside its fraction.
+    # What an awake server must leave free on a GPU, beside its fraction.
     beside = RUNTIME_BYTES + LEFT_BYTES * num_sets(config)
     for name in ("rollout", "evaluation")[: num_sets(config)]:
         fraction = getattr(config, name).server.mem_fraction_static
@@ -140,8 +140,8 @@ def plan_colocation(architecture: Architecture, config: Config, node: Node) -> C
             most = math.floor(100 * (1 - beside / room)) / 100
             raise DoesNotFit(
                 f"{name}.server.mem_fraction_static={fraction}: beside it the server, the learner "
-                f"and what sleeps are planned to take {gigabytes(beside)} of a GPU; set it to at "
-                f"most {most}",
+                f"and sleeping servers are planned to take {gigabytes(beside)} of a GPU; set it to "
+                f"at most {most}",
                 fraction + beside / room,
             )
     waiting = waiting_bytes(architecture, config)

@@ -1,8 +1,8 @@
 """The GPUs that a run can be planned for, and how many of them a node has.
 
-Rates are those of the vendor's datasheets, without sparsity, links in one direction, and a network
-adapter for each GPU as in the vendor's DGX. How much of a rate is reached was only ever fitted to
-the H100 (`step_time`); the other GPUs are taken to reach as much of theirs.
+Rates come from the vendor's datasheets: without sparsity, links in one direction, and one network
+adapter per GPU as in the vendor's DGX. The reached fraction of a rate was fitted to the H100 only
+(`step_time`), and is assumed for the other GPUs.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Node:
     host_bytes: int = 2 * 10**12  # memory of the host: that of a DGX H100
 
     def link_bytes_per_s(self, ranks: int) -> float:
-        """Return the rate of the link that connects so many ranks."""
+        """Return the rate of the link that connects this many ranks, in bytes per second."""
         gpu = self.gpu
         return gpu.nvlink_bytes_per_s if ranks <= self.gpus else gpu.infiniband_bytes_per_s
 

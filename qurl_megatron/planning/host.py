@@ -1,4 +1,4 @@
-"""What a run needs of a machine without a GPU, where learner and servers share memory and cores."""
+"""What a run needs from a machine without a GPU: the memory and cores of learner and servers."""
 
 import copy
 import dataclasses
@@ -23,20 +23,20 @@ from qurl_megatron.planning.memory import (
 )
 from qurl_megatron.planning.nodes import server_specs
 
-# What a process takes beside weights, without the pages that it shares with others: learner and
-# server on a model of 2 layers, a worker with math-verify.
+# Memory of a process beside weights, without pages that it shares with others: a learner rank and
+# a server on a model of 2 layers, a worker with math-verify.
 RANK_BYTES = 200_000_000
 SERVER_BYTES = 300_000_000  # with its scheduler and its detokenizer
 WORKER_BYTES = 50_000_000
-KEPT_BYTES = 4  # of a weight in the form that a server's products take, at most
-LOGIT_BYTES = 12  # of a logit from which a server draws a token
-SHARE = 0.8  # of the free memory, in which caches may fill what is left
-MAX_PROCESSES_PER_CORE = 16  # that compute; more wait for each other longer than they compute
+KEPT_BYTES = 4  # per weight at most, in the form that a server's matrix products read
+LOGIT_BYTES = 12  # per logit from which a server samples a token
+SHARE = 0.8  # fraction of the free memory that caches may fill up
+MAX_PROCESSES_PER_CORE = 16  # more would wait for each other longer than they compute
 
 
 @dataclasses.dataclass
 class ServerSet:
-    """Equal servers on this machine, and the fields that make them smaller."""
+    """Identical servers on this machine, and the fields that make them smaller."""
 
     server: ServerConfig
     architecture: Architecture
@@ -55,11 +55,11 @@ class ServerSet:
         return ranks * kv_bytes_per_token(self.architecture, ranks, value_bytes)
 
     def tokens(self, requests: int) -> int:
-        """Return the tokens in a KV cache for so many requests."""
+        """Return the tokens in a KV cache for this many requests."""
         return tokens_of_requests(self.server, self.max_length, requests)
 
     def least_bytes(self) -> dict[str, int]:
-        """Return the bytes that the servers take at least, by the field that shrinks them."""
+        """Return the least bytes that the servers take, by the field that shrinks them."""
         ranks, given = self.server.tensor_parallel_size, self.server.max_total_tokens
         by_part = server_weight_bytes(
             self.architecture, self.weight_format, ranks, tuple(self.keep)
@@ -79,16 +79,16 @@ class ServerSet:
 def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None = None) -> None:
     """Set the size of each KV cache that is left open, on a machine without a GPU.
 
-    A cache holds all requests that its server decodes at once, or fewer, if that is more than its
-    part: what the learner and the servers leave of `SHARE` of the free memory is divided equally.
+    A cache holds all requests that its server decodes at once, or fewer if they exceed its part.
+    The caches divide equally what learner and servers leave of `SHARE` of the free memory.
 
     Args:
         sets: all servers of this machine; their `server.max_total_tokens` are set.
         learner: the bytes of its processes here, by the field that shrinks them.
 
     Raises:
-        ConfigError: the learner, the servers and the caches that are given do not fit, or not even
-            one sequence for each of the others.
+        ConfigError: the learner, the servers, the given caches and one sequence in each other
+            cache do not fit.
     """
     if device.num_gpus():
         return  # a GPU has memory of its own
@@ -110,11 +110,11 @@ def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None =
 
 
 def settle_run(config: Config, servers: Iterable[str], ranks: int) -> None:
-    """Set the size of KV caches as `settle_caches`, of a run's servers on this machine.
+    """Set the sizes of the KV caches of a run's servers on this machine, see `settle_caches`.
 
     Args:
-        config: the run's; changed.
-        servers: the set of each server here, rollout or evaluation.
+        config: the run's configuration, which is changed.
+        servers: the set name of each server here, rollout or evaluation.
         ranks: the number of learner ranks here.
     """
     architecture, numbers = Architecture.from_directory(config.model), Counter(servers)
@@ -148,13 +148,13 @@ def check_host(config: Config) -> None:
     cores = len(os.sched_getaffinity(0))
     if ranks + own > MAX_PROCESSES_PER_CORE * cores:
         raise ConfigError(
-            f"learner: without a GPU, {ranks} learner ranks and {own} of servers compute on "
+            f"learner: without a GPU, {ranks} learner ranks and {own} server ranks compute on "
             f"{cores} cores; give at most {MAX_PROCESSES_PER_CORE} a core"
         )
 
 
 def check_workers(scoring_workers: int) -> None:
-    """Check that this machine can hold so many processes that score.
+    """Check that this machine can hold this many scoring processes.
 
     Raises:
         ConfigError: it cannot.
@@ -168,15 +168,15 @@ def check_workers(scoring_workers: int) -> None:
 
 
 def learner_bytes(config: Config, architecture: Architecture, ranks: int) -> dict[str, int]:
-    """Return the bytes that so many ranks of the learner take, by the field that shrinks them.
+    """Return the bytes of this many learner ranks, by the field that shrinks them.
 
-    They are taken for ranks of the fullest stage. A critic takes as much as the policy.
+    All count as ranks of the fullest stage. A critic takes as much as the policy.
     """
     learner, static, most = config.learner, 0, 0
     for stage in range(learner.pipeline_parallel_size):
         parts = learner_memory(architecture, config, stage, fused=False)
-        parts |= {"runtime": RANK_BYTES, "workspaces": 0}  # those of a GPU
-        # Logits are computed in pieces; of the output layer there is a gradient.
+        parts |= {"runtime": RANK_BYTES, "workspaces": 0}  # in place of a GPU's
+        # Logits are computed in pieces; what counts is the gradient of the output layer.
         if parts["logits"]:
             rows = -(-architecture.vocab_size // learner.tensor_parallel_size)
             parts["logits"] = 6 * rows * architecture.hidden_size

@@ -1,4 +1,4 @@
-"""What the plan of a run says against its jobs: memory, and the time limit."""
+"""What the plan of a run says against its Slurm jobs: too little memory, or too little time."""
 
 import dataclasses
 import math
@@ -15,13 +15,13 @@ from qurl_megatron.planning.plan import Plan, plan_run
 
 
 def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> list[str]:
-    """Return what speaks against jobs of a run, a sentence each.
+    """Return the plan's objections to the jobs of a run, one sentence each.
 
-    It is nothing for a run that plans do not support, and for a model that is not built yet.
+    There are none if plans do not support the run, or if its model is not built yet.
 
     Args:
         limit_s: time limit of a job; infinity for none.
-        max_jobs: how many jobs one after the other may train the run.
+        max_jobs: how many successive jobs may train the run.
     """
     if config.advantage_estimator == "gae" or config.rollout.servers_at:
         return []
@@ -42,7 +42,7 @@ def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> lis
 
 
 def objections_to_limit(plan: Plan, limit_s: float, max_jobs: int) -> Iterator[str]:
-    """Yield what speaks against jobs of `limit_s` seconds, a sentence each."""
+    """Yield the plan's objections to jobs of `limit_s` seconds, one sentence each."""
     step_s, steps = plan.total_s, plan.config.steps
     if step_s > limit_s:
         yield (
@@ -55,7 +55,7 @@ def objections_to_limit(plan: Plan, limit_s: float, max_jobs: int) -> Iterator[s
     if checkpoint.every_minutes:
         interval_s = min(interval_s, max(60 * checkpoint.every_minutes, step_s))
     if interval_s > limit_s:
-        yield (
+        yield (  # the advice is a quarter of the limit, in minutes
             f"between two checkpoints {_hours(interval_s)} are planned to pass, and a job takes "
             f"{_hours(limit_s)}: one that dies loses all its steps; give "
             f"checkpoint.every_minutes={max(1, round(limit_s / 240))}"

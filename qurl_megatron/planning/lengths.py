@@ -1,8 +1,8 @@
-"""How long prompts and completions are, which a configuration has only the maxima of.
+"""How long prompts and completions are; a configuration has only their maxima.
 
-Completions are lognormal and cut off at their maximum, as a server cuts them. Prompts all have
-their mean length. An agent's episode is a completion too: what its turns sample and what it reads
-between them, of which all episodes read the same part.
+Lengths of completions are lognormal, and cut off at their maximum as a server cuts them. All
+prompts have the mean length. An agent's episode is a completion too: what its turns sample, and
+what it reads between them. All episodes read the same fraction.
 """
 
 import math
@@ -17,7 +17,7 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True)
 class CompletionLengths:
-    """Completion lengths in tokens, with a given mean, of which the longest reach `maximum`."""
+    """Completion lengths in tokens, with a given mean; the longest reach `maximum`."""
 
     mean: float
     maximum: float
@@ -41,7 +41,7 @@ class CompletionLengths:
 
     @cached_property
     def _log_median(self) -> float:
-        """The mean of log(length) before it is cut off, by bisection of the mean after it."""
+        """The mean of log(length) before the cut, found by bisection on the mean after it."""
         low = math.log(self.mean) - 10 * self.log_deviation
         high = math.log(self.maximum) + 10 * self.log_deviation
         for _ in range(80):
@@ -59,18 +59,18 @@ class CompletionLengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """Mean lengths in tokens, and how much completions differ in length."""
+    """Mean lengths in tokens, and how much the lengths of completions vary."""
 
     mean_prompt: float
     mean_completion: float
     log_deviation: float = 1.0  # around 1 for reasoning
-    observed: float = 0.0  # share of the completion that an agent's policy reads
+    observed: float = 0.0  # fraction of a completion that an agent's policy reads, not samples
 
     @classmethod
     def of(cls, config: Config) -> "Workload":
-        """Return what a plan assumes: half of the longest prompt, a quarter of the completion.
+        """Return what a plan assumes: half the longest prompt, a quarter of the longest completion.
 
-        Half of an agent's completion is read.
+        An agent reads half of its completion.
         """
         rollout = config.rollout
         observed = 0.5 if rollout.agent else 0.0
@@ -94,7 +94,7 @@ class Workload:
 
 
 def longest_completion(config: Config) -> int:
-    """Return the most tokens after a prompt; an agent's turns and what it reads together."""
+    """Return the most tokens after a prompt; for an agent, its turns and what it reads."""
     rollout = config.rollout
     if rollout.max_episode_tokens:
         return rollout.max_episode_tokens - rollout.max_prompt_length

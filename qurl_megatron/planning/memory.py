@@ -1,56 +1,57 @@
 """Estimate the memory of a run's GPUs, in bytes by part, for a learner rank and a server GPU.
 
-All figures follow from an `Architecture` and a `Config`. Of a learner rank, of which a plan shows
-the fullest pipeline stage:
+All figures follow from an `Architecture` and a `Config`. A plan shows a learner rank of the fullest
+pipeline stage, whose parts are:
 
     weights      in the compute dtype
     gradients    float32
     optimizer    Adam's two moments, and a float32 master if the weights are bfloat16, divided by
                  the ranks that hold the same parameters. With learner.offload_optimizer it is in
-                 the host's memory while activations, backward and logits are on the GPU.
+                 host memory while activations, backward and logits are on the GPU.
     fp8 codes    with learner.fp8: Transformer Engine keeps the codes of linear layers by rows and
-                 by columns. It keeps some activations as codes, which is not counted on.
+                 by columns. It also keeps some activations as codes; that saving is not counted.
     reference    a copy of the weights if objective.kl_coefficient is not 0
-    activations  what `layer_activation_bytes` says of a layer, times the layers of a stage and its
-                 micro batches in flight (on the first of several virtual stages that is Korthikanti
-                 et al., arXiv:2205.05198, Section 4.2.3). If every layer of a stage is recomputed,
-                 one of them also has all that it recomputes. Every expert is taken to get equally
-                 many tokens. What recompute=selective leaves out without Transformer Engine's fused
-                 norms is not counted on.
+    activations  `layer_activation_bytes` of a layer, times the layers of a stage and its micro
+                 batches in flight (for the first of several virtual stages, Korthikanti et al.,
+                 arXiv:2205.05198, Section 4.2.3). If a stage recomputes every layer, one of them
+                 also holds all that it recomputes. All experts are assumed to get equally many
+                 tokens. What recompute=selective saves without Transformer Engine's fused norms is
+                 not counted.
     logits       computed in chunks (`device.logit_tile`), and the gradient of the output layer
-    gathered     the input of a layer, from all tensor-parallel ranks. Without Transformer Engine
-                 Megatron keeps this memory between passes.
-    workspaces   of Transformer Engine's products, and of those of experts. It adds gradients to
-                 Megatron's buffers itself, gives autograd a placeholder of the shape of each linear
-                 weight of a layer, and keeps that.
-    backward     gradients of a layer's activations, and the largest weight's before it is
+    gathered     a layer's input, gathered from all tensor-parallel ranks. Without Transformer
+                 Engine, Megatron keeps this memory between passes.
+    workspaces   of Transformer Engine's matrix products, and of the products of experts. It adds
+                 gradients to Megatron's buffers itself, and gives autograd a placeholder of the
+                 shape of each linear weight of a layer, which it keeps.
+    backward     gradients of a layer's activations, and of the largest weight before they are
                  accumulated
-    exchange     with experts, in the forward pass of a layer, a copy of a token for each chosen
-                 expert: sorted, received, sorted by local expert, and multiplied. Ranks that share
-                 an expert have the copies of each and add up their products in float32. Only one of
+    exchange     with experts, in a layer's forward pass: a copy of a token for each chosen expert,
+                 sorted, received, sorted by local expert, and multiplied. Ranks that share an
+                 expert each have all its copies, and add up their products in float32. Only one of
                  backward, exchange and logits is in memory.
     converter    what the rank sent last, unless quantization.publish is full
-    buckets      while publishing, on the rank that sends, in place of activations, logits and
-                 backward: a bucket, and the parts of all ranks of which it is put together; with
-                 one rank a bucket that is on its way, and the next one. A tensor that is larger has
-                 a bucket of its own. With transport=direct, a rank's own part of a bucket.
+    buckets      while publishing, on the sender, in place of activations, logits and backward: a
+                 bucket, and the parts of all ranks that make it up; with one rank, a bucket on its
+                 way and the next one. A tensor larger than a bucket has one of its own. With
+                 transport=direct, a rank's own part of a bucket.
     runtime      `RUNTIME_BYTES`
 
-With adapters, weights are the base as codes and scales, what else is frozen in the compute dtype,
-and the adapters. Gradients, optimizer and bucket are those of adapters alone; the first publish has
-all. There is no reference, and no gradient of the output layer. In place of the largest weight's
-gradient, `backward` has the values of the largest layer's codes.
+With adapters, the weights are the base as codes and scales, other frozen parameters in the compute
+dtype, and the adapters. Only adapters have gradients and optimizer states; the buckets are those of
+the first publish, which sends everything. There is no reference, and no gradient of the output
+layer. In place of the largest weight's gradient, `backward` has the dequantized values of the
+largest quantized weight.
 
-Memory of a server GPU: the fraction rollout.server.mem_fraction_static holds weights (codes and
-scales, divided by the GPUs of a server; embedding, output layer and norms in BF16) and the KV
-cache. One sequence of maximum length must fit. The server decodes as many sequences at once as fit
-at their mean length, and at most max_running_requests. SGLang admits more than fit at full length
-and retracts some if memory runs out.
+On a server GPU, the fraction rollout.server.mem_fraction_static holds weights (codes and scales,
+divided by the GPUs of a server; embedding, output layer and norms in BF16) and the KV cache. One
+sequence of maximum length must fit. The server decodes as many sequences at once as fit at their
+mean length, and at most max_running_requests. SGLang admits more than fit at full length and
+retracts some if memory runs out.
 
-In a hybrid only the layers with attention have keys and values. The others have a state a sequence,
-of one size at any length. SGLang divides what the weights leave between states and KV cache in a
-ratio of 0.9 to 1, and takes as many requests as have `states_per_request` each. Without a cache of
-prefixes it has as many states as max_running_requests.
+In a hybrid only the layers with attention have keys and values. The others have one state per
+sequence, of the same size at any length. SGLang divides what the weights leave between states and
+KV cache in a ratio of 0.9 to 1, and runs as many requests as get `states_per_request` each. Without
+a prefix cache it has as many states as max_running_requests.
 """
 
 import bisect
@@ -76,13 +77,13 @@ from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
 from qurl_megatron.planning.gpus import GIB
 from qurl_megatron.quantization import quantize
 
-# Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation. The rows of
-# weights with which QuRL Eq. 13 is measured, less than a hundredth of a GPU, are in it.
+# Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation. It includes
+# the rows of weights that measure QuRL Eq. 13, less than a hundredth of a GPU.
 RUNTIME_BYTES = 4 * GIB
-SCORED_LOGIT_BYTES = 12  # of a logit, in a forward pass
-_ADAPTERS = 7  # of a layer: q, k, v, o, gate, up, down; each keeps x A^T of all tokens
+SCORED_LOGIT_BYTES = 12  # per logit, in a forward pass
+_ADAPTERS = 7  # per layer: q, k, v, o, gate, up, down; each keeps x A^T of all tokens
 STATES_PART = 0.9 / 1.9  # SGLang's mamba_full_memory_ratio, of what weights leave
-WORKSPACE_BYTES = 2**25  # of Transformer Engine, for a kind of products, since Hopper
+WORKSPACE_BYTES = 2**25  # of Transformer Engine per kind of matrix product, since Hopper
 
 
 def adapted(architecture: Architecture, config: Config) -> Architecture:
@@ -92,7 +93,7 @@ def adapted(architecture: Architecture, config: Config) -> Architecture:
 
 
 def is_trained(rule: Rule, architecture: Architecture) -> bool:
-    """Return whether a learner trains a parameter: with adapters these alone."""
+    """Return whether a learner trains a parameter: only adapters, if the model has any."""
     return rule.is_adapter == (architecture.adapter_rank > 0)
 
 
@@ -103,7 +104,7 @@ def _rules(architecture: Architecture) -> list[Rule]:
 
 
 def num_output_weights(architecture: Architecture) -> int:
-    """Return the weights in the output layer."""
+    """Return the number of weights in the output layer."""
     return architecture.vocab_size * architecture.hidden_size
 
 
@@ -117,7 +118,7 @@ def stage_layers(architecture: Architecture, learner: LearnerConfig) -> list[int
 def _layers_of_stage(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> Iterator[int]:
-    """Yield the numbers of a stage's layers, which are next to each other in a virtual stage."""
+    """Yield the numbers of a stage's layers; those of a virtual stage are consecutive."""
     virtual = learner.virtual_pipeline_parallel_size
     sizes = [layers // virtual for layers in stage_layers(architecture, learner)]
     for chunk in range(virtual):
@@ -156,7 +157,7 @@ def _rank_parameters(
 
 
 def _division(rule: Rule, architecture: Architecture, learner: LearnerConfig) -> tuple[int, int]:
-    """Return how many ranks share a parameter, and how many such parameters each has of a layer."""
+    """Return how many ranks divide a parameter, and how many such parameters a rank has a layer."""
     if rule.of_experts:
         local_experts = architecture.num_experts // learner.expert_parallel_size
         return learner.expert_tensor_parallel_size, local_experts
@@ -166,9 +167,9 @@ def _division(rule: Rule, architecture: Architecture, learner: LearnerConfig) ->
 def values_by_copies(
     architecture: Architecture, learner: LearnerConfig, stage: int
 ) -> dict[int, int]:
-    """Return the values that one rank of a stage trains, by the number of their copies.
+    """Return how many values a rank of a stage trains, by the number of their copies.
 
-    That is the number of ranks that hold the same shard, and share its optimizer state.
+    The copies of a shard are on several ranks, which divide its optimizer state.
     """
     dense_copies = learner.data_parallel_size * learner.context_parallel_size
     values: Counter[int] = Counter()
@@ -221,8 +222,8 @@ def published_tensors(
     """Return the rule, the layer and the bytes of each tensor of a policy on one GPU of a server.
 
     A quantized tensor is in `weight_format`, with its scales, or in BF16 if `keep` names it; all
-    others are in BF16. The tensor of one expert stands for those of all, with their bytes. The
-    layer is None for tensors outside the layers.
+    others are in BF16. One expert's tensor stands for all experts, with the bytes of all. The layer
+    is None for tensors outside the layers.
     """
     tensors = []
     for rule in _rules(architecture):
@@ -259,7 +260,7 @@ def published_by_stage(
 ) -> list[StageBytes]:
     """Return what each pipeline stage of the learner publishes.
 
-    With `trained`, this is what servers get that hold the base of a run's adapters.
+    With `trained`, it counts what a server gets that already holds the base of the adapters.
     """
     quantization, sizes = config.quantization, stage_layers(architecture, config.learner)
     return _published_by_stage(
@@ -301,8 +302,8 @@ def server_weight_bytes(
 ) -> dict[str, int]:
     """Return the bytes of weights on one GPU of a server, see `published_tensors`.
 
-    `linear` are the linear layers of all blocks without experts, which are in `experts` if the
-    model has any. `unquantized` is the rest.
+    `linear` counts the linear layers of all blocks but experts; `experts` counts those, if the
+    model has any; `unquantized` counts the rest.
     """
     num_bytes = {"linear": 0, "unquantized": 0}
     if architecture.num_experts:
@@ -338,7 +339,7 @@ def kv_bytes_per_token(
 def state_bytes_per_sequence(architecture: Architecture, tensor_parallel_size: int = 1) -> int:
     """Return the bytes of a sequence's states on one GPU of a server; 0 without linear attention.
 
-    They are the float32 states of the rule, and the last inputs of the convolution in BF16.
+    The gated delta rule has float32 states; the convolution keeps its last inputs in BF16.
     """
     linear = architecture.delta_net
     if linear is None:
@@ -349,7 +350,7 @@ def state_bytes_per_sequence(architecture: Architecture, tensor_parallel_size: i
 
 
 def num_states(architecture: Architecture, server: ServerConfig, free_bytes: int) -> int:
-    """Return how many states a server has, in what its weights leave of a GPU's memory."""
+    """Return how many states a server has, if its weights leave `free_bytes` of a GPU."""
     per_state = state_bytes_per_sequence(architecture, server.tensor_parallel_size)
     if not per_state:
         return 0
@@ -371,8 +372,8 @@ def layer_activation_bytes(
     """Return the bytes that one layer keeps for the backward pass of a micro batch.
 
     Args:
-        tokens: tokens of this context-parallel rank.
-        time: length of the longest sequence.
+        tokens: tokens on this context-parallel rank.
+        time: length of the longest sequence, in tokens.
         recompute: what this layer computes again; None for nothing.
         fused: True for a GPU, where a norm, SwiGLU and the gated delta rule are one kernel each,
             and False for a CPU.
@@ -384,7 +385,7 @@ def layer_activation_bytes(
     element = element_bytes(learner)
     hidden, intermediate = architecture.hidden_size, architecture.active_intermediate_size
     selective, hybrid = recompute == "selective", architecture.delta_net
-    # The input, in float32 if 1 + weight multiplies it, the token's float32 factor, and the output.
+    # Of a norm: its input, in float32 if 1 + weight multiplies it; a float32 factor; its output.
     norm = (8 if not fused else 4 if hybrid else element) * hidden + 4 + element * hidden
     per_token = 2 * (element * hidden if selective and (hybrid or not fused) else norm)
     if linear and hybrid:
@@ -392,14 +393,14 @@ def layer_activation_bytes(
     else:
         per_token += _attention_bytes(architecture, element, fused=fused)
     per_token += element * intermediate * (2 if selective else 3 if fused else 5)
-    # Each chosen expert's input; logits and probabilities in float32, and who is chosen.
+    # Each chosen expert's input; for every expert, float32 logit and probability, and a choice.
     copies = architecture.experts_per_token * learner.expert_tensor_parallel_size
     per_token += element * copies * hidden + 9 * architecture.num_experts
     return tokens * per_token // size + 4 * element * architecture.head_dim * time
 
 
 def _attention_bytes(architecture: Architecture, element: int, *, fused: bool) -> int:
-    """Return the bytes that a layer's attention keeps of a token, without the norm before it."""
+    """Return the bytes that a layer's attention keeps per token, without the norm before it."""
     heads, kv_heads = architecture.num_attention_heads, architecture.num_key_value_heads
     query, key = heads * architecture.head_dim, kv_heads * architecture.head_dim
     kept = element * (3 * query + 3 * key) + 4 * heads
@@ -418,10 +419,10 @@ def _attention_bytes(architecture: Architecture, element: int, *, fused: bool) -
 
 
 def _linear_attention_bytes(linear: DeltaNet, element: int, time: int, *, fused: bool) -> int:
-    """Return the bytes that linear attention keeps of a token, without the norm before it.
+    """Return the bytes that linear attention keeps per token, without the norm before it.
 
-    Of the gated delta rule, FLA's kernels keep what `rehearsal.linear_attention` lists, and torch
-    all tensors of float32 in whole chunks.
+    FLA's kernels for the gated delta rule keep what `rehearsal.linear_attention` lists. torch keeps
+    all tensors of the rule in float32, padded to whole chunks.
     """
     heads, keys, values = linear.value_heads, linear.keys, linear.values
     channels = 2 * keys + values
@@ -431,7 +432,7 @@ def _linear_attention_bytes(linear: DeltaNet, element: int, time: int, *, fused:
     if fused:
         rule = 2 * keys + values + CHUNK * heads
         return kept + element * rule + 8 * linear.key_heads + heads * (element + 10)
-    # The convolution has a copy of its input for each token that it sees, and keeps its output.
+    # The convolution copies its input once for each token in its window, and keeps its output.
     kept += (4 * linear.conv_width + element) * channels
     per_head = 40 * linear.key_dim + 12 * linear.value_dim + 20 * CHUNK + 28
     per_head += linear.key_dim * linear.value_dim * 4 // CHUNK  # the state of each chunk
@@ -448,7 +449,7 @@ def recomputed_layers(learner: LearnerConfig, layers: int) -> int:
 
 
 def state_bytes(learner: LearnerConfig) -> int:
-    """Return the bytes of a parameter's moments and master, on all ranks that share them."""
+    """Return the bytes of a parameter's moments and master, over all ranks that divide them."""
     return 12 if learner.dtype == "bfloat16" else 8
 
 
@@ -503,7 +504,7 @@ def learner_memory(
 
     tokens = micro_batch_tokens(config)
     layers = stage_layers(architecture, learner)
-    longest = config.rollout.max_length  # the case in which most memory is taken
+    longest = config.rollout.max_length  # the case that takes most memory
     in_flight = _layers_in_flight(config, layers[stage], stage)
     hidden = architecture.hidden_size
     of_layer = functools.partial(
@@ -518,11 +519,11 @@ def learner_memory(
         part = in_flight * number / layers[stage]
         activations += part * (whole - recomputed / layers[stage] * (whole - kept))
         again = max(again, whole - kept)
-    if recomputed == layers[stage]:  # else a layer is recomputed when others are already freed
+    if recomputed == layers[stage]:  # else layers that are not recomputed have been freed by then
         activations += again
     logits = 0
     if stage == len(layers) - 1:
-        activations += tokens * (2 * element * hidden + 4) // size  # final norm, its output
+        activations += tokens * (2 * element * hidden + 4) // size  # final norm and its output
         vocabulary_rows = architecture.padded_vocab_size(size) // size
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
         logits = SCORED_LOGIT_BYTES * chunk
@@ -565,7 +566,7 @@ OFFLOADED = "optimizer, between passes"
 
 
 def _frozen_bytes(rule: Rule, numel: int, weight_format: WeightFormat, element: int) -> int:
-    """Return the bytes of a parameter of the base under adapters: codes and scales, or values."""
+    """Return the bytes of a frozen parameter under adapters: codes and scales, or values."""
     if rule.is_adapter:
         return 0
     if not rule.quantized:
@@ -587,7 +588,7 @@ def _exchange_bytes(architecture: Architecture, learner: LearnerConfig, tokens: 
 
 
 def _layers_in_flight(config: Config, layers: int, stage: int) -> int:
-    """Return of how many layers a stage keeps activations, counting each micro batch."""
+    """Return how many layers' activations a stage keeps, counting each micro batch."""
     learner = config.learner
     stages, virtual = learner.pipeline_parallel_size, learner.virtual_pipeline_parallel_size
     micro_batches = num_micro_batches(config, config.rollout.max_length)
@@ -599,21 +600,21 @@ def _layers_in_flight(config: Config, layers: int, stage: int) -> int:
 
 
 def peaks(parts: dict[str, int]) -> dict[str, int]:
-    """Return the bytes that a rank keeps, and those at the peaks of what it does with them.
+    """Return the bytes that a rank keeps between phases, and its peak in each phase.
 
     `parts` are from `learner_memory`.
     """
     in_layer = max(parts["backward"], parts.get("exchange", 0))
-    # Of a backward pass the gradient of the output layer may be more.
+    # A forward pass has no gradient of the output layer, which `logits` may contain.
     scored = min(parts["logits"], SCORED_LOGIT_BYTES * LOGIT_CHUNK_ELEMENTS)
-    # The logits' gradients are gone when that of the last layer is computed.
+    # The logits' gradients are freed before the last layer's are computed.
     in_passes = parts["activations"] + max(in_layer, parts["logits"])
     buckets, between = parts["buckets"], parts.get(OFFLOADED, 0)
     not_kept = ("activations", "backward", "exchange", "logits", "buckets", OFFLOADED)
     static = sum(num_bytes for name, num_bytes in parts.items() if name not in not_kept)
     return {
         "kept": static + between,
-        # An offloaded optimizer is still there.
+        # An offloaded optimizer is still on the GPU.
         "score": static + between + max(in_layer, scored),
         "update": static + max(in_passes, between),
         "publish": static + between + buckets,
@@ -626,7 +627,7 @@ def total_bytes(parts: dict[str, int]) -> int:
 
 
 def bucket_bytes(architecture: Architecture, config: Config, stage: int) -> int:
-    """Return the bytes that the sender of a pipeline stage has in buckets, at most."""
+    """Return the most bytes that the sender of a pipeline stage has in buckets."""
     learner, limit = config.learner, config.quantization.bucket_bytes
     sent = published_by_stage(architecture, config)[stage]
     total = sent.dense + sent.experts // learner.expert_parallel_size
@@ -640,11 +641,11 @@ def bucket_bytes(architecture: Architecture, config: Config, stage: int) -> int:
 def with_cheapest_recomputation(
     architecture: Architecture, config: Config, gpu_bytes: int, kept: Collection[str] = ()
 ) -> Config:
-    """Return `config` with what takes least time of all that make every rank of the learner fit.
+    """Return `config` with the least recomputation and offloading that every learner rank fits in.
 
-    That is, in this order: nothing, `selective`, an offloaded optimizer, both, and whole layers, as
-    few as possible, with an offloaded optimizer. If not even that fits, all layers are recomputed.
-    The learner's fields in `kept` keep their values.
+    It tries, in this order: nothing, `selective`, an offloaded optimizer, both, and whole layers,
+    as few as possible, with an offloaded optimizer. If not even that fits, all layers are
+    recomputed. The learner's fields in `kept` keep their values.
     """
     learner = config.learner
     layers = max(stage_layers(architecture, learner)) // learner.virtual_pipeline_parallel_size

@@ -1,6 +1,6 @@
 """The servers of a run, and how they and the learner's ranks are dealt out to nodes.
 
-`qurl plan` and the launchers ask here.
+`qurl plan` and the launchers share these rules, so a plan is of what a job starts.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ def nodes_of_learner(ranks: int, gpus_per_node: int) -> int:
 
 
 def deal(servers: Sequence[T], num_nodes: int) -> list[Sequence[T]]:
-    """Return the servers of each rollout node: nodes take one after the other."""
+    """Return the servers of each rollout node; the nodes take one server each in turn."""
     return [servers[node::num_nodes] for node in range(num_nodes)]
 
 
 def fit_on_nodes(server_sizes: Sequence[int], num_nodes: int, gpus_per_node: int) -> bool:
-    """Return whether each node has a GPU for each rank of its servers, which have these sizes."""
+    """Return whether servers of these sizes, dealt out to nodes, get a GPU for each rank."""
     return all(sum(sizes) <= gpus_per_node for sizes in deal(server_sizes, num_nodes))

@@ -1,20 +1,19 @@
 """Plan a run without allocating anything: check that it fits, or find the fastest layout that does.
 
 `memory` estimates bytes; `step_time` and `rollout_time` estimate seconds. Runs with a critic are
-refused. A plan divides the time of its step into parts, and names the part that limits it:
+refused. A plan divides the time of its step into parts, and names the largest:
 
     decoding            of all servers, beyond the longest completion; divided by the servers
-    longest completion    decoded alone, by a server that does nothing else; no GPU shortens it
+    longest completion  decoded by a server that does nothing else; more GPUs do not shorten it
     passes              forward and backward passes, with the communication of tensor and context
                         parallelism; divided by the learner's GPUs
     pipeline bubble     time in which pipeline stages wait for each other
     gradients           sum of the gradients over replicas, and the optimizer's step
-    publish             the weights on their way to the servers; grows with their number
-    copies              with rollout.placement=colocated: the learner's way to the host's memory and
-                        back
+    publish             the weights on their way; grows with the number of servers
+    copies              with rollout.placement=colocated: the learner to host memory and back
 
-A synchronous step is the sum of them all. With `rollout.max_staleness` the longest way decides:
-the learner's four, or decoding, or the longest completion and the learner's four that follow it.
+A synchronous step is their sum. With `rollout.max_staleness` the longest of three paths decides:
+the learner's four parts, decoding, or the longest completion followed by the learner's four.
 """
 
 import dataclasses
@@ -110,7 +109,7 @@ class Plan:
 
     @cached_property
     def parts_s(self) -> dict[str, float]:
-        """Seconds of each part that decides the time of a step; they add up to `total_s`."""
+        """Seconds of the parts that decide the time of a step; they add up to `total_s`."""
         step_s, config, state = self.step_s, self.config, self.asynchronous
         longest = self.load.lengths.maximum
         token_s = self.load.token_s(1, longest / 2)
@@ -129,7 +128,7 @@ class Plan:
             return {"decoding": state.step_s}
         if state.limit == "learner":
             return learner
-        # The longest completion, and then the learner, are spread over all these steps.
+        # The longest completion and the learner's parts after it spread over this many steps.
         batches = config.rollout.max_staleness + 1
         learner = {name: time_s / batches for name, time_s in learner.items()}
         return {"longest completion": state.step_s - sum(learner.values()), **learner}
@@ -156,7 +155,7 @@ def plan(
     colocated, both have all GPUs.
 
     Args:
-        gpus: up to those of one node, or those of whole nodes.
+        gpus: at most one node's, or those of whole nodes.
         workload: None for what a plan assumes.
 
     Raises:
@@ -180,7 +179,7 @@ def plan(
         )
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
-    is_colocated = rollout.placement == "colocated"  # where the transport follows from `releases`
+    is_colocated = rollout.placement == "colocated"  # then the transport follows from `releases`
     if config.quantization.transport == "direct" and not (is_colocated or is_direct(config, node)):
         raise ConfigError(
             f"quantization.transport=direct: {gpus} GPUs are not all in one node of "
@@ -275,7 +274,7 @@ def most_servers(config: Config, gpus: int, node: Node = DGX_H100) -> int:
 
 
 def _divides_nodes(learner: LearnerConfig, node: Node) -> bool:
-    """Return True if each node has as many ranks, and whole tensor-parallel groups."""
+    """Return whether all nodes get equally many ranks, in whole tensor-parallel groups."""
     nodes = nodes_of_learner(learner.world_size, node.gpus)
     return learner.world_size % (nodes * learner.tensor_parallel_size) == 0
 
@@ -325,13 +324,13 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
         )
     if gpus > node.gpus and gpus % node.gpus:
         raise ConfigError(
-            f"{gpus} GPUs: a node has {node.gpus}, so more than one node have a multiple of it"
+            f"{gpus} GPUs: a node has {node.gpus}, so several nodes have a multiple of that"
         )
     if not _divides_nodes(learner, node):
         raise ConfigError(
             f"the learner's {learner.world_size} ranks: "
             f"{nodes_of_learner(learner.world_size, node.gpus)} nodes of {node.gpus} GPUs "
-            "would not have as many each, in whole tensor-parallel groups of "
+            "would not get equally many, in whole tensor-parallel groups of "
             f"{learner.tensor_parallel_size}; take a multiple of {node.gpus}"
         )
 
@@ -340,8 +339,8 @@ def _fullest_stage(architecture: Architecture, config: Config, node: Node) -> di
     """Return the bytes by part on a rank of the fullest pipeline stage.
 
     Raises:
-        DoesNotFit: on a GPU. The message names the first part that exceeds the
-            memory, with the parts added up in their order.
+        DoesNotFit: a GPU is too small. The message adds the parts up in order, and names the
+            first that exceeds the memory.
     """
     learner = config.learner
     stages = range(learner.pipeline_parallel_size)
@@ -367,9 +366,7 @@ def _fullest_stage(architecture: Architecture, config: Config, node: Node) -> di
 def _server_memory(
     architecture: Architecture, config: Config, node: Node
 ) -> tuple[dict[str, int], int, int]:
-    """Return the bytes by part on one GPU of a server, its tokens, and its sequences at once.
-
-    They are the tokens that its KV cache holds, and the sequences that it takes at most.
+    """Return a server's bytes by part on one GPU, its KV cache's tokens, and its most sequences.
 
     Raises:
         DoesNotFit: the weights and one sequence of maximum length do not fit.
@@ -412,17 +409,16 @@ def layouts(
 ) -> Iterator[Config]:
     """Yield `config` in every layout that may be the fastest; `plan` refuses some of them.
 
-    Tensor-parallel groups stay within a node, and each node has as many ranks. There are up to 16
-    pipeline stages, all equal or with a shorter last one, one, two or four context-parallel ranks
-    (of a hybrid one), and as many data-parallel replicas as fit. Experts are whole, on
-    expert-parallel ranks of one node. Micro batches have the tokens of one longest sequence, and
-    the cheapest recomputation that fits is taken. Servers decode up to 256 or 512 sequences at
-    once. The fields in `given` keep their values. If learner and servers are colocated, the learner
-    has a rank on each GPU.
+    Tensor-parallel groups stay within a node, and all nodes have equally many ranks. There are up
+    to 16 pipeline stages, equal or with a shorter last one; one, two or four context-parallel ranks
+    (one for a hybrid); and as many data-parallel replicas as fit. Experts are not divided, and
+    their expert-parallel ranks share a node. A micro batch has the tokens of one longest sequence,
+    with the cheapest recomputation that fits. Servers decode up to 256 or 512 sequences at once.
+    The fields in `given` keep their values. A colocated learner has a rank on each GPU.
     """
     learner, rollout = config.learner, config.rollout
     is_colocated = rollout.placement == "colocated"
-    # What sleeps beside the learner: its weights only where they then fit too.
+    # Sleeping servers; `releases` lets them keep their weights only where these fit too.
     beside = LEFT_BYTES * num_sets(config) if is_colocated else 0
 
     def values(field: str, searched: Iterable[int]) -> Iterable[int]:
@@ -499,13 +495,13 @@ def suggest(
     """Return the plan with the shortest step over all `layouts`.
 
     Raises:
-        ConfigError: none fits; the message says why the one that comes closest does not.
+        ConfigError: no layout fits; the message says why the closest one does not.
     """
     best: Plan | None = None
     refusals: list[ConfigError] = []
     workload = workload or Workload.of(config)
     for layout in layouts(architecture, config, gpus, node, given):
-        # No step is shorter than the learner's part of it, which is quickly computed.
+        # No step is shorter than the learner's part of it, which is cheap to compute.
         learner = learner_time(architecture, layout, workload, node)
         if best and learner.total >= best.total_s:
             continue
@@ -533,7 +529,7 @@ def suggest(
 def placements(config: Config, given: Collection[str]) -> dict[str, Config]:
     """Return the configuration in each placement that `given` permits, by its name.
 
-    Servers that sample ahead do so by one step.
+    Servers that sample ahead do so by at least one step.
     """
     rollout = config.rollout
     choices = {
@@ -562,8 +558,8 @@ def plan_or_suggest(
     """Return the plan of the layout in `config`.
 
     Raises:
-        ConfigError: it does not fit. The message ends with a layout that does, or if there is
-            none with why not.
+        ConfigError: it does not fit. The message ends with a layout that does, or with why there
+            is none.
     """
     try:
         return plan(architecture, config, gpus, workload, node)

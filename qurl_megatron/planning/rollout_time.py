@@ -2,7 +2,7 @@
 
 Before (`rollout_s`), a server decodes `slots` sequences at a time. While sequences wait, the batch
 is full and its sequences have their mean age. Then the last batch shrinks until its longest
-completion ends, which is integrated numerically. More servers have fewer sequences each, but no
+completion ends; that time is integrated numerically. More servers have fewer sequences each, but no
 rollout is shorter than its longest completion.
 
 While it trains (`steady_state`, with `max_staleness` > 0), the prompts of a batch are issued
@@ -10,8 +10,8 @@ While it trains (`steady_state`, with `max_staleness` > 0), the prompts of a bat
 are in flight. In the steady state a step takes the longest of:
 
     learner    proximal + update + publish: the learner never waits for the servers
-    servers    the time in which a server, with as many sequences running as fit, reads the prompts
-               and decodes the tokens of its share of a batch; plus the pause of a publish
+    servers    the time that a server needs to read the prompts and decode the tokens of its part of
+               a batch, with as many sequences running as fit; plus the pause of a publish
     longest completion
                (completion + learner) / (`max_staleness` + 1), where `completion` is the time of one
                completion of maximum length: a batch is complete when its longest completion is
@@ -43,7 +43,7 @@ _INTEGRATION_STEPS = 128  # for the midpoint rule over the last batch
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """One server's share of a step."""
+    """One server's part of a step."""
 
     token_s: Callable[[float, float], float]  # seconds per token, by sequences and their mean age
     prompts_s: float  # seconds to read the prompts, and what agents observe
@@ -61,7 +61,7 @@ def server_load(
     publish_s: float,
     node: Node = DGX_H100,
 ) -> ServerLoad:
-    """Return the share of a step of each rollout server, which decodes `slots` sequences at once.
+    """Return each rollout server's part of a step; a server decodes `slots` sequences at once.
 
     `publish_s` is the time of a publish, in seconds.
     """
@@ -127,7 +127,7 @@ def steady_state(load: ServerLoad, learner_s: float, max_staleness: int) -> Stea
     most = min(load.slots, batches * load.sequences)
     servers_s = load.prompts_s + _decode_s(load, most) / most + load.pause_s(most)
     step_s = shortest_s = max(learner_s, servers_s)
-    # In a longer step fewer sequences run at once, which makes each faster: halfway each time.
+    # A longer step runs fewer sequences at once, which makes each faster: so go half the way.
     for _ in range(_HALVINGS):
         running = _running(load, step_s, most)
         spread_s = (_longest_s(load, step_s, running) + learner_s) / batches
@@ -138,7 +138,7 @@ def steady_state(load: ServerLoad, learner_s: float, max_staleness: int) -> Stea
 
 
 def _decode_s(load: ServerLoad, running: float) -> float:
-    """Return the seconds of a step's tokens one after the other, while `running` sequences run."""
+    """Return the seconds to decode a step's tokens one by one, while `running` sequences run."""
     tokens = load.sequences * load.lengths.mean
     return tokens * load.token_s(running, load.lengths.mean_age)
 

@@ -1,39 +1,40 @@
-"""Estimate the time of a step, by phase. The terms of each are in the function that is named.
+"""Estimate the time of a step, by phase; the named functions have the terms.
 
-    decode     `decode_s`: one token for each of the sequences of a server. It reads the weights, or
-               multiplies by them if that takes longer; reads the KV cache, and reads and writes
-               the states of linear attention; has an overhead for each layer and sequence, and two
-               all-reduces a layer, over InfiniBand if a server has more GPUs than a node.
-               Of experts those are read that at least one sequence chooses, if all are chosen
+    decode     `decode_s`: one token for each sequence of a server. The terms are: reading the
+               weights, or multiplying by them if that takes longer; reading the KV cache; reading
+               and writing the states of linear attention; an overhead for each layer and sequence;
+               two all-reduces a layer, over InfiniBand if a server has more GPUs than a node.
+               Only experts that some sequence chooses are read; all are assumed to be chosen
                equally often. Grouped products read their many small weights at an efficiency of
                their own, and need further kernels: `EXPERT_DECODE`.
-    rollout    `rollout_time.py`. Prompts are read once per group, and without a cache of prefixes
-               once per completion, at the matrix product rate of the weight format.
-    forward    `_forward_s`: two operations per weight and token and those of causal attention and
-               of linear attention, at the peak x `LEARNER_MFU`, those of experts x `EXPERT_RATE`;
-               what linear attention reaches of it was never measured; the output layer for
-               tokens of completions. Two all-reduces a layer (with sequence parallelism, a
-               reduce-scatter and an all-gather each), and with context parallelism the keys and
-               values of all ranks, not overlapped. Tokens go to their experts and back, sorted by
-               expert on both ways. The slowest stage counts, and the pipeline bubble multiplies it.
-    proximal   One forward pass if there are several minibatches, and one with a reference. A run
-               leaves the first minibatch out of the former, which published steps do not: rates
-               are fitted to these, so the plan counts it.
-    update     `learner_time`: three forward passes, but two of the tokens' ways to experts, and one
-               more of the layers that recompute=full computes again. The output layer counts four
-               times, because its logits are computed twice. Per minibatch, over InfiniBand and not
-               overlapped, the scattered sum of the gradients and the gathered weights; a pass over
-               the optimizer's state, and if it is offloaded its copies to the host and back.
-    publish    `plan_publish`: what the fullest sender sends to all servers, or a server receives,
-               all tensors over InfiniBand. The senders are those of `weight_sync`: the first rank
-               of each pipeline stage, and of experts of each expert-parallel rank. With
-               rollout.placement=colocated it goes over gloo and PCIe. What ranks write into the
-               servers' parameters takes a fraction of a second, and counts as none. This is a lower
-               bound, without the pause, the loading and the checksums.
+    rollout    `rollout_time.py`. Prompts are read once per group, or once per completion without a
+               prefix cache, at the matrix product rate of the weight format.
+    forward    `_forward_s`: two operations per weight and token, and those of causal and of linear
+               attention, at the peak x `LEARNER_MFU`; experts also x `EXPERT_RATE`. The rate of
+               linear attention was never measured. Only completion tokens pass through the output
+               layer. A layer has two all-reduces (with sequence parallelism, each a reduce-scatter
+               and an all-gather). Context parallelism passes on the keys and values of all ranks,
+               not overlapped. Tokens go to their experts and back, sorted by expert both ways. The
+               slowest stage counts, and the pipeline bubble multiplies it.
+    proximal   One forward pass if there are several minibatches, and one if there is a reference.
+               A run leaves the first minibatch out of the former. The published steps to which
+               rates are fitted do not, so the plan counts it.
+    update     `learner_time`: three forward passes, but only two exchanges with experts, and one
+               more pass of the layers that recompute=full computes again. The output layer
+               counts four times, because its logits are computed twice. Per minibatch, over
+               InfiniBand and not overlapped, the reduce-scatter of gradients and the all-gather of
+               weights; a pass over the optimizer's state, and if it is offloaded its copies to the
+               host and back.
+    publish    `plan_publish`: what the fullest sender sends to all servers, or what a server
+               receives if that takes longer, all tensors over InfiniBand. The senders are those of
+               `weight_sync`: the first rank of each pipeline stage, and for experts the first of
+               each expert-parallel rank. With rollout.placement=colocated it goes over gloo and
+               PCIe. Writing into the servers' parameters takes a fraction of a second, and counts
+               as none. This is a lower bound, without the pause, the loading and the checksums.
 
 Not included: rewards, evaluation, checkpoints, padding of micro batches, retries of dynamic
-sampling, what a delta saves, experts that are chosen more often than others, and the host: the time
-in which it prepares batches and starts kernels.
+sampling, what a delta saves, experts that are chosen more often than others, and the time in which
+the host prepares batches and starts kernels.
 """
 
 from dataclasses import dataclass
@@ -98,12 +99,12 @@ EXPERT_RATE = 0.84
 
 
 def _precision(weight_format: WeightFormat) -> str:
-    # With int4 activations stay in BF16.
+    # With int4, activations stay in BF16.
     return "bf16" if weight_format in ("bf16", "int4", "int4-g32") else "8-bit"
 
 
 def _product_flops(weight_format: WeightFormat, node: Node) -> float:
-    """Return the FLOP/s that a GPU of a server reaches in products with weights of this format."""
+    """Return the FLOP/s that a server GPU reaches in matrix products with this weight format."""
     precision = _precision(weight_format)
     flops = node.gpu.bf16_flops if precision == "bf16" else node.gpu.eight_bit_flops
     return flops * PRODUCT_EFFICIENCY[precision]
@@ -123,7 +124,7 @@ def decode_s(
     node: Node = DGX_H100,
     kv_value_bytes: int = 2,
 ) -> float:
-    """Return the seconds in which one server decodes a token for each of its sequences.
+    """Return the seconds that one server takes to decode a token for each of its sequences.
 
     Args:
         sequences: number of sequences that are decoded at once.
@@ -134,7 +135,7 @@ def decode_s(
     linear, output = architecture.num_linear_weights, num_output_weights(architecture)
     of_gpu = server_weight_bytes(architecture, weight_format, size)
     read_s = of_gpu["linear"] / weights_per_s
-    if weight_format.startswith("int4"):  # values of codes are written in BF16, and read again
+    if weight_format.startswith("int4"):  # codes are expanded to BF16, written, and read again
         values = server_weight_bytes(architecture, "bf16", size)["linear"]
         read_s += 2 * values / weights_per_s
     layer_s = LAYER_S
@@ -171,7 +172,7 @@ def prefill_s(
     tokens: float,
     node: Node = DGX_H100,
 ) -> float:
-    """Return the seconds in which one server reads prompts of `tokens` in all."""
+    """Return the seconds that one server takes to read prompts of `tokens` in all."""
     rate = _product_flops(weight_format, node) * tensor_parallel_size
     return 2 * architecture.num_linear_weights * tokens / rate
 
@@ -179,10 +180,10 @@ def prefill_s(
 def pass_flops(
     architecture: Architecture, config: Config, workload: Workload
 ) -> tuple[float, float, float]:
-    """Return the FLOPs of one forward pass over a step.
+    """Return the FLOPs of one forward pass over a step, in three parts.
 
-    They are those of the layers without experts, of the experts, and of the output layer, which
-    only completions pass through.
+    They are of the layers without experts, of the experts, and of the output layer, through which
+    only completions pass.
     """
     rollout = config.rollout
     sequences = rollout.completions_per_step
@@ -200,11 +201,10 @@ def pass_flops(
 def _forward_s(
     architecture: Architecture, config: Config, workload: Workload, node: Node
 ) -> tuple[float, float, float]:
-    """Return the seconds of a forward pass over a step.
+    """Return the seconds of a forward pass over a step, in three parts.
 
-    They are those of a layer's products and collectives, of its exchange of tokens with experts,
-    and of the output layer. A layer is divided over all GPUs of its pipeline stage, and so is the
-    output layer.
+    They are of one layer's products and collectives, of its exchange of tokens with experts, and of
+    the output layer. All GPUs of a pipeline stage divide its layers and the output layer.
     """
     learner, rollout, gpu = config.learner, config.rollout, node.gpu
     stages, num_layers = learner.pipeline_parallel_size, architecture.num_layers
@@ -215,7 +215,7 @@ def _forward_s(
     tokens = rollout.completions_per_step * workload.mean_length
     tokens /= learner.data_parallel_size * learner.context_parallel_size
     hidden_bytes = element_bytes(learner) * architecture.hidden_size * tokens
-    # A linear attention gathers its input twice.
+    # A layer of linear attention gathers its input twice, which is half an all-reduce more.
     collectives = 2 + architecture.num_linear_layers / num_layers / 2
     layer_s += collectives * _all_reduce_s(hidden_bytes, learner.tensor_parallel_size, node)
     # Every context-parallel rank passes on the keys and values of all the others.
@@ -231,9 +231,9 @@ def _forward_s(
 def exchange_with_experts_s(
     architecture: Architecture, learner: LearnerConfig, tokens: float, node: Node = DGX_H100
 ) -> float:
-    """Return the seconds in which one layer's tokens go to their experts and come back.
+    """Return the seconds that one layer's tokens take to go to their experts and come back.
 
-    `tokens` are those of a tensor-parallel group, chosen experts all equally often.
+    `tokens` are those of a tensor-parallel group. All experts are chosen equally often.
     """
     gpu, size = node.gpu, learner.expert_parallel_size
     copies = architecture.experts_per_token * tokens / learner.tensor_parallel_size
@@ -249,9 +249,9 @@ def exchange_with_experts_s(
 def dequantizing_s(
     architecture: Architecture, config: Config, workload: Workload, node: Node
 ) -> float:
-    """Return the seconds in which a rank makes values of a layer's codes, in a pass over a step.
+    """Return the seconds that a rank takes to dequantize one layer in a pass over a step.
 
-    It does so for each micro batch: it reads codes, writes values, and the product reads those.
+    For each micro batch it reads codes and writes values, which the product reads.
     """
     learner = config.learner
     passes = config.optimizer.minibatches_per_step * num_micro_batches(config, workload.mean_length)
@@ -266,8 +266,8 @@ class LearnerTime:
 
     proximal: float
     update: float
-    bubble: float  # of both, in which pipeline stages wait for each other
-    gradients: float  # of the update, in which they are added up and applied
+    bubble: float  # part of both, while pipeline stages wait for each other
+    gradients: float  # part of the update, while gradients are added up and applied
 
     @property
     def total(self) -> float:
@@ -283,7 +283,7 @@ def learner_time(
     minibatches = config.optimizer.minibatches_per_step
     layer_s, exchange_s, output_s = _forward_s(architecture, config, workload, node)
     passes, output_passes = 3, 4
-    if architecture.adapter_rank:  # weights have no gradients, but values again in each pass
+    if architecture.adapter_rank:  # weights have no gradients, but each pass dequantizes them
         passes, output_passes = 2, 3
         layer_s += dequantizing_s(architecture, config, workload, node)
     with_exchange_s = layer_s + exchange_s
@@ -324,19 +324,20 @@ class PublishPlan:
     """One publish of all tensors."""
 
     num_bytes: int
-    is_direct: bool  # it is written into the servers' parameters
+    is_direct: bool  # ranks write it into the servers' parameters
     time_s: float  # lower bound
 
 
 def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H100) -> PublishPlan:
     """Return what a publish to the servers of `config` sends, and a lower bound on its seconds."""
     rollout = config.rollout
+    # A server that gives back all its memory needs the base of adapters in every publish.
     loses_base = rollout.placement == "colocated" and rollout.server.releases == "all"
     by_stage = published_by_stage(architecture, config, trained=not loses_base)
     num_bytes = sum(sent.dense + sent.experts for sent in by_stage)
     if is_direct(config, node):
         return PublishPlan(num_bytes, is_direct=True, time_s=0.0)
-    # The first sender of each stage. The others have as many experts, and nothing else.
+    # The first sender of a stage is its fullest: the others have equally many experts only.
     of_experts = config.learner.expert_parallel_size
     fullest = max(sent.dense + sent.experts / of_experts for sent in by_stage)
     byte_s = 1 / node.gpu.infiniband_bytes_per_s

@@ -28,13 +28,13 @@ from qurl_megatron.quantization import offline, quantize
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "qurl_base.json"
 _PREFIX = "base_model.model."  # of peft's names
 # Fields of peft that say which layers have adapters, or how these were trained. Any other field
-# that is set may change what an adapter computes, also one of a later peft.
+# that is set, also one of a later peft, may change what an adapter computes.
 _HARMLESS = set(
     """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r
     lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
     megatron_core qalora_group_size""".split()
 )
-# What a field must be where a plain product of A and B has something else than "not set".
+# Fields that are set for a plain product of A and B too, and the values that they may have.
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
 
 
@@ -66,7 +66,8 @@ def write_adapters(
     """Write adapters, given by peft's names without their prefix.
 
     Args:
-        source: the model that they were trained over, and its format in training.
+        source: the model that they were trained over.
+        weight_format: its format in training.
     """
     directory.mkdir(parents=True)
     layers = sorted(name.removesuffix(".lora_A.weight") for name in tensors if ".lora_A." in name)
@@ -88,7 +89,7 @@ def write_adapters(
 
 
 def _modules(layers: list[str], architecture: Architecture) -> list[str]:
-    """Return the last part of the layers' names if every block has them, else whole names."""
+    """Return the last parts of the layers' names if every block has them all, else whole names."""
     kinds = sorted({layer.rpartition(".")[2] for layer in layers})
     return kinds if len(layers) == len(kinds) * architecture.num_layers else layers
 
@@ -99,8 +100,8 @@ def read_adapters(directory: Path) -> AdapterFiles:
     Without `qurl_base.json` they were trained over the original weights.
 
     Raises:
-        ConfigError: the directory is none, its adapters are no plain LoRA of linear layers, or its
-            tensors do not fit its configuration.
+        ConfigError: it is not such a directory, its adapters are not plain LoRA of linear layers,
+            or its tensors do not fit its configuration.
     """
     try:
         config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
@@ -174,8 +175,8 @@ def merge_directory(
 ) -> None:
     """Write a model with adapters merged into its weights, in the stored dtype.
 
-    Linear layers first take the values that they have in `weight_format`, of which experts have
-    no adapters.
+    Linear layers first take the values that they have in `weight_format`, and those with adapters
+    then add the product.
 
     Raises:
         ArchitectureError, ConfigError: the source or the destination cannot be used, or
@@ -201,5 +202,5 @@ def merge_directory(
 
 
 def _sums(adapters: AdapterFiles) -> dict[str, float]:
-    """Return values by which an interrupted call knows its own adapters again."""
+    """Return values by which a repeated call recognizes the same adapters."""
     return {name: float(values.double().sum()) for name, values in adapters.tensors.items()}

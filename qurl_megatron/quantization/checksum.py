@@ -33,7 +33,7 @@ from torch import Tensor
 
 CHUNK_ELEMENTS = 2**18  # converted to int64 at once: 2 MiB, within a core's cache
 
-SMALL_ELEMENTS = 2**15  # whose weights are kept for the next pass: 16 bytes an element
+SMALL_ELEMENTS = 2**15  # up to which weights are kept for the next pass: 16 bytes an element
 
 ROWS, COLUMNS = 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D  # odd factors of their hashes
 
@@ -57,12 +57,12 @@ def checksum(tensor: Tensor, *, row_offset: int = 0, column_offset: int = 0) -> 
 
 
 def checksums(parts: Iterable[Part]) -> list[int]:
-    """Return the checksum of each part; a GPU is waited for once."""
+    """Return the checksum of each part, and wait for a GPU once."""
     return checksum_tensor(list(parts)).tolist()
 
 
 def checksum_tensor(parts: Sequence[Part]) -> Tensor:
-    """Return the checksum of each part, [parts] int64, on their device, which is not waited for.
+    """Return the checksum of each part, [parts] int64, on their device, without waiting for it.
 
     Small parts of one shape and place, such as the norms of all layers, are summed together.
     """
@@ -71,7 +71,7 @@ def checksum_tensor(parts: Sequence[Part]) -> Tensor:
     alike: dict[tuple[object, ...], list[int]] = {}
     small: list[int] = []
     for number, (values, row, column) in enumerate(parts):
-        # Of codes there are many, and their words have weights of their own.
+        # Not for codes: they are many elements, and their words have weights of their own.
         if values.is_cuda and values.element_size() > 1 and values.numel() <= SMALL_ELEMENTS:
             small.append(number)
         else:
@@ -97,7 +97,7 @@ def checksum_tensor(parts: Sequence[Part]) -> Tensor:
 def small_sums(parts: Sequence[Part]) -> Tensor:
     """Return `checksum_tensor` of parts such as scales and norms, in a few kernels of a GPU.
 
-    The elements have 2 or 4 bytes; those of one size are together.
+    The elements have 2 or 4 bytes; parts with one size of element are neighbours.
     """
     places = tuple((tuple(values.shape), row, column) for values, row, column in parts)
     weights, owners = _small_weights(places, parts[0].values.device)
@@ -211,7 +211,7 @@ def combine(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def hash_codes(codes: Tensor, row_offset: int, column_offset: int) -> tuple[Tensor, Tensor]:
     """Return the weights of the rows [rows] and of the words [columns / 4] of codes, int64.
 
-    The codes `[rows, columns]` begin at the offsets; columns are multiples of 4.
+    The codes `[rows, columns]` begin at the offsets; columns and their offset are multiples of 4.
     """
     rows, columns = codes.shape
     words = _hashes(column_offset // 4, columns // 4, COLUMNS, codes.device)

@@ -11,8 +11,8 @@ weight:
     quotient = weight * reciprocal
     quotient = quotient + (weight - quotient * scale) * reciprocal
 
-Fused multiply-adds make this the float32 nearest to weight / scale, if the inner difference is no
-subnormal number. `quantize.SMALLEST_SCALE` sees to that. By block, the factor is a power of two, so
+Fused multiply-adds make this the float32 nearest to weight / scale, unless the inner difference is
+subnormal. `quantize.SMALLEST_SCALE` prevents that. By block, the factor is a power of two, so
 the products are exact.
 
 `weighted_sum` is the sum of `checksum.py`. Plain PyTorch would write every element to memory as 64
@@ -32,7 +32,7 @@ from torch import Tensor
 
 ALIGNMENT = 16  # the length and the strides of rows are multiples of it, so that loads are wide
 # Weights that a multiprocessor's programs may hold at once, so that a second read finds a row in
-# cache. It runs up to 64 warps.
+# cache. A multiprocessor runs up to 64 warps.
 CACHED_ELEMENTS = 98304
 WARPS_AT_ONCE = 64
 # The negative of a code, less this, is a float32 whose lowest byte is the code plus 128. Its upper
@@ -48,9 +48,9 @@ PAIRS, PAIR_WARPS = 1024, 4  # INT4 codes of a program, two a byte: 8 bytes per 
 
 @triton.jit
 def join_bytes(values, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the COUNT/4 words that COUNT numbers form, 8 bits each, the first one lowest.
+    """Return the COUNT/4 words that COUNT numbers form, 8 bits each, the first number lowest.
 
-    Numbers are added up, so what they hold above 8 bits is carried into the next byte.
+    Numbers are added up, so their bits above the lowest 8 are carried into the next byte.
     """
     shifts = (tl.arange(0, 4) * 8)[None, :]
     return tl.sum(tl.reshape(values, (COUNT // 4, 4)) << shifts, axis=1).to(tl.uint32)
@@ -218,7 +218,7 @@ def _quantize_block(  # type: ignore[no-untyped-def]
 
 
 def fits(weight: Tensor, codes: Tensor, offset: tuple[int, int] = (0, 0)) -> bool:
-    """Check whether the kernels can read `weight` and write `codes`.
+    """Return whether the kernels can read `weight` and write `codes`.
 
     `offset` is the row and column of the full tensor at which they begin.
     """
@@ -251,7 +251,7 @@ def quantize_on_gpu(
         codes: [out, in] int8 or float8_e4m3fn; written.
         largest: the largest code; by block it is 448.
         smallest_scale: a smaller scale of a row is replaced by 1.
-        by_block: a scale is that of a block, not of a row.
+        by_block: one scale per block, not per row.
         offset: row and column of the full tensor at which `weight` begins.
         hashes: `checksum.hash_codes` of the codes; None: no checksum.
 
@@ -303,7 +303,7 @@ def quantize_on_gpu(
 def count_warps(columns: int) -> int:
     """Return the warps of a program, for rows of `columns` elements.
 
-    As many rows are worked on at once as a multiprocessor caches, and it always has enough warps.
+    A multiprocessor works on as many rows as its cache holds, and always has enough warps.
     """
     warps = triton.next_power_of_2(triton.cdiv(WARPS_AT_ONCE * columns, CACHED_ELEMENTS))
     return min(16, max(2, warps))
@@ -383,7 +383,7 @@ def _values_of_pairs(  # type: ignore[no-untyped-def]
 
 
 def int4_values(packed: Tensor, scale: Tensor) -> Tensor:
-    """Return what `quantize.int4_values` does.
+    """Return what `quantize.int4_values` returns, [out, in] bfloat16.
 
     Args:
         packed: [out, in / 2] uint8.

@@ -63,9 +63,9 @@ Rewrite = Callable[[str, Tensor], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Invariance:
-    """Differences between a scaled and the unscaled model's logits, over random tokens.
+    """Differences between the logits of a scaled and the unscaled model, over random tokens.
 
-    And how much of the original an undo can give back.
+    The numbers of tensors tell how much of the original an undo gives back exactly.
     """
 
     largest_logit: float  # magnitude, of the unscaled model
@@ -90,7 +90,7 @@ def quantize_directory(
 
     Raises:
         ArchitectureError, ConfigError: the source or the destination cannot be used, or `keep`
-            matches no layers, or only some that a server holds as one.
+            matches no layers, or only a part of layers that a server holds as one.
     """
     architecture = Architecture.from_directory(source)
     architecture.check_blocks(weight_format)
@@ -108,7 +108,7 @@ def quantize_directory(
     changes: dict[str, Any] = {"dtype": "bfloat16", "torch_dtype": None}
     in_bf16 = layers_of(kept)
     if weight_format == "fp8-block":
-        # SGLang's own method would quantize them.
+        # SGLang's own method would quantize these gates.
         names = weight_map.hugging_face_names(architecture)
         gates = [
             name for name in names if name.endswith((".in_proj_a.weight", ".in_proj_b.weight"))
@@ -197,13 +197,13 @@ def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
         parameter.copy_(parameter.to(stored))
     rounded = model(tokens).logits
     architecture = Architecture.from_directory(source)
-    is_exact: dict[str, bool] = {}  # by the name of a stored tensor, which may hold others
+    is_exact: dict[str, bool] = {}  # by the name of a holder tensor, which may hold others
     for name in weight_map.hugging_face_names(architecture):
         zero, one = (float(transform(name, torch.tensor(value))) for value in (0.0, 1.0))
         # A power of two loses no bit. Of a hybrid's norm 1 + w is scaled, and 0 does not stay 0.
         keeps_bits = zero == 0 and math.frexp(one)[0] == 0.5
-        stored = weight_map.in_file(name, architecture).name
-        is_exact[stored] = is_exact.get(stored, True) and keeps_bits
+        holder = weight_map.in_file(name, architecture).name
+        is_exact[holder] = keeps_bits and is_exact.get(holder, True)
     exact = sum(is_exact.values())
     return Invariance(
         float(before.abs().max()),
@@ -224,8 +224,8 @@ def rewrite_directory(
 ) -> None:
     """Rewrite every full tensor, or resume an interrupted call for the same `job`.
 
-    Of a model of text and images that is the text only. `changes` are made to config.json; None
-    removes a field.
+    Of a model of text and images, only the text part is written. `changes` are made to config.json;
+    None removes a field.
     """
     weights = check_model(source)
     files = weights.files
@@ -235,7 +235,7 @@ def rewrite_directory(
     partial = partial_of(destination)
     if partial.is_symlink():
         raise ConfigError(f"{partial} is a link, and may lead elsewhere; remove it first")
-    # An upper bound for a quantized copy, which the files of an interrupted call count towards.
+    # An upper bound for a quantized copy, less the files of an interrupted call.
     needed = weights.num_bytes - sum(path.stat().st_size for path in partial.glob("*.safetensors"))
     if free_bytes(partial) < needed:
         raise ConfigError(
@@ -306,7 +306,7 @@ def _write_piece(
     full_tensors: Mapping[str, Mapping[str, weight_map.Place]],
     path: Path,
 ) -> None:
-    """Write the tensors of a piece. What holds no full tensor is copied unchanged."""
+    """Write the tensors of a piece; a tensor that holds no full tensor is copied unchanged."""
     written: dict[str, list[Tensor]] = {}
     with safe_open(source / piece.source_file, "pt") as opened:
         for stored in piece.names:
@@ -316,21 +316,21 @@ def _write_piece(
                 written[stored] = [tensor]
             for name, place in full_tensors.get(stored, {}).items():
                 for new_name, values in rewrite(name, tensor[place.where]).items():
-                    # The parts of a tensor of the file, and their scales, are one there again.
+                    # Parts of one tensor of the source, and their scales, are joined again.
                     written.setdefault(_PART.sub("", new_name), []).append(values)
     tensors = {
         name: torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         for name, parts in written.items()
     }
     for name in tensors:
-        if name.endswith(".conv1d.weight"):
+        if name.endswith(".conv1d.weight"):  # the shape of torch's Conv1d
             tensors[name] = tensors[name].unsqueeze(1)
     write_tensors(tensors, path)
 
 
 def _create_or_resume(partial: Path, job: dict[str, Any]) -> None:
     """Create the unfinished directory, or accept one that a call for the same job left."""
-    job = json.loads(json.dumps(job))
+    job = json.loads(json.dumps(job))  # as it is read back: a tuple becomes a list
     if partial.exists():
         job_file = partial / JOB_FILE
         if not job_file.exists() or json.loads(job_file.read_text()) != job:

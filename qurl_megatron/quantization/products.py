@@ -1,14 +1,14 @@
-"""Products of a server without a GPU: their instructions, and what is kept of weights for them.
+"""Matrix products of a server without a GPU: their instructions, and copies of weights for them.
 
-A processor with AMX or VNNI multiplies INT8 codes as INT8, one with AMX or AVX512-BF16 bfloat16
-values as bfloat16. Others are fastest in float32. The machine is asked once for each shape: what
-the candidates multiply is compared, and timed. Sums of INT8 codes are exact in all of them, so it
-does not matter to a result which of them is chosen.
+A processor with AMX or VNNI multiplies INT8 codes as INT8; one with AMX or AVX512-BF16 multiplies
+bfloat16 values as bfloat16. Others are fastest in float32. For each shape, the candidates are
+checked and timed once on this machine. All of them sum INT8 codes exactly, so the choice does not
+change a result.
 
 Some products need the weight in another form, which is kept until weights change (`forget`).
 
-On a GPU, where `qurl mismatch` computes what a CPU server would, all are float32 products, and
-nothing is kept: its memory would not hold it.
+On a GPU, where `qurl mismatch` computes what a CPU server would, all products are in float32, and
+nothing is kept: the GPU's memory would not hold it.
 """
 
 import functools
@@ -33,7 +33,8 @@ EXACT_TERMS = 1024
 TIMED_TOKENS = 16
 TIMED_WEIGHTS = 1 << 22  # more than a core's cache holds
 
-_kept: dict[int, tuple[Tensor, Tensor]] = {}  # by address: a weight, and what is kept of it
+# By address: a weight, held so that its address is not reused, and what is kept of it.
+_kept: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 def kept(weight: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -50,7 +51,7 @@ def kept(weight: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def forget() -> None:
-    """Drop what is kept: weights have changed, or are about to leave the memory."""
+    """Drop all copies: weights have changed, or are about to leave the memory."""
     _kept.clear()
 
 
@@ -97,7 +98,7 @@ def int8_product(rows: int, columns: int) -> Product:
     codes, weight = (
         torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8) for shape in shapes
     )
-    codes[0], weight[0] = 127, 127  # 16 bits do not hold the sum of two products
+    codes[0], weight[0] = 127, 127  # the largest codes, whose sums 16 bits do not hold
     scale = torch.rand(len(weight), 1, generator=generator)
     factors = codes.float(), weight, scale
     expected = (codes.double() @ weight.double().t()).float() * scale.t()
@@ -134,7 +135,7 @@ def _seconds(product: Callable[[], Tensor]) -> float:
 def sum_bfloat16(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply `x` [tokens, in] by `weight` [out, in]; return float32 sums [tokens, out].
 
-    bfloat16 holds the values of both. They are multiplied as bfloat16 where that is faster.
+    bfloat16 represents the values of both exactly; they are multiplied as such if that is faster.
     """
     matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = matmul.fp32_precision

@@ -25,8 +25,8 @@ Invariants:
 - Integers and `fp8` divide the weight by the scale, as a float32, and round half to even. The
   engine multiplies by the same scale, so this picks the nearest value that it can represent.
 - A channel or group whose scale would be below 2^-90 gets scale 1 and codes 0. This concerns zeros,
-  and rows with an absmax below 1.1e-25 (int8). No intermediate number of a division by a larger
-  scale is subnormal; a GPU's kernel relies on that.
+  and rows with an absmax below 1.1e-25 (int8). A division by a larger scale has no subnormal
+  intermediate number; the GPU kernel relies on that.
 - `fp8-tensor` and `fp8-block` follow the formulas of Transformer Engine's Float8CurrentScaling and
   Float8BlockScaling, bit for bit; the library itself was not run. They multiply by the factor
   448 / absmax, which gives other codes than dividing by absmax / 448. An absmax of 0 gets scale 1.
@@ -37,7 +37,7 @@ Invariants:
 
 On a GPU, 8-bit formats with a scale per channel and `fp8-block` are kernels of `kernels.py`,
 if rows are contiguous multiples of 16 in bfloat16 or float32. They can take the checksum of the
-codes on the way. All else is the code below.
+codes on the way. All other cases run the code below.
 
 Example:
 
@@ -69,7 +69,7 @@ class _Format:
     multiplies: bool = False  # weights are multiplied by largest / absmax, not divided by a scale
     power_of_two: bool = False  # the factor is rounded down to a power of two
     packing: int = 1  # codes that share a byte
-    scale_dtype: torch.dtype = torch.float32  # in which scales are sent, and to which they round
+    scale_dtype: torch.dtype = torch.float32  # scales are rounded to it and sent in it
 
 
 _FORMATS = {
@@ -196,7 +196,7 @@ def block_absmax(
 
     If `weight` is a shard, pass the `offset` at which it begins in the full tensor. The absmax of a
     block that lies on several shards is the maximum of the shards' values. Without `refuses`, the
-    absmax of a block that holds NaN or infinity is either of them.
+    absmax of a block that holds NaN or infinity is NaN or infinity.
 
     Returns:
         `[block rows, block columns]` float32, of the blocks that `weight` touches.
@@ -236,8 +236,8 @@ def quantize(
         offset: row and column of the full tensor at which `weight` begins.
         out: tensor for the codes, of the shape of `QuantizedTensor.codes`; None: a new one.
         with_checksum: also return the codes' `checksum.checksum`, as a tensor on their device.
-        refuses: look for NaN and infinity, for which a GPU is waited for. Otherwise the caller asks
-            `refuse_non_finite` about the result's `absmax`; codes of such a weight mean nothing.
+        refuses: look for NaN and infinity, which waits for a GPU. Otherwise the caller passes the
+            result's `absmax` to `refuse_non_finite`; codes of such a weight mean nothing.
 
     Raises:
         ValueError: the format is unknown, or `absmax` has another shape or dtype.
@@ -380,7 +380,7 @@ def _format(weight_format: str) -> _Format:
 
 
 def _scales(absmax: Tensor, format_: _Format, weight_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the scales, and their inverses, the factors of a format that multiplies."""
+    """Return the scales and, for a format that multiplies, their inverses: the factors."""
     if not format_.multiplies:
         scale = (absmax / format_.largest).to(format_.scale_dtype).float()
         return scale.masked_fill(scale < SMALLEST_SCALE, 1.0), scale

@@ -9,8 +9,8 @@ by s > 1 once, before training, and multiplies their input by s:
 The rule: the linear layers fed by a norm (q, k, v, gate, up) are divided by s, and the weight of
 that norm, which produces their input x, is multiplied by s. The model computes the same function.
 In a mixture of experts these are gate and up of every expert, and the router, which reads the same
-input. In a hybrid they are queries, keys, values and z of a linear attention, and its beta and
-decay; a gate of a shared expert too.
+input. In a hybrid they include the queries, keys, values, z, beta and decay of a linear attention,
+and the gate of a shared expert.
 
 A hybrid's norms multiply by 1 + w. Their w becomes (1 + w) s - 1, which float32 rounds by up to
 1e-7, and BF16 by 2^-8 where w was near 0, also for a power of two.
@@ -29,16 +29,16 @@ Two linear layers in a block are not fed by a norm. Two options, off by default,
 and multiply the layer that feeds them by s, at the expense of that layer:
 - `through_value` divides o_proj by s and multiplies v_proj, bias included, by s, because attention
   is linear in its values. Together with the rule above, v_proj keeps its values. The states of a
-  linear attention are linear in its values too, but the norm behind them takes out what multiplies
-  them: there it divides out_proj by s, and multiplies that norm by s, which has plain weights.
+  linear attention are linear in its values too, but the norm behind them cancels any factor. So
+  there the option divides out_proj by s, and multiplies that norm, which has plain weights, by s.
 - `through_up` divides down_proj by s and multiplies up_proj by s, because the gated product is
   linear in up (not in gate). Together with the rule above, up_proj keeps its values.
 
 Rounding: W / 1.5 is not a BF16 number even if W is, so weights are scaled once, at load, as FP32
 masters. A BF16 learner then computes with W / 1.5 rounded to BF16. For a Gaussian matrix, 5 % of
 the INT8 codes then differ by one step from those of W in BF16 (2 % of the FP8 codes), and none if
-both are FP32. Scaling by a power of two is exact. A router needs that: where its two next experts
-are almost equal, a rounding chooses another one (`config.validate.check_scales`).
+both are FP32. Scaling by a power of two is exact. A router needs that: where two experts are almost
+equally likely, rounding may choose the other one (`config.validate.check_scales`).
 
 Example:
 

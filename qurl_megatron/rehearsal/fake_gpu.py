@@ -1,13 +1,13 @@
 """Let torch, Triton and Megatron run where there is no GPU, as if there were one.
 
-All patches of a rehearsal to libraries are in this file. They are global and cannot be taken back,
-so they are made in a process of its own, before Megatron is imported:
+This file has all patches that a rehearsal makes to libraries. They are global and cannot be undone,
+so a process of its own makes them, before it imports Megatron:
 
     fake_gpu.install(node)
     with Trace(node) as trace:  # `cuda` tensors are fake from here on
         ...
 
-They hold for the torch that requirements.txt pins. `check` finds out whether they still do.
+They fit the torch that requirements.txt pins. `check` tests whether they still do.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def install(node: Node) -> None:
         raise PatchFailed("Megatron is imported before a rehearsal's patches")
     _allow_backward()
     torch._C._ensureCUDADeviceGuardSet()  # a guard that does nothing takes the place of CUDA's
-    # Would allocate on the GPU that is claimed.
+    # It would allocate on the claimed GPU.
     fake_tensor.init_gpu_context = lambda _: None  # type: ignore[assignment]
     _claim_gpus(node)
     _patch_tensors()
@@ -90,10 +90,10 @@ def install(node: Node) -> None:
 def _allow_backward() -> None:
     """Let autograd run: replace `CUDAHooks::hasPrimaryContext` by a function that says no.
 
-    autograd asks it of every device and gets an exception where there is no GPU. torch calls it as
-    a virtual function, so the entry in the table of virtual functions is replaced. The installed
-    header tells which entry that is. (A preloaded library that exports
-    `c10::cuda::hasPrimaryContext` does not help: the hooks call a private function.)
+    autograd calls it for every device, and it throws where there is no GPU. It is a virtual
+    function, so its entry in the virtual table is replaced. The installed header tells which entry
+    that is. (A preloaded library that exports `c10::cuda::hasPrimaryContext` does not help: the
+    hooks call a private function.)
     """
     root = Path(torch.__file__).parent
     header = root / "include" / "ATen" / "detail" / "AcceleratorHooksInterface.h"
@@ -115,6 +115,7 @@ def _allow_backward() -> None:
     table[before + entry] = ctypes.cast(answer, ctypes.c_void_p).value
     hooks[0] = ctypes.addressof(table) + before * ctypes.sizeof(ctypes.c_void_p)
 
+    # The default value keeps the table and its function alive until then.
     def restore(_keep: Any = (table, answer)) -> None:
         hooks[0] = original
 
@@ -125,7 +126,7 @@ def check() -> None:
     """Run a forward and a backward pass after `install`.
 
     Raises:
-        PatchFailed: they do not behave as those on a GPU.
+        PatchFailed: they do not behave as on a GPU.
     """
     try:
         with Trace(Node()) as trace:
@@ -135,6 +136,7 @@ def check() -> None:
             found = is_on_gpu(product) and is_on_gpu(weight.grad)
             trace.start("end")
         phase = trace.phases["build"]
+        # One product forward and two backward; weight, product and gradient in float32.
         found &= phase.flops == 3 * 2 * 512**3 and phase.end_bytes == 3 * 4 * 512**2
     except RuntimeError as error:
         raise PatchFailed(f"torch {torch.__version__}: {error}") from error
@@ -194,7 +196,7 @@ def _claim_gpus(node: Node) -> None:
 
 
 def _patch_tensors() -> None:
-    """Replace what torch does with tensors below all of its Python modes."""
+    """Replace what torch does to tensors beneath its Python modes."""
     torch.tensor = functools.partial(_tensor, torch.tensor)
     torch.nn.Module.to = functools.partialmethod(_move, torch.nn.Module.to)  # type: ignore[assignment]
     torch.UntypedStorage.resize_ = functools.partialmethod(_resize, torch.UntypedStorage.resize_)  # type: ignore[assignment, method-assign]
@@ -281,11 +283,11 @@ def _run_fused_functions() -> None:
     jit.enable_jit_fuser = jit.disable_jit_fuser = lambda: None
     jit.noop_decorator = lambda function: function
     sys.modules[jit.__name__] = jit
-    sys.modules["flash_mla"] = None  # type: ignore[assignment]  # needs a driver
+    sys.modules["flash_mla"] = None  # type: ignore[assignment]  # its import needs a driver
 
 
 def _share_objects() -> None:
-    """Let all ranks have the Python object that this one has."""
+    """Let every rank have the Python objects of this one."""
 
     def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
         found[:] = [value] * len(found)

@@ -1,9 +1,9 @@
 """Stand-ins for flash-linear-attention's kernels: what they keep, allocate and multiply.
 
 They allocate what the Python of `fla.ops.gated_delta_rule.chunk` and `fla.modules.conv.triton.ops`
-does in version 0.6, in BF16 if no other type is said. The rule keeps normalized queries and keys,
-values, sums of the decays in float32, and the inverse of a triangle for each chunk. It computes
-the states again. The convolution keeps its input.
+does in version 0.6, in BF16 unless another type is named. The rule keeps normalized queries and
+keys, values, sums of the decays in float32, and the inverse of a triangular matrix for each chunk.
+It computes the states again. The convolution keeps its input.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class _Rule(torch.autograd.Function):
         chunks: int,
     ) -> Tensor:
         query, key, value = (t.contiguous() for t in (query, key, value))
-        query, key = torch.empty_like(query), torch.empty_like(key)  # of length 1
+        query, key = torch.empty_like(query), torch.empty_like(key)  # normalized
         lengths = [t.new_empty(t.shape[:3], dtype=torch.float32) for t in (query, key)]
-        decay = torch.empty_like(decay)  # from the start of its chunk
+        decay = torch.empty_like(decay)  # summed from the start of its chunk
         inverse = key.new_zeros(*beta.shape, CHUNK)
         _states(key, value, chunks)
         out = torch.empty_like(value)
@@ -59,7 +59,7 @@ class _Rule(torch.autograd.Function):
 
 
 def _states(key: Tensor, value: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """Return what a pass allocates: what is read and written, new values, and chunks' states."""
+    """Return what a pass allocates: what is read and written, new values, states of chunks."""
     heads, channels = value.shape[2:]
     read = key.new_empty(*value.shape[:3], key.shape[-1])
     states = key.new_empty(1, chunks, heads, key.shape[-1], channels)
@@ -118,6 +118,6 @@ def install() -> None:
     )
     for name in names:
         sys.modules[name] = ModuleType(name)
-        sys.modules[name].__spec__ = ModuleSpec(name, None)
+        sys.modules[name].__spec__ = ModuleSpec(name, None)  # `find_spec` needs one
     for name, function in zip(names[2::2], (causal_conv1d, chunk_gated_delta_rule), strict=True):
         setattr(sys.modules[name], function.__name__, function)

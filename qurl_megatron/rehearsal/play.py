@@ -1,8 +1,8 @@
 """Play one rank of a learner: build, score, update and publish on fake tensors, and measure it.
 
-The fake GPU must be installed. Sequences have their maximum length, as many of them as fill the
-pipeline. Two updates are played, since the first has no moments of Adam yet; the second is the one
-that is measured. All ranks but this one only exist as the sizes of process groups.
+The fake GPU must be installed. Sequences have their maximum length, and there are as many as fill
+the pipeline. Two updates are played, and the second is measured, because the first has no moments
+of Adam yet. All other ranks exist only as the sizes of process groups.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from qurl_megatron.weight_sync.reshard import Converter
 
 
 def play(rehearsal: Rehearsal, rank: int) -> dict[str, Any]:
-    """Play a rank, and return its phases and the error that ended it, as a `Played` takes them."""
+    """Play a rank; return its phases and the error that ended it, as fields of a `Played`."""
     trace, error = Trace(rehearsal.node), None
     extend_environment({"RANK": str(rank), "LOCAL_RANK": "0"})
     try:
-        fake_gpu.check()  # not before the fork, which autograd's threads would not survive
+        fake_gpu.check()  # not before the fork: autograd's threads would not survive it
         with trace:
             _play(rehearsal, rank, trace)
     except Exception as problem:
@@ -125,7 +125,7 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
         for part in parts:
             trace.start("update")
             learner.update(part, loss, temperature=config.rollout.temperature)
-        del parts, part
+        del parts, part  # else the memory of a publish would include the batch
     trace.start("publish")
     publish(None)
     if config.quantization.publish != "full":
@@ -148,7 +148,7 @@ def _micro_batches(config: Config) -> int:
 
 
 def _batch(config: Config, architecture: Architecture, micro_batches: int) -> TrainBatch:
-    """Return a step's batch, of sequences of the maximum length, as the loop samples it."""
+    """Return a step's batch as the loop packs it, of sequences of the maximum length."""
     rollout, learner = config.rollout, config.learner
     of_micro_batch = learner.micro_batch_size
     if learner.tokens_per_micro_batch:
@@ -161,7 +161,7 @@ def _batch(config: Config, architecture: Architecture, micro_batches: int) -> Tr
     routed = None
     if architecture.num_experts and rollout.routing != "ignore":
         shape = (total, architecture.num_layers, architecture.experts_per_token)
-        # As balanced as an engine's routers are at best.
+        # Equally many tokens for every expert, which an engine's routers reach at best.
         routed = torch.arange(total * shape[2]).view(total, 1, shape[2]) % architecture.num_experts
         routed = routed.to(torch.int16).repeat(1, shape[1], 1)
     sizes = LARGEST_MASK * mask.int() if rollout.top_p < 1 else None
@@ -183,7 +183,7 @@ def _batch(config: Config, architecture: Architecture, micro_batches: int) -> Tr
 
 
 def _send(bucket: Bucket) -> Any:
-    """Keep a bucket until it is released, as one that is on its way to the servers."""
+    """Keep a bucket until it is released, like one on its way to the servers."""
     return [bucket].clear
 
 
@@ -201,7 +201,7 @@ class _OwnParameters(ServerParameters):
 
 
 class _NoWeights:
-    """A Hugging Face directory of which only the shapes are known."""
+    """Stands for a Hugging Face directory: it knows the shapes of tensors, and no values."""
 
     def __init__(self, trace: Trace, architecture: Architecture) -> None:
         self._trace = trace
@@ -220,13 +220,14 @@ class _NoWeights:
 
 
 def _replace_the_outside(architecture: Architecture, trace: Trace, changed_part: float) -> None:
-    """Replace the model's files, and what other ranks and the values of weights would say."""
+    """Replace the model's files, other ranks' answers, and what depends on values of weights."""
 
     def to_replicas(parts: Iterable[Any]) -> Any:
         return next(itertools.islice(parts, parallel_state.get_data_parallel_rank(), None))
 
     deal, total = shares.deal, Learner._total
 
+    # Only rank 0 plans micro batches; here each rank does, and takes its own replica's share.
     def deal_as_rank_zero(*arguments: Any) -> shares.Share:
         with mock.patch.object(shares, "dist", SimpleNamespace(get_rank=lambda: 0)):
             return deal(*arguments)

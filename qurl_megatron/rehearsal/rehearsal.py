@@ -1,4 +1,4 @@
-"""What to rehearse, what was seen of each rank, and what the plan says of it."""
+"""What to rehearse, what was seen of each rank, and what the plan says about it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rehearsal:
     node: Node
     ranks: list[int]
     transformer_engine: Path | None  # the directory of its Python; None: without it
-    changed_part: float = 0.02  # of the elements, which a delta is taken to find changed
+    changed_part: float = 0.02  # fraction of elements that a delta is assumed to find changed
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Played:
     rank: int
     phases: dict[str, dict[str, Any]]  # the fields of `trace.Phase`, by name
     error: str | None = None  # the first, in one line
-    cpu_s: float = 0.0  # that it took
-    host_bytes: int = 0  # most memory of its process
+    cpu_s: float = 0.0  # processor time that it took
+    host_bytes: int = 0  # peak memory of its process
 
     @property
     def stage(self) -> int:
@@ -68,7 +68,7 @@ class Played:
 
     @cached_property
     def planned(self) -> dict[str, int]:
-        """What a plan says of them, without the CUDA runtime; nothing with a critic."""
+        """What a plan says of the same peaks, without the CUDA runtime; nothing with a critic."""
         if self.rehearsal.config.advantage_estimator == "gae":
             return {}  # plans do not know critics
         of = self.rehearsal.architecture, self.rehearsal.config
@@ -76,12 +76,12 @@ class Played:
 
     @property
     def fits(self) -> bool:
-        """Whether the memory of a GPU is enough, with what the CUDA runtime is taken to need."""
+        """Whether the memory of a GPU is enough, with what the CUDA runtime is assumed to need."""
         room = self.rehearsal.node.gpu.memory_bytes - RUNTIME_BYTES
         return max(self.traced.values(), default=0) <= room
 
     def report(self) -> dict[str, Any]:
-        """Return all as values of JSON."""
+        """Return what was seen and planned as values of JSON."""
         names = ("rank", "stage", "error", "fits", "traced", "planned", "phases", "cpu_s")
         return {name: getattr(self, name) for name in names}
 
@@ -89,7 +89,7 @@ class Played:
 def play(rehearsals: Sequence[Rehearsal]) -> Iterator[Played]:
     """Yield what was seen of each rank of each rehearsal, in their order.
 
-    They are for the same kind of GPU, and all with Transformer Engine or all without.
+    All rehearsals are for one kind of GPU, and all with Transformer Engine or all without.
     """
     missing = [(each, rank) for each in rehearsals for rank in each.ranks]
     with tempfile.TemporaryFile() as said:

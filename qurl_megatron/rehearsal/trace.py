@@ -2,9 +2,9 @@
 
 A tensor on `cuda` is a FakeTensor, without storage. Tensors on the CPU stay real. A small tensor on
 `cuda` whose values follow from those of the host (masks, indices, lengths) carries them as its
-*shadow*, a tensor on the CPU. So shapes that depend on data are exact. Where a value is asked for
-that only a GPU would have, it is True, 1.0 or 0 (`unknown`); a router is taken to choose every
-expert equally often. All ranks are taken to hold the values that this one has.
+*shadow*, a tensor on the CPU. So shapes that depend on data are exact. A value that only a GPU
+would have reads as True, 1.0 or 0 (`unknown`); a router is assumed to choose every expert equally
+often. All ranks are assumed to hold the values of this one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from qurl_megatron.planning.gpus import Node
 aten = torch.ops.aten
 SHADOW_ELEMENTS = 2**21  # larger tensors have no values
 BLOCK_BYTES = 512  # torch's allocator rounds up to a multiple of it
-FLOAT32_PART = 67 / 989  # of the BF16 FLOP/s that an H100 reaches in float32
+FLOAT32_PART = 67 / 989  # of an H100's BF16 FLOP/s, reached in float32
 
 _CONSTANT = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _INDEXING = (
@@ -43,8 +43,8 @@ _INDEXING = (
     aten._unsafe_index,
 )
 
-# What a tensor is for, by a part of the file and the function in which it was allocated. The
-# innermost frame that is listed decides.
+# The purpose of a tensor, by part of the file and the function that allocated it. The innermost
+# listed frame decides.
 _PURPOSES = {
     ("megatron/core/distributed/param_and_grad_buffer.py", ""): "weights",
     ("megatron/core/optimizer/", ""): "optimizer",
@@ -66,7 +66,7 @@ class Phase:
     end_bytes: int = 0
     holders: Counter[str] = field(default_factory=Counter)  # bytes at the peak, by purpose
     waits: Counter[str] = field(default_factory=Counter)  # for the GPU, by file and line
-    copies: Counter[str] = field(default_factory=Counter)  # to the GPU that wait, by file and line
+    copies: Counter[str] = field(default_factory=Counter)  # blocking, to the GPU, by file and line
     kernels: Counter[str] = field(default_factory=Counter)  # by name
     # Number, and bytes that leave a rank in a ring, by group and operation.
     collectives: dict[str, list[int]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ def is_on_gpu(x: Any) -> bool:
 
 
 def unknown(dtype: torch.dtype) -> Any:
-    """Return what stands for a value that only a GPU would have: True, 1.0, but no count: 0."""
+    """Return a stand-in for a value that only a GPU would have: True, 1.0, or 0 for a count."""
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
 
 
@@ -98,9 +98,9 @@ def _frames() -> Iterator[types.FrameType]:
 
 
 def place() -> str:
-    """Return the file and line of this project that runs, behind that of Megatron if it is inside.
+    """Return this project's running file and line, after Megatron's if Megatron runs inside it.
 
-    In the backward pass there may be no such line; then it is the operation's name.
+    The backward pass may have no such line; then return the operation's name.
     """
     found: list[str] = []
     for frame in _frames():
@@ -116,7 +116,7 @@ def place() -> str:
 
 
 def purpose() -> str:
-    """Return what the tensor is for that is being allocated."""
+    """Return the purpose of the tensor that is being allocated."""
     for frame in _frames():
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         if function == "_call_impl":
@@ -134,7 +134,7 @@ def _num_bytes(tensors: Any) -> int:
 
 
 class Trace(TorchDispatchMode):
-    """Runs operations on `cuda` as those on fake tensors, and measures them phase by phase."""
+    """Runs operations on `cuda` over fake tensors, and measures them phase by phase."""
 
     active: Trace | None = None  # within its context
 
@@ -145,10 +145,10 @@ class Trace(TorchDispatchMode):
         self._node = node
         self._phase = Phase()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._bytes = 0  # of cuda, now
+        self._bytes = 0  # allocated on cuda now
         self._holders: Counter[str] = Counter()
         self._storages: dict[int, tuple[int, str, Any]] = {}  # bytes, purpose, weak reference
-        # Storages whose shadows are no longer their values, and references that forget them.
+        # Storages with outdated shadows; a weak reference removes one that is freed.
         self._stale: dict[int, Any] = {}
         self._fusing: list[int] | None = None  # storages allocated within a fused function
         self.start("build")
@@ -166,7 +166,7 @@ class Trace(TorchDispatchMode):
 
     def __enter__(self) -> Trace:
         Trace.active = self
-        # Of this thread: lets the mode see torch.tensor(x, device="cuda").
+        # This flag of the thread lets the mode see torch.tensor(x, device="cuda").
         torch._C._set_only_lift_cpu_tensors(True)
         super().__enter__()
         return self
@@ -268,7 +268,7 @@ class Trace(TorchDispatchMode):
     # Costs
 
     def note_wait(self, kind: str, tensor: Tensor | None = None) -> None:
-        """Count a wait for the GPU; none for a tensor that is not on it."""
+        """Count a wait for the GPU, unless `tensor` is elsewhere."""
         if tensor is None or is_on_gpu(tensor):
             self._phase.waits[f"{place()} {kind}"] += 1
 
@@ -316,7 +316,7 @@ class Trace(TorchDispatchMode):
         if first is not None and first.fake_device.type != "cuda":
             return
         flops = 0.0
-        if "_varlen_attn" in name:  # torch's own count is that of padded sequences
+        if "_varlen_attn" in name:  # torch itself counts padded sequences
             flops = self._varlen_flops(func, args)
         elif func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
@@ -330,6 +330,7 @@ class Trace(TorchDispatchMode):
         bounds = [self.shadow_of(t) for t in args if is_on_gpu(t) and t.dtype == torch.int32]
         lengths = [len(query)] if not bounds or bounds[0] is None else bounds[0].diff().tolist()
         heads, dim = query.shape[1:]
+        # Causality halves the two products of the forward pass; the backward pass has five.
         forward = sum(2 * heads * dim * length**2 for length in lengths)
         return float(forward * (2.5 if is_backward else 1))
 
@@ -345,7 +346,7 @@ class Trace(TorchDispatchMode):
         for tensor in tree_iter((args, kwargs)):
             if isinstance(tensor, Tensor) and not is_on_gpu(tensor):
                 raise RuntimeError(f"{name.strip('_')} over NCCL of a tensor on the CPU")
-        # The larger side of a gather or a scatter is what all ranks have together.
+        # The larger side of a gather or a scatter holds the data of all ranks.
         size = max(_num_bytes(arg) for arg in args)
         share = (len(ranks) - 1) / len(ranks)
         whole = dict.fromkeys(["send", "recv_", "broadcast_"], 1.0)
@@ -371,7 +372,7 @@ class Trace(TorchDispatchMode):
         elif name == "alltoall_base_" and values is not None and values.shape == args[0].shape:
             args[0]._shadow = values.clone()
         elif name == "allreduce_" and all(self.shadow_of(t) is not None for t in written):
-            pass  # of flags and counts
+            pass  # flags and counts keep this rank's values
         elif name != "send":
             for tensor in tree_iter(written):
                 if isinstance(tensor, FakeTensor):
@@ -427,7 +428,7 @@ class Trace(TorchDispatchMode):
         return target if values is None else target.copy_(values)
 
     def _of_values(self, func: Any, args: Any, kind: str) -> Any:
-        """Run an operation whose shape depends on values on the values alone."""
+        """Run an operation on shadows only, because its shape depends on values."""
         self.note_wait(kind, args[0])
         try:
             values = func(*tree_map(self._values, args))
@@ -443,7 +444,7 @@ class Trace(TorchDispatchMode):
     def _masked_fill(
         self, func: Any, target: Any, indices: Any, value: Any = None, accumulate: bool = False
     ) -> Any:
-        """Run `tensor[mask] = number` as the masked fill that it is; it waits for no GPU."""
+        """Run `tensor[mask] = number` as the masked fill that it is, which waits for no GPU."""
         mask = indices[0]
         is_fill = len(indices) == 1 and mask is not None and mask.dtype == torch.bool
         if value is None or not is_fill or accumulate:
@@ -493,12 +494,13 @@ class Trace(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_empty = func._opname.startswith(("empty", "new_empty", "set_", "resize"))
         if small and not is_random and not is_empty:
+            # Only the shape of such an argument matters, so it may lack values.
             if func._opname in _CONSTANT and self.shadow_of(args[0]) is None:
                 args = (torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:])
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             try:
                 values = func(*tree_map(self._values, args), **tree_map(self._values, kwargs))
-            except (NotImplementedError, RuntimeError):  # one is not known, or has no CPU kernel
+            except (NotImplementedError, RuntimeError):  # a value is unknown, or has no CPU kernel
                 pass
             else:
                 found = (t for t in tree_iter(values) if isinstance(t, Tensor))

@@ -1,14 +1,14 @@
 """Transformer Engine's Python over stand-ins for its kernels: shapes, memory and FLOPs.
 
-The Python of the wheel is real, that which `requirements-te.txt` installs without its compiled
-parts. What stands for what:
+The wheel's Python is real: `requirements-te.txt` installs it without its compiled parts. What
+stands for what:
 
     matrix products, grouped products   torch's, with the FLOPs of the real ones
     norms, rotary embedding             torch's, or a copy of the same size
     Adam, norm and scale of gradients   a kernel over the same tensors
     attention                           torch's packed attention, which keeps what cuDNN's keeps
-    attention with context parallelism  the same as often as there are ranks, each time with the
-                                        keys and values of another one, passed on in a ring
+    attention with context parallelism  the same once per rank, each time with the keys and values
+                                        of another rank, passed on in a ring
 
 All other kernels are dummies that compute nothing.
 """
@@ -112,9 +112,9 @@ def _count(name: str, tensors: Any, flops: float = 0) -> None:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Attention in which keys and values of every rank of a group pass by.
+    """Attention in a ring: the keys and values of every rank of a group pass by.
 
-    Between equal ranks, each step costs as much as causal attention to a rank's own tokens.
+    If all ranks are equal, each step costs as much as causal attention to a rank's own tokens.
     """
 
     @staticmethod
@@ -153,7 +153,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _pass_on(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send a tensor to the next rank, and return that of the rank before."""
+    """Send a tensor to the next rank, and return the one of the rank before."""
     received = torch.empty_like(tensor)
     ranks, own = dist.get_process_group_ranks(group), group.rank()
     dist.isend(tensor, ranks[(own + 1) % len(ranks)], group=group)
@@ -188,7 +188,7 @@ def install(folder: Path) -> None:
         for name in re.findall(r"\btex\.([a-z]\w+)", source.read_text()):
             getattr(extension, name)  # a dummy, unless it is written above
     sys.modules[extension.__name__] = extension
-    # It needs a dependency of the wheel to export models to ONNX.
+    # Its import needs a dependency of the wheel that exports models to ONNX.
     sys.modules["transformer_engine.pytorch.onnx_extensions"] = mock.MagicMock()
     import transformer_engine.common as common
 

@@ -37,7 +37,7 @@ def main() -> None:
     processes = multiprocessing.get_context("fork")
 
     def play_and_send(sender: Connection, rehearsal: Rehearsal, rank: int) -> None:
-        sys.stdout = sys.stderr  # of Megatron's messages
+        sys.stdout = sys.stderr  # Megatron prints, and the worker's stdout is for results
         played = play.play(rehearsal, rank)
         host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         sender.send(played | {"cpu_s": time.process_time(), "host_bytes": host_bytes})

@@ -3,13 +3,13 @@
     time     step           s reward   len  cut      KL entropy tok/s  GiB left
     14:02:11 step 12/80   3.2  0.431   6.1   0% 1.3e-04   0.512  2180  1.2 3 min 37 s
 
-The first steps have a line each. Later a step has one if it was evaluated or warns, and so that a
-log goes on: every tenth step, and when a minute has passed. Colours follow the terminal and the
-variable NO_COLOR.
+The first steps have a line each. Later a step has one if it was evaluated or raises a warning. So
+that a log goes on, every tenth step has one too, and the first after a minute without. Colours
+follow the terminal and the variable NO_COLOR.
 
-Warnings are rules on what a run's metrics say about it. A rule is told once, when it held at each
-of the last `WINDOW` steps. It is over when it held at none of them; then it can be told again. A
-metric that is not finite is told at once.
+A warning is a rule about a run's metrics. It is raised once the rule has held at each of the last
+`WINDOW` steps. It is over when the rule has held at none of them, and can then be raised again. A
+metric that is not finite raises one at once.
 """
 
 import math
@@ -77,9 +77,9 @@ class RunConsole:
         self._console.print(text, style=style, markup=False, soft_wrap=True)
 
     def start(self, earlier: list[dict[str, Any]]) -> None:
-        """Begin to show steps, after those of earlier attempts; repeat the warnings that stand.
+        """Begin to show steps, and repeat the warnings that stand.
 
-        `earlier` has their lines of metrics.jsonl.
+        `earlier` has the lines of metrics.jsonl that earlier attempts wrote.
         """
         for step in earlier:
             self._watch.update(step)
@@ -101,6 +101,7 @@ class RunConsole:
             self._show(metrics, evaluation, now - self._step_start, left_s)
         self._warn(warnings)
         self._step_start = now
+        # The reset also starts the clock of the next step again.
         state = f"reward {metrics.reward_mean:.3f}, {duration(left_s)} left, "
         self._bar.reset(self._task, completed=metrics.step, state=state)
 
@@ -113,7 +114,7 @@ class RunConsole:
         self._console.print(table)
 
     def _warn(self, lines: list[str]) -> None:
-        """Print lines of the watch, which are sentences, with line breaks."""
+        """Print the watch's sentences, with line breaks."""
         for line in lines:
             self.say(textwrap.fill(line, 80, subsequent_indent="  "), style="yellow")
 
@@ -140,7 +141,7 @@ class RunConsole:
 
 
 def _number(value: float) -> str:
-    """Return a number in five columns, with a digit behind the point if there is room."""
+    """Return a number in five columns, with one decimal if there is room."""
     return f"{value:5.1f}" if value < 1000 else f"{value:5.0f}"
 
 
@@ -157,7 +158,7 @@ def rules(
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the sentence of each rule that holds at a step.
 
-    If a metric is not finite, the others say nothing, and only that is told.
+    If a metric is not finite, the other rules mean nothing, and only that one is yielded.
 
     Args:
         first: the first `WINDOW` steps of the run; empty before they are done.
@@ -260,11 +261,11 @@ class Watch:
 
     @property
     def raised(self) -> list[str]:
-        """The warning of each rule that was told and is not over."""
+        """The warnings that are not over."""
         return list(self._raised.values())
 
     def update(self, step: dict[str, Any]) -> list[str]:
-        """Return a line for each rule that a step makes worth telling, or ends.
+        """Return a line for each warning that a step raises or ends.
 
         `step` has the metrics of the step, by name.
         """

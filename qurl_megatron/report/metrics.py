@@ -26,7 +26,7 @@ KINDS = ("highest reward", "lowest reward", "cut off", "largest ratio")
 
 
 def has_mean_and_error(average: dict[str, float]) -> bool:
-    """Return whether it has a `mean`, and a `standard_error` that can be one."""
+    """Return whether there is a `mean`, and a `standard_error` that is not negative."""
     return "mean" in average and average.get("standard_error", -1.0) >= 0
 
 
@@ -42,7 +42,7 @@ def mean_and_error(average: dict[str, float]) -> str:
 def accuracy_and_error(accuracy: float, standard_error: float | None) -> str:
     """Return an accuracy as a percentage, with its standard error if that is known.
 
-    Older runs have recorded none.
+    Older runs have not recorded one.
     """
     error = "" if standard_error is None else f" \N{PLUS-MINUS SIGN} {standard_error:.1%}"
     return f"{accuracy:.1%}{error}"
@@ -148,7 +148,7 @@ class StepMetrics:
 
     entropy: float
     """Entropy of the proximal policy's token distribution, mean over trained tokens, in nats. With
-    `rollout.top_p` it is over the tokens that each one was drawn from."""
+    `rollout.top_p` it covers only the tokens that could be sampled."""
 
     loss: float
     """Policy loss, mean over minibatches."""
@@ -177,8 +177,8 @@ class StepMetrics:
 
     time_proximal_s: float
     """Seconds to send the batch to the ranks and to compute the proximal log-probs, and those of
-    the reference policy if there is one. The proximal ones of the first minibatch are those of its
-    update's own pass."""
+    the reference policy if there is one. The update's own pass computes the first minibatch's
+    proximal log-probs."""
 
     time_critic_s: float
     """Seconds for the critic's values and its updates; about 0 without a critic."""
@@ -191,9 +191,9 @@ class StepMetrics:
 
     publish_bytes: int
     """Bytes of weights that a publish sends to a rollout server: of what changed, of all tensors,
-    or of both where servers needed different ones. A delta that is compressed counts as it is
-    sent; of servers that get different numbers, the one that gets most. 0 if weights are written
-    into the servers' parameters."""
+    or of both where servers needed different ones. A compressed delta counts as it is sent. If
+    servers get different numbers, the largest counts. 0 if weights are written into the servers'
+    parameters."""
 
     rollout_tokens_per_s: float
     """Sampled tokens divided by `time_rollout_s`; with `rollout.max_staleness` by the time of the
@@ -239,8 +239,7 @@ class StepMetrics:
     """Seconds of the evaluation after this step; about 0 without one."""
 
     time_scoring_s: float = 0.0
-    """Seconds of `time_waited_s` in which all answers were there, and nothing but scores was
-    missing."""
+    """Seconds of `time_waited_s` in which all answers were there and only scores were missing."""
 
     groups_in_flight: int = 0
     """Number of groups asked for and not trained yet, finished or not, when the step's batch was
@@ -272,7 +271,7 @@ class StepMetrics:
     held-out problems."""
 
     held_out_standard_error: float | None = None
-    """Standard error of `held_out_accuracy`. None: as there."""
+    """Standard error of `held_out_accuracy`. None: as for the accuracy."""
 
     evaluation: dict[str, Averages] | None = None
     """`Evaluation.files` after this step. None: not evaluated at this step."""
@@ -290,12 +289,11 @@ class StepMetrics:
     More than 20 different rewards are rounded to 20 evenly spaced ones."""
 
     memory_bytes: int = 0
-    """Memory of learner rank 0, in bytes: on a GPU the most that its allocator has reserved since
-    the start, without one the size of the process in memory."""
+    """Memory of learner rank 0, in bytes: with a GPU the most that its allocator has reserved since
+    the start, without one the resident size of the process."""
 
     publish_full_bytes: int = 0
-    """Bytes of all tensors that a rollout server holds: what a publish in full
-    carries."""
+    """Bytes of all tensors that a rollout server holds: what a full publish carries."""
 
     routing_changed_fraction: float | None = None
     """Mixture of experts: fraction of tokens and layers for which the learner would choose other

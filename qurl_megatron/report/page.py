@@ -1,6 +1,6 @@
-"""Write the report: one HTML page on one run, or comparing several, that loads nothing else.
+"""Write the report: one self-contained HTML page on one run, or on several side by side.
 
-Text that a model has written is always escaped, and set apart from the direction of the page.
+Text that a model has written is always escaped, and cannot change the direction of the page.
 """
 
 import html
@@ -70,7 +70,7 @@ def _page(runs: list[RunRecord]) -> str:
 
 
 def advice(run: RunRecord) -> list[str]:
-    """Return the warnings that are not over at the end of a run, or that there are none."""
+    """Return the warnings that are not over at the end of a run, or one line that none is left."""
     watch = Watch(run.config)
     for step in run.steps:
         watch.update(step)
@@ -157,9 +157,9 @@ def _table(runs: list[RunRecord]) -> str:
 
 
 def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
-    """Return a run's settings and results, each with what it is.
+    """Return a run's settings and results, by their labels.
 
-    Those of stale tokens are among them if `has_stale`, of this run or another on the page.
+    With `has_stale` there are those of stale tokens, which a run of the page has.
     """
     late = "last tenth of steps"
     sent, full = fmean(run.series("publish_bytes")), run.steps[-1].get("publish_full_bytes")
@@ -201,7 +201,7 @@ def _held_out(summary: dict[str, Any], when: str) -> str:
 
 
 def _if_measured(measured: dict[str, Any] | None, name: str, form: str) -> str:
-    """Return a number of `measured` in a format of Python, if it is there."""
+    """Return a number of `measured` in the Python format `form`, or that it was not measured."""
     value = (measured or {}).get(name)
     return NOT_MEASURED if value is None else f"{value:{form}}"
 
@@ -248,10 +248,10 @@ def _legend(run: RunRecord) -> str:
     higher = f'<span style="background: rgba({HIGHER}, {STRONGEST})">{cap:g} or more</span>'
     return (
         "The first, the middle and the last of each kind. A colour shows the ratio proximal / "
-        f"behaviour of a token: {lower}, what the quantized policy finds more likely than the "
-        f"learner, and {higher}, what it finds less likely. Tokens without a colour are within 2%. "
-        "The pointer over a token shows its ratio. Grey tokens were read, not sampled: an agent's "
-        "tools and environments wrote them."
+        f"behaviour of a token: {lower} is more likely under the quantized policy than under the "
+        f"learner, {higher} is less likely. Tokens without a colour are within 2% of 1. Point at a "
+        "token to see its ratio. Grey tokens were read, not sampled: an agent's tools and "
+        "environments wrote them."
     )
 
 

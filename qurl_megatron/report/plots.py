@@ -1,4 +1,4 @@
-"""The runs of a report, read from their directories, and the plots of them, as SVG.
+"""Read the runs of a report from their directories, and plot them as SVG.
 
 The plots answer whether quantized rollouts are safe for a run: QuRL's Figures 2 (reward), 3 and 4b
 (divergence and ratios of the quantized policy) and 9 (weight updates and quantization error), the
@@ -165,7 +165,7 @@ def curves(axes: Axes, runs: list[RunRecord], metrics: Sequence[str], ylabel: st
 
 
 def _draw(axes: Axes, run: RunRecord, metric: str, values: list[float], **style: Any) -> None:
-    """Draw the value at each step as a thin line, and the running mean of known ones as a thick."""
+    """Draw each step's value as a thin line, the running mean of known values as a thick one."""
     steps = run.series("step")
     axes.plot(steps, values, **(style | {"label": None}), alpha=0.35, linewidth=0.8)
     known = {step: value for step, value in zip(steps, values, strict=True) if value == value}
@@ -195,7 +195,7 @@ def _held_out(measured: dict[str, Any], when: str) -> tuple[float, float]:
 
 
 def divergence(axes: Axes, runs: list[RunRecord]) -> None:
-    """Draw KL(behaviour, proximal), and as dots that of the BF16 servers before training."""
+    """Draw KL(behaviour, proximal), and the one of the BF16 servers before training as dots."""
     metric = "kl_behaviour_proximal_k3"
     curves(axes, runs, [metric], "nats")
     with_mismatch = [number for number, run in enumerate(runs) if "evaluation" in run.mismatch]
@@ -211,7 +211,7 @@ def divergence(axes: Axes, runs: list[RunRecord]) -> None:
 
 
 def by_staleness(axes: Axes, runs: list[RunRecord], metric: str) -> None:
-    """Draw a metric of `by_staleness` for a single run: a line for each, NaN without tokens."""
+    """Draw a metric of `by_staleness` for a single run: a line for each, with gaps if no tokens."""
     (run,) = runs
     tables = [step.get("by_staleness") or {} for step in run.steps]
     for number, staleness in enumerate(
@@ -291,6 +291,7 @@ def layer_grid(axes: Axes, runs: list[RunRecord], metric: str) -> None:
     (run,) = runs
     layers: dict[int, dict[str, list[float]]] = {}
     for name, measures in run.weights.items():
+        # A name is such as model.layers.0.mlp.up_proj.weight.
         _, _, layer, *_, projection, _ = name.split(".")
         layers.setdefault(int(layer), {}).setdefault(projection, []).append(measures[metric])
     columns: tuple[str, ...] = PROJECTIONS
@@ -363,10 +364,10 @@ LAYER_PLOTS: dict[str, Plot] = {
 def _lines(
     axes: Axes, metrics: Sequence[str], runs: list[RunRecord]
 ) -> Iterator[tuple[int, str, dict[str, Any]]]:
-    """Yield index of the run, metric and style of each line, and add a legend of several metrics.
+    """Yield the run's index, metric and style of each line; add a legend of several metrics.
 
-    With one run, colours tell metrics apart. With several, colours tell runs apart, of which the
-    page itself has a legend, and dashes metrics.
+    With one run, colours tell metrics apart. With several, colours tell runs apart, as the page's
+    own legend says, and dashes tell metrics apart.
     """
     several = len(runs) > 1
     legend = []

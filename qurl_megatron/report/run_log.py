@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from qurl_megatron.report.event_file import EventFile
 
-PACE_STEPS = 20  # that the estimate of the time left is based on
+PACE_STEPS = 20  # last steps, from which the time left is estimated
 # Of a table of samples.
 COLUMNS = ("step", "kind", "reward", "length", "truncated", "weight_versions", "prompt", "text")
 
@@ -113,7 +113,7 @@ class RunLog:
         if not self._writes:
             return
         run_dir = self._config.run_dir
-        (run_dir / "summary.json").unlink(missing_ok=True)  # that of a run that is extended
+        (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that is extended
         self._steps = self._keep("metrics.jsonl", StepMetrics, "step", after_step)
         version = self._steps[-1]["weight_version"] if self._steps else 0
         self._keep("weights.jsonl", WeightMetrics, "weight_version", version)
@@ -238,8 +238,8 @@ class RunLog:
             device.extend_environment(dict.fromkeys(names, str(directory)))
             session = wandb.setup(wandb.Settings(silent=True))
             mode: Literal["offline"] | None = None
-            # Asks the server for the user, and waits 5 s for the answer. wandb.init() would wait
-            # 90 s, and then end the run. A mode that the user has set is kept.
+            # `viewer` asks the server for the user, and waits 5 s for the answer. wandb.init()
+            # would wait 90 s, and then end the run. A mode that the user has set is kept.
             if "mode" not in session.settings.model_fields_set and not session.viewer:
                 mode = "offline"
                 self.say(
@@ -317,7 +317,7 @@ def _scores(evaluation: Evaluation) -> dict[str, Any]:
 def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield every number of nested dicts by its path: `evaluation/NAME/Avg@1/mean`.
 
-    The step and the distribution of rewards are no curves.
+    The step and the distribution of rewards are left out.
     """
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -343,7 +343,7 @@ def markdown_table(samples: list[Sample]) -> str:
 
 
 def _markdown_cell(value: object) -> str:
-    """Return a value as one cell: none of its characters is a mark of Markdown or of HTML."""
+    """Return a value as one cell, in which no character acts as Markdown or HTML."""
     text = html.escape(f"{value:.3g}" if isinstance(value, float) else str(value))
     marks = {ord(mark): f"&#{ord(mark)};" for mark in "|\\`*_{}[]()#+!~$"}
     return text.translate(marks).replace("\n", "<br>")
