@@ -36,6 +36,7 @@ import psutil
 import torch
 
 from benchmarks.gpu import exact_interpreter, kernels, record
+from benchmarks.runs import QURL
 from qurl_megatron import device
 from qurl_megatron.config.schema import QuantizationConfig, ServerConfig
 from qurl_megatron.process import die_with_parent
@@ -236,10 +237,8 @@ def check_demo(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train the quickstart for two steps."""
     with tempfile.TemporaryDirectory() as directory:
         words = [f"output_dir={directory}", "name=smoke", "steps=2"]
-        program = "from qurl_megatron.cli import main; main()"
-        command = [sys.executable, "-c", program, "train", "quickstart", *words]
         ran = subprocess.run(
-            command,
+            [*QURL, "train", "quickstart", *words],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -53,6 +53,7 @@ from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.model.weight_map import Rule
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import as_integers, checksum, combine, part_key
+from qurl_megatron.quantization.uaq import Transform
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """A loss: (current_logprobs, entropy, rows, loss_weights, sum_over_sequences) -> (loss, stats).
@@ -62,9 +63,6 @@ the loss mask is False. The loss and the stats are sums over tokens, as `add_up`
 model other than `PolicyModel` passes what its `score` returns in place of log-probs and entropies.
 `sum_over_sequences` is the micro batch's, a collective: all ranks of a stage call it equally often.
 """
-
-Transform = Callable[[str, Tensor], Tensor]
-"""An element-wise map: (Hugging Face name, this rank's float32 shard) -> its new values."""
 
 Suspect = tuple[tuple[int, ...], str, Tensor]
 """Order, name, and a tensor whose NaN or infinity would spoil the tensors of a higher order."""

@@ -150,20 +150,20 @@ def download(
 
 def is_listed(commit: Repository, kind: Kind) -> bool:
     """Return whether the cache has the list of a commit's files, and so knows what it lacks."""
-    import huggingface_hub
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError
-
-    try:
-        huggingface_hub.get_cached_repo_tree(
-            commit.name, repo_type=kind, revision=commit.revision, cache_dir=_cache(commit)
-        )
-    except CachedRepoTreeNotFoundError:
-        return False
-    return True
+    return _tree(commit, kind) is not None
 
 
 def listed(commit: Repository, kind: Kind = "model") -> list[str]:
     """Return the files of a commit, according to the cache, which has something of the commit."""
+    names = _tree(commit, kind)
+    if names is None:  # older versions keep no list
+        snapshot = download(commit, kind, ())
+        names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
+    return [name for name in names if not {"", "..", "."} & set(name.split("/"))]  # inside it
+
+
+def _tree(commit: Repository, kind: Kind) -> list[str] | None:
+    """Return the files of a commit as the cache lists them; None: it has no list."""
     import huggingface_hub
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -171,11 +171,9 @@ def listed(commit: Repository, kind: Kind = "model") -> list[str]:
         tree = huggingface_hub.get_cached_repo_tree(
             commit.name, repo_type=kind, revision=commit.revision, cache_dir=_cache(commit)
         )
-        names = [file.path for file in tree]
-    except CachedRepoTreeNotFoundError:  # older versions keep no list
-        snapshot = download(commit, kind, ())
-        names = [str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()]
-    return [name for name in names if not {"", "..", "."} & set(name.split("/"))]  # inside it
+    except CachedRepoTreeNotFoundError:
+        return None
+    return [file.path for file in tree]
 
 
 def _cache(repository: Repository) -> str | None:
