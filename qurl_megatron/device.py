@@ -140,7 +140,7 @@ def lacks_flash_attention() -> bool:
 
 
 def logit_tile(rows: int, whole: bool) -> tuple[int, int]:
-    """Return of how many tokens, and rows of the vocabulary, to compute the logits at once.
+    """Return for how many tokens and rows of the vocabulary to compute the logits at once.
 
     On a CPU they fit in a core's cache. Where they must be of the `whole` vocabulary, of which a
     rank holds `rows`, they cover at least 64 tokens, because each tile reads all of the weight. On

@@ -122,8 +122,8 @@ def bind_stores() -> None:
 def _listen(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on one address of this machine.
 
-    None lets torch listen on all addresses: if the host's name is that of no address here, and if
-    it is that of loopback here only, as Debian writes it into /etc/hosts.
+    None lets torch listen on all addresses: if the host's name has no address here, and if
+    it has only that of loopback, as Debian writes it into /etc/hosts.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     is_name = not host.startswith("127.") and host != "localhost"
@@ -152,7 +152,7 @@ def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def outlive_output(run_dir: Path) -> None:
-    """Have standard output and error go on in a run's console.log once they cannot be written.
+    """Continue standard output and error in a run's console.log once they cannot be written.
 
     So a reader that ends, such as `head` or a terminal, or a full disk, ends no run. Forks of this
     process inherit it.
@@ -192,8 +192,8 @@ class _Lasting(io.FileIO):
 def scratch_directory(prefix: str) -> tuple[str, int]:
     """Make a directory for temporary files of this process, and remove what others left behind.
 
-    Return its path, and a file descriptor that marks it as in use until it is closed, by whoever
-    has the directory removed. The kernel closes that of a process that is killed.
+    Return its path, and a file descriptor that marks the directory as in use until it is closed.
+    The kernel closes it when the process is killed.
     """
     for leftover in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or just removed
@@ -208,7 +208,7 @@ def _remove_unused(directory: Path) -> None:
     """Remove a directory of `scratch_directory` that no process uses.
 
     Raises:
-        OSError: it is none, or a process uses it.
+        OSError: it is not such a directory, or a process uses it.
     """
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
@@ -222,7 +222,7 @@ def _remove_unused(directory: Path) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; call it in the child before exec."""
+    """Let the kernel kill this process when its parent ends; call it in the child before exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -235,7 +235,7 @@ def contain() -> None:
     """
     import psutil
 
-    os.setsid()  # what kills the group of its parent leaves it to do its work
+    os.setsid()  # a signal to the group of its parent does not end it before its work is done
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, END_CONTAINED)
     events = {END_CONTAINED, signal.SIGCHLD}
@@ -275,7 +275,7 @@ def _reap() -> dict[int, int]:
 
 @contextlib.contextmanager
 def starting_a_worker() -> Iterator[None]:
-    """Have what the body starts block, from its first instruction, the signals that stop a run.
+    """Block the signals that stop a run in what the body starts, from its first instruction.
 
     They are for the learner, which finishes its step with its workers. A terminal sends Ctrl-C to
     all processes, and a Python that still imports would answer with a traceback.
@@ -309,7 +309,7 @@ def ending_signals() -> set[signal.Signals]:
 
 @contextlib.contextmanager
 def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """Have the first of these signals end the process, with a line, once the body has tidied up.
+    """End the process at the first of these signals, with a line, once the body has tidied up.
 
     The body gets SystemExit; what it and libraries say from then on is not shown, because it is of
     work that is abandoned. Later signals are ignored: a terminal that closes sends SIGHUP twice, by

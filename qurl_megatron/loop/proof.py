@@ -127,7 +127,7 @@ class Proof:
         return groups
 
     def _sample_from_new(self, client: RolloutClient) -> list[RolloutGroup]:
-        """Ask the new servers, also of an agent's run for answers: tokens are tokens."""
+        """Ask the new servers for answers, even in an agent's run: tokens are tokens."""
         new = [each for each in client.fleet.members("serving") if each not in self._proven]
         by_server = {id(member.server): member for member in new}
         sampling = client.sampling(**self._settings)

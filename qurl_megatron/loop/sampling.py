@@ -68,7 +68,7 @@ class Sampler:
     ) -> None:
         """Store the parts; only global rank 0 uses them, apart from the publisher.
 
-        That sends the current weights to servers of the client's fleet that wait for them.
+        It sends the current weights to servers of the client's fleet that wait for them.
         """
         self._config = config
         self._say = say

@@ -90,7 +90,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             is_last = step == config.steps or device.from_rank_zero(log.time_is_up)
             try:
                 with clock("evaluation"):
-                    # It may take longer than who asked to stop waits.
+                    # It may take longer than the sender of the signal waits.
                     stopping = asked_to_stop()
                     if evaluation_is_due(config, step) and not stopping:
                         evaluation = run.evaluate(step)

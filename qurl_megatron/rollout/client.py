@@ -146,8 +146,8 @@ class RolloutClient:
         Args:
             temperature: sampling temperature; 0 decodes greedily.
             max_completion_length: maximum number of sampled tokens.
-            records_masks: have completions with `sampling_masks`, and log-probs over these. A token
-                is then drawn from `LARGEST_MASK` tokens at the most, the likeliest.
+            records_masks: return completions with `sampling_masks`, and log-probs over these. A
+                token is then drawn from the likeliest tokens, at most `LARGEST_MASK`.
         """
         return {
             "n": completions_per_prompt,

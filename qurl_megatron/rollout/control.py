@@ -54,7 +54,7 @@ class ServerControl:
     async def pause(self) -> None:
         """Stop sampling. Running requests wait where they are, and continue after `resume`.
 
-        In mode `retract` they give up their keys and values, which `resume` has computed again from
+        In mode `retract` they give up their keys and values, which `resume` computes again from
         their tokens. In mode `in_place` they keep them.
         """
         await self._post("/pause_generation", {"mode": self._pause_mode})
@@ -122,7 +122,7 @@ class ServerControl:
             raise self.server.failed(f"gave no checksums: {escaped(str(error))}") from None
 
     async def parameters(self) -> list[dict[str, str]]:
-        """Have each tensor-parallel rank hand out its parameters to processes of its machine.
+        """Let each tensor-parallel rank hand out its parameters to processes of its machine.
 
         Return a mapping for each rank, from `checksum.part_key` to `direct.describe`.
         """

@@ -1,9 +1,9 @@
-"""The servers of one set, which of them can be asked, and what becomes of a server that is lost.
+"""The servers of one set, which of them can be asked, and what happens to a lost one.
 
 A server is in one of four states, and `TRANSITIONS` has all ways between them.
 
 - Only serving servers are asked. A prompt goes to the one with the fewest tokens outstanding.
-- A lost server is never asked again. What it has not answered is asked of the others, once.
+- A lost server is never asked again. The others answer its open requests, once.
 - The process that started a server replaces it, and writes the new one to its roster. It is
   another server here: it starts, joins and serves.
 - A server that somebody started elsewhere cannot be replaced. After a loss the fleet asks its URL
@@ -174,7 +174,7 @@ class Fleet:
             self._change(member, "serving")
 
     def lose(self, member: Member, why: str) -> None:
-        """Give a server up: ask the others for what it owes, and have its starter replace it."""
+        """Give a server up: others answer its open requests, and its starter replaces it."""
         if member.state == "lost":
             return
         self._change(member, "lost")

@@ -62,7 +62,7 @@ class Answer:
         """Return the JSON object that the content is.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the content is not one.
         """
         content = read_json(self.content)
         if not isinstance(content, dict):

@@ -411,7 +411,7 @@ async def revived(server: Server, timeout_s: float) -> bool:
 async def those_that(
     servers: Iterable[Server], do: Callable[[Server], Awaitable[bool]]
 ) -> list[Server]:
-    """Ask all servers at once; return those for which `do` does, and returns True."""
+    """Call `do` for all servers at once; return the servers for which it returns True."""
 
     async def does(server: Server) -> bool:
         with contextlib.suppress(NoAnswer):

@@ -22,7 +22,7 @@ def read_json(content: bytes) -> Any:
     """Return what the JSON of another machine says.
 
     Raises:
-        ValueError: it is none, or is nested too deeply.
+        ValueError: it is not JSON, or is nested too deeply.
     """
     try:
         return _ANYTHING.validate_json(content)

@@ -22,7 +22,7 @@ def activate_cpu_platform() -> str | None:
 
 
 def register() -> None:
-    """Have SGLang add this package's layers and hooks, once per process, before a model is built.
+    """Add this package's layers and hooks to SGLang, once per process, before a model is built.
 
     SGLang logs what a plugin raises, and the hooks that it cannot apply, and serves on: the server
     would fail at the first publish. What applying hooks raises, however, ends the process. So

@@ -140,7 +140,7 @@ ROUTES = {
     ("GET", "/server_info"): Route(),
     ("POST", "/freeze_gc"): Route(),
     ("GET", DESCRIPTION_PATH): Route(claims=False),
-    ("DELETE", RUN_PATH): Route(claims=False),  # does nothing for who has not the claim
+    ("DELETE", RUN_PATH): Route(claims=False),  # does nothing for a run without the claim
     ("POST", "/generate"): Route(body=Generate),  # SGLang warms itself up, for no run
     ("POST", "/pause_generation"): Route(changes=True, body=Pause),
     ("POST", "/continue_generation"): Route(changes=True, body=Empty),

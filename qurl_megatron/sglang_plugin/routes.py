@@ -69,7 +69,7 @@ def _held() -> Mapping[str, SentTensor]:
 
 
 async def _update(**fields: Any) -> tuple[bool, str]:
-    """Have the schedulers load a bucket; return whether they did, and why not."""
+    """Let the schedulers load a bucket; return whether they did, and why not."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
     request = UpdateWeightsFromDistributedReqInput(**fields)

@@ -51,8 +51,8 @@ class SamplersTorch:
 def send(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Send a request to the scheduler, around `TokenizerManager._send_one_request`.
 
-    Before several answers to a prompt, SGLang has a request without a token fill the cache. It is a
-    copy of the others and would want masks too, of which there are none: SGLang would refuse all.
+    Before several answers to a prompt, SGLang fills the cache with a request without a token. It is
+    a copy of the others and would want masks too. There are none, so SGLang would refuse all.
     """
     if request.sampling_params.max_new_tokens == 0:
         request.return_sampling_mask = False

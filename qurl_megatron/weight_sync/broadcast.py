@@ -163,7 +163,7 @@ class Broadcast(Transport):
         self.destination = self._at = dataclasses.replace(destination, port=self.store.port)
 
     async def connect(self, num_senders: int) -> None:
-        """Have the server join the group of each sender."""
+        """Let the server join the group of each sender."""
         at = self._at
         for sender in range(num_senders):
             await self._control.init_weights_group(

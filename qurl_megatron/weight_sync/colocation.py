@@ -3,7 +3,7 @@
 While the servers sample, the learner's memory is in the host's. While the learner trains, the
 servers sleep. A server that starts takes a part of the memory it finds free, so it may start only
 while the learner is away, and goes to sleep before the learner comes back. For that each node has a
-lock: the first learner rank of the node holds it in the learner's turn, and who starts a server
+lock: the first learner rank of the node holds it in the learner's turn, and the starter of a server
 holds it until that server sleeps. The kernel frees the lock of a process that ends.
 """
 
@@ -94,7 +94,7 @@ class ColocatedPublisher(Publisher):
         self._end_serving()
 
     def _begin_serving(self) -> None:
-        """Let the servers wake. Who lacks the current weights gets them before."""
+        """Let the servers wake. A server that lacks the current weights gets them first."""
         links = self._link(self._fleet.members("serving", "joining"))
         lacking = [link for link in links if not link.holds(self.version)]
         if from_rank_zero(lambda: bool(lacking)):

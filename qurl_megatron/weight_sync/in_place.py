@@ -18,7 +18,7 @@ class InPlace(Transport):
     """Global rank 0's end of the way to a server that hands out its parameters."""
 
     async def connect(self, num_senders: int) -> None:
-        """Have the server hand out its parameters."""
+        """Let the server hand out its parameters."""
         self.destination = ParametersDestination(
             f"weights-{secrets.token_hex(8)}",
             self._control.server.machine,

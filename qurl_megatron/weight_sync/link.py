@@ -100,7 +100,7 @@ class Link:
             await self._updating
 
     async def sleep(self) -> None:
-        """Have the server stop sampling and give memory back; a lost one does once it has ended."""
+        """Stop the server's sampling and let it give memory back; a lost one does when it ends."""
         if not self.is_lost:
             async with self._losing():
                 self._member.is_paused = True
@@ -114,7 +114,7 @@ class Link:
                     await asyncio.sleep(POLL_S)
 
     async def wake(self) -> None:
-        """Have the server take its memory again, and sample."""
+        """Let the server take its memory again, and sample."""
         async with self._losing():
             if self._asleep:
                 await self._control.wake(self._asleep)

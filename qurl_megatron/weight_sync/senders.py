@@ -29,7 +29,7 @@ class Senders:
         """Convert the weights and send them; return the bytes sent, on rank 0, and the measures.
 
         Args:
-            destinations: of all servers that can be reached. Ways to others end.
+            destinations: of all servers that can be reached. Ways to other servers end.
             tokens: of the destinations to which this update goes.
         """
         if update.in_place:
@@ -59,7 +59,7 @@ class Senders:
         self._parameters.keep({}, [])
 
     def _open_channels(self, destinations: Sequence[ChannelDestination]) -> None:
-        """Have channels to these destinations and no other, as a sender."""
+        """Open channels to these destinations, as a sender, and close all others."""
         tokens = {destination.token for destination in destinations}
         for token in self.channels.keys() - tokens:
             self.channels.pop(token).close()

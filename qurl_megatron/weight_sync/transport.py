@@ -116,10 +116,10 @@ class Transport:
         self._control = control
 
     async def connect(self, num_senders: int) -> None:
-        """Have the server take what comes from this many senders. It is paused."""
+        """Let the server, which is paused, take what comes from this many senders."""
 
     async def load(self, update: Update) -> None:
-        """Have the server load what is sent, and wait until it has, and all was sent.
+        """Let the server load what is sent; wait until all is sent and loaded.
 
         Raises:
             ServerFailed: the server failed, or hung, or a channel to it was ended.
