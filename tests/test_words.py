@@ -19,6 +19,7 @@ PHRASES = {
     r"\bthat each of\b": "one clause for each thought",
     r"\bin order to\b": "to",
     r"\bquantis": "quantize",
+    r'"""Have \w+': "let it, or a verb of its own",
     r"@@|TODO|FIXME": "finish it",
 }
 
