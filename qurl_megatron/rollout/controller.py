@@ -1,7 +1,7 @@
 """The thread of global rank 0 in which all servers are asked, in one asyncio loop.
 
-Its coroutines sample, wait for scores and watch the servers. Whoever trains starts them, and waits
-for what they return.
+Its coroutines sample, wait for scores and watch the servers. The training loop starts them, and
+waits for their results.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ class Controller:
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the background; to cancel the future cancels it."""
+        """Run a coroutine in the background; cancelling the future cancels it."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -55,7 +55,7 @@ class Controller:
             self._thread.join()
 
     def _run(self) -> None:
-        """Run the loop until `close`; to leave it cancels all coroutines, and waits for them."""
+        """Run the loop until `close`; the runner then cancels all coroutines and waits for them."""
         loop = self._loop
         assert loop is not None
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
