@@ -70,12 +70,12 @@ def qurl(
 
 
 def main() -> None:
-    """Run the command. A wrong option, like any wrong input, ends it with one line and code 2.
+    """Run the command; a wrong option, like any wrong input, ends it with one line and code 2.
 
-    So does a signal, with a code of its own. What becomes a launcher has handlers of its own.
+    A signal also ends it with one line, and a code of its own. A launcher has its own handlers.
     """
     is_utf8 = sys.flags.utf8_mode or locale.getencoding().lower() == "utf-8"
-    if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # LC_ALL=C, say; files are UTF-8
+    if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # as under LC_ALL=C; files are UTF-8
         os.environ["PYTHONUTF8"] = "1"  # also for every process that this one starts
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     if not os.path.isdir(os.path.expanduser("~")):  # as in a container; libraries keep caches there

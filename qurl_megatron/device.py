@@ -1,8 +1,8 @@
 """The devices, backends and ranks of this process.
 
 In this process, only this module asks torch which devices there are; in a server's processes
-`sglang_plugin` does. Some files ask this module, and code that handles a tensor looks at that
-tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli`,
+`sglang_plugin` does. Some files ask this module, and code that has a tensor looks at the tensor's
+device instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli`,
 `launch` and `rollout/toolkit`, this is also the only module that reads environment variables.
 """
 
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 LOGIT_CHUNK_ELEMENTS = 2**26  # logits that a GPU computes at once, 256 MiB in float32
 
-# The other ranks wait in a collective while rank 0 samples, which can take hours. What notices a
-# rank that died is the launcher.
+# The other ranks wait in a collective while rank 0 samples, which can take hours. It is the
+# launcher that notices a dead rank.
 COLLECTIVE_TIMEOUT_S = 48 * 3600.0
 
 
 class SharedError(Exception):
-    """An error of rank 0 that `from_rank_zero` raises on every rank as it is."""
+    """An error of rank 0 that `from_rank_zero` raises unchanged on every rank."""
 
 
 @functools.cache
@@ -58,7 +58,8 @@ def num_gpus() -> int:
 def unusable_gpus() -> str:
     """Return what is wrong if the machine has GPUs and torch sees none; else an empty string.
 
-    A run would silently compute on the CPU. CUDA_VISIBLE_DEVICES may hide the GPUs on purpose.
+    Such a run would silently compute on the CPU. It is no error if CUDA_VISIBLE_DEVICES hides the
+    GPUs.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if accelerator() == "cuda" or hidden or not (number := installed_gpus()):
@@ -93,9 +94,10 @@ def free_memory_bytes() -> int:
 
 
 def pinned(num_bytes: int) -> Tensor:
-    """Return host memory `[num_bytes]` uint8, which a GPU can copy from and to by itself."""
+    """Return host memory `[num_bytes]` uint8, which a GPU can read and write by itself."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if accelerator() == "cuda" and num_bytes:
+        # torch's allocator of pinned memory would round the size up to a power of two.
         runtime = torch.cuda.cudart()
         torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
@@ -120,9 +122,10 @@ def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
 
 
 def can_attach(stays: bool) -> bool:
-    """Return whether other processes can write into a server's memory, which `stays` in its sleep.
+    """Return whether other processes can write into the memory of a server's weights.
 
-    On a GPU nobody attaches to what torch_memory_saver maps.
+    `stays` says that they stay in place while the server sleeps. On a GPU torch_memory_saver maps
+    all others, and no process can attach to those.
     """
     return stays or accelerator() == "cpu"
 
@@ -140,11 +143,11 @@ def lacks_flash_attention() -> bool:
 
 
 def logit_tile(rows: int, whole: bool) -> tuple[int, int]:
-    """Return for how many tokens and rows of the vocabulary to compute the logits at once.
+    """Return how many tokens, and how many rows of the vocabulary, a tile of logits covers.
 
-    On a CPU they fit in a core's cache. Where they must be of the `whole` vocabulary, of which a
-    rank holds `rows`, they cover at least 64 tokens, because each tile reads all of the weight. On
-    a GPU they are at most `LOGIT_CHUNK_ELEMENTS`, of all rows.
+    On a CPU a tile fits in a core's cache. If it must cover the `whole` vocabulary, of which a rank
+    holds `rows`, it has at least 64 tokens, because each tile reads all of the weight. On a GPU a
+    tile has all rows, and at most `LOGIT_CHUNK_ELEMENTS` logits.
     """
     if accelerator() == "cuda":
         return LOGIT_CHUNK_ELEMENTS // rows, rows
@@ -153,7 +156,7 @@ def logit_tile(rows: int, whole: bool) -> tuple[int, int]:
 
 
 def rank() -> int:
-    """Return the rank of this process among all learner ranks, as torchrun's variables have it."""
+    """Return the rank of this process among all learner ranks, from torchrun's variable."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -181,7 +184,7 @@ def child_environment(
 
 
 def extend_environment(additions: Mapping[str, str], without: Collection[str] = ()) -> None:
-    """Add variables to this process's environment, and remove those of the names `without`."""
+    """Remove the variables `without` from this process's environment, and add others."""
     for name in without:
         os.environ.pop(name, None)
     os.environ.update(additions)
@@ -202,7 +205,7 @@ def initialize_distributed() -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device())
     bind_stores()
-    # What SGLang sets in its servers. Where the two sides differ, NCCL's weight transfers fail.
+    # SGLang sets this in its servers. If the two sides differ, NCCL's weight transfers fail.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
         # Without these, gloo resolves the hostname, which may not be reachable, and gloo and NCCL
@@ -232,8 +235,8 @@ def surviving_errors() -> Iterator[None]:
     """Let groups over NCCL that are created in this context fail without ending the process.
 
     By default torch's watchdog ends it when an operation of a group fails or takes too long, or
-    when aborting one takes long. A group reads these settings when it is created. Whoever uses it
-    has to limit the time, and to abort the group after a failure.
+    when aborting one takes long. A group reads these settings when it is created. Its user must
+    limit the time of operations, and abort the group after a failure.
     """
     settings = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
     with _creating_group:

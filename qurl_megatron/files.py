@@ -1,8 +1,8 @@
 """Files that are complete or absent, even if the process dies or the disk fills.
 
 Every file that a run or a command rewrites goes through `write_whole`, and every line that it adds
-through `append_lines`. What a run's directory holds is read with `read_json_lines` and
-`read_json_object`, which name the file and the line that cannot be read, and go on.
+through `append_lines`. The files of a run's directory are read with `read_json_lines` and
+`read_json_object`, which name a file or line that they cannot read, and go on.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from typing import Any
 import pydantic
 
 PARTIAL = ".partial"
-LARGEST = 2.0**128  # as float32 has it
-# What is below them belongs to the system. Memory that processes share is ordinary space.
+LARGEST = 2.0**128  # the bound of float32
+# Everything below them belongs to the system, except /dev/shm, which is ordinary space.
 SYSTEM = "bin boot dev etc lib lib32 lib64 proc sbin sys usr/bin usr/include usr/lib usr/lib32 \
 usr/lib64 usr/libexec usr/sbin usr/share".split()
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,10 +48,10 @@ def is_of_system(path: Path) -> bool:
 def check_output(path: Path) -> None:
     """Check that a file or directory may be renamed to `path`: nothing or a regular file is there.
 
-    A link is refused too: renaming would replace it, and not what it leads to.
+    A link is refused too: renaming would replace the link, not its target.
 
     Raises:
-        OSError: something else is there, or the system's directories hold the path.
+        OSError: something else is there, or the path is in a directory of the operating system.
     """
     if is_of_system(path):
         raise PermissionError(errno.EPERM, "belongs to the system; choose another place", path)
@@ -68,12 +68,12 @@ def read_json_lines(
 ) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file; an empty list if the file does not exist.
 
-    A last line without a line break is dropped: its writer was interrupted. Any other line that is
-    no object of the form `kind` is left out.
+    A last line without a line break is dropped: its writer was interrupted. Any other line that
+    does not hold an object of the form `kind` is left out.
 
     Args:
-        kind: dictionary, or dataclass, which says which fields a line must have and their types.
-        tell: called with a text that names the first line that is left out.
+        kind: a dictionary's type, or a dataclass with the fields that a line must have.
+        tell: called with a text that names the first line that was left out.
     """
     objects, wrong = [], []
     for number, line in enumerate(_text(path, tell).split("\n")[:-1], start=1):
@@ -88,10 +88,10 @@ def read_json_lines(
 
 
 def read_json_object(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
-    """Return the object of a JSON file; an empty one if the file holds no `kind`.
+    """Return the object of a JSON file; an empty one if the file holds no object of form `kind`.
 
-    `write_whole` leaves no such file, but a full disk that loses what was written, or a copy that
-    was interrupted, may. A line on standard error then says so, unless the file is empty or absent.
+    `write_whole` leaves no such file, but a full disk or an interrupted copy may. A line on
+    standard error then says so, unless the file is empty or absent.
     """
     text = _text(path, _print_error)
     try:
@@ -102,7 +102,7 @@ def read_json_object(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(path: Path, tell: Callable[[str], object]) -> str:
-    """Return the text of a file; empty if it does not exist, or would never end, as a pipe."""
+    """Return the text of a file; empty if it is absent or not regular: a pipe may never end."""
     if path.exists() and not path.is_file():
         tell(f"{path}: not a regular file; left out")
     return path.read_text(errors="replace") if path.is_file() else ""
@@ -112,7 +112,7 @@ def _parse(text: str, kind: Any) -> dict[str, Any]:
     """Return a JSON object.
 
     Raises:
-        ValueError, RecursionError: it is not of that form.
+        ValueError, RecursionError: the text is not JSON of the form `kind`.
     """
     content: dict[str, Any] = json.loads(
         text,
@@ -124,7 +124,7 @@ def _parse(text: str, kind: Any) -> dict[str, Any]:
 
 
 def _number(convert: Callable[[str], float], text: str) -> float:
-    """Return a number that sums and plots can hold.
+    """Convert a number, which sums and plots must be able to hold.
 
     Raises:
         ValueError: it is larger than every float32.
@@ -212,7 +212,7 @@ def write_whole(
     check_output(path)
     unfinished = path.with_name(path.name + ".unfinished")
     try:
-        unfinished.unlink(missing_ok=True)  # and do not follow a link that someone put there
+        unfinished.unlink(missing_ok=True)  # so no link of someone else is followed
         unfinished.touch(mode=0o600 if private else 0o666, exist_ok=False)
         mode = unfinished.stat().st_mode
         if isinstance(content, str):
@@ -229,7 +229,7 @@ def write_whole(
 
 
 def _of(path: Path, error: OSError) -> OSError:
-    """Return an error that names the file it is about, which a failed write does not."""
+    """Return an error that names its file, which the error of a failed write does not."""
     return OSError(error.errno, error.strerror or str(error), path)
 
 

@@ -23,11 +23,11 @@ from typing import Any
 
 LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
-LOG_LINE_BYTES = 2**16  # that are read for a line; most are far shorter
+LOG_LINE_BYTES = 2**16  # to read for each line; most are far shorter
 LOG_TAIL_BYTES = 2**27
 CONSOLE_LOG = "console.log"  # in a run's directory
 LOCK = "lock"  # in a directory of `scratch_directory`
-NEW_S = 60.0
+NEW_S = 60.0  # a scratch directory younger than this may not be locked yet
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
 TIDY_UP_S = 1.5  # from a signal to the end of a command
@@ -90,14 +90,14 @@ def address_towards(host: str) -> str:
 
 
 def bind_stores() -> None:
-    """Let torch's stores in this process listen on the address that they are reached at only.
+    """Make torch's stores in this process listen only on the address at which they are reached.
 
-    A `torch.distributed.TCPStore` listens on all addresses of a machine, and answers everybody who
-    connects. Those of a run on one machine then listen on loopback.
+    By default a `torch.distributed.TCPStore` listens on all addresses of a machine, and answers
+    everybody. With this, the stores of a run on one machine listen on loopback.
     """
     import torch.distributed as dist
 
-    # torch.distributed.rendezvous is a function of this module, which hides it.
+    # An import statement would find the function of this name, which hides the module.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
 
     class Store(dist.TCPStore):
@@ -122,8 +122,8 @@ def bind_stores() -> None:
 def _listen(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on one address of this machine.
 
-    None lets torch listen on all addresses: if the host's name has no address here, and if
-    it has only that of loopback, as Debian writes it into /etc/hosts.
+    Return None, so that torch listens on all addresses, if the host is not on this machine, or if
+    only this machine takes its name for loopback, as Debian's /etc/hosts says.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     is_name = not host.startswith("127.") and host != "localhost"
@@ -154,8 +154,8 @@ def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
 def outlive_output(run_dir: Path) -> None:
     """Continue standard output and error in a run's console.log once they cannot be written.
 
-    So a reader that ends, such as `head` or a terminal, or a full disk, ends no run. Forks of this
-    process inherit it.
+    So a run goes on if its reader ends (`head`, a terminal) or the disk is full. Forks of this
+    process inherit this.
     """
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         stream.flush()
@@ -165,7 +165,7 @@ def outlive_output(run_dir: Path) -> None:
 
 
 class _Lasting(io.FileIO):
-    """An open file that becomes another one when it cannot be written, and at last none."""
+    """An open file that leads to another once it cannot be written, and at last to /dev/null."""
 
     def __init__(self, descriptor: int, log_file: Path) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -192,8 +192,8 @@ class _Lasting(io.FileIO):
 def scratch_directory(prefix: str) -> tuple[str, int]:
     """Make a directory for temporary files of this process, and remove what others left behind.
 
-    Return its path, and a file descriptor that marks the directory as in use until it is closed.
-    The kernel closes it when the process is killed.
+    Return its path, and a file descriptor that marks it as in use until it is closed. Whoever
+    removes the directory closes it, or the kernel does if the process is killed.
     """
     for leftover in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or just removed
@@ -208,12 +208,12 @@ def _remove_unused(directory: Path) -> None:
     """Remove a directory of `scratch_directory` that no process uses.
 
     Raises:
-        OSError: it is not such a directory, or a process uses it.
+        OSError: it is another kind of directory, or a process uses it.
     """
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         status = os.fstat(lock)
-        # One that is being made is not locked yet.
+        # A directory that is just being made is not locked yet.
         if status.st_uid == os.getuid() and time.time() - status.st_mtime > NEW_S:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory)
@@ -229,13 +229,13 @@ def die_with_parent() -> None:
 def contain() -> None:
     """Fork, and return in the child; this process ends everything that the child starts.
 
-    It does so when the child ends, when its own parent does, and on `END_CONTAINED`: also with
-    processes in other sessions, and with those whose parents have ended, which become its children.
-    It ends with the child's exit code.
+    It does so when the child ends, when its own parent ends, and on `END_CONTAINED`. It also ends
+    processes in other sessions, and orphans, which become its children. Then it exits with the
+    child's exit code.
     """
     import psutil
 
-    os.setsid()  # a signal to the group of its parent does not end it before its work is done
+    os.setsid()  # a kill of its parent's process group must not reach it
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, END_CONTAINED)
     events = {END_CONTAINED, signal.SIGCHLD}
@@ -252,12 +252,12 @@ def contain() -> None:
     while new := {*psutil.Process().children(recursive=True)} - found:
         for process in new:
             with contextlib.suppress(psutil.Error):
-                process.suspend()  # what is stopped starts no others
+                process.suspend()  # a stopped process starts no others
         found |= new
     for process in found:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(found, timeout=TIDY_UP_S)  # whoever waits for this end may count on theirs
+    psutil.wait_procs(found, timeout=TIDY_UP_S)  # who waits for this process counts on it
     if code is not None and code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -275,13 +275,13 @@ def _reap() -> dict[int, int]:
 
 @contextlib.contextmanager
 def starting_a_worker() -> Iterator[None]:
-    """Block the signals that stop a run in what the body starts, from its first instruction.
+    """Let processes that the body starts block the signals that stop a run, from the beginning.
 
-    They are for the learner, which finishes its step with its workers. A terminal sends Ctrl-C to
-    all processes, and a Python that still imports would answer with a traceback.
+    The signals are for the learner, which finishes its step with its workers. A terminal sends
+    Ctrl-C to all processes, and a Python that still imports would answer with a traceback.
 
-    No other thread forks meanwhile: the fork would hold the pipe that Popen reads until it is
-    closed, and Popen would wait for the fork's end.
+    No other thread forks meanwhile: its fork would inherit the pipe that Popen reads until all
+    copies are closed, and Popen would wait for the fork's end.
     """
     blocked = LAUNCHER_SIGNALS | {signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -309,11 +309,11 @@ def ending_signals() -> set[signal.Signals]:
 
 @contextlib.contextmanager
 def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """End the process at the first of these signals, with a line, once the body has tidied up.
+    """End the process on the first of these signals, with a line, once the body has tidied up.
 
-    The body gets SystemExit; what it and libraries say from then on is not shown, because it is of
-    work that is abandoned. Later signals are ignored: a terminal that closes sends SIGHUP twice, by
-    the kernel and by the shell. If the body takes longer than `TIDY_UP_S`, or Python has lost the
+    The body gets SystemExit. What it and libraries print from then on is dropped, because it is
+    about abandoned work. Later signals are ignored: when a terminal closes, the kernel and the
+    shell each send SIGHUP. If the body takes longer than `TIDY_UP_S`, or Python has lost the
     exception, as it does in a destructor, the process ends at once.
     """
     ended_with: list[int] = []
@@ -345,13 +345,13 @@ def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
 
 
 class GpuLock:
-    """A lock in a directory, of this machine's processes; see `weight_sync/colocation.py`.
+    """A lock between processes of this machine; see `weight_sync/colocation.py`.
 
-    A fork does not have it, and the kernel releases that of a process that ends.
+    A fork does not hold it, and the kernel releases it when its process ends.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open the lock's file; it is not taken yet."""
+        """Open the lock's file in `directory`; do not take it yet."""
         self._file = (directory / f"turn_{socket.gethostname()}.lock").open("a")
         os.register_at_fork(after_in_child=self._file.close)
 
@@ -375,17 +375,17 @@ class GpuLock:
 def trim_heap() -> None:
     """Give the memory that this process has freed back to the kernel.
 
-    glibc keeps what lies between pieces still in use. Where large temporary tensors of changing
-    sizes come and go, as in a server that computes on a CPU, that becomes more and more.
+    glibc keeps freed memory that lies between pieces in use. Where large temporary tensors of
+    changing sizes come and go, as in a server that computes on a CPU, that grows and grows.
     """
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """Return what each cgroup around this process may take, and what is free of it, in bytes.
+    """Return the limit of each cgroup around this process, and what is free of it, in bytes.
 
-    In a container the own cgroup is the root of what is mounted. What the kernel has in memory of
-    files counts as free, because it gives that up.
+    In a container the process's own cgroup is the root of the mounted tree. The kernel's cache of
+    files counts as free, because the kernel gives it up.
     """
     limits = []
     for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []:
@@ -411,7 +411,7 @@ def memory_limits() -> list[tuple[int, int]]:
 def oom_kills() -> int | None:
     """Return how many processes the kernel has killed since boot because memory ran out.
 
-    None if it does not say so.
+    Return None if the kernel does not count them.
     """
     lines = KERNEL_EVENTS.read_text().splitlines() if KERNEL_EVENTS.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

@@ -78,7 +78,7 @@ class Run:
     ) -> None:
         """Complete a save that has been written, and start another if `now` or if one is due.
 
-        One is also due if `evaluation`, that of this step, is the best so far.
+        One is also due if this step's `evaluation` is the best so far.
         """
         self.checkpoints.poll()
         accuracy = evaluation.score if evaluation else None
@@ -101,7 +101,7 @@ class Run:
     def saving_what_is_done(self) -> Iterator[None]:
         """Save a checkpoint of the last step when the next one gets no rewards.
 
-        End this context if too few servers are left to go on.
+        If too few servers are left to go on, the context ends without an error.
 
         Raises:
             NothingScored: completions cannot be scored.
@@ -219,7 +219,7 @@ def _load_learner(config: Config) -> Learner:
         adapters=Adapters.of(config),
     )
     if config.objective.kl_coefficient:
-        learner.keep_reference()  # before a checkpoint is restored
+        learner.keep_reference()  # the initial model, so before a checkpoint is restored
     return learner
 
 
@@ -231,7 +231,7 @@ def _client(
     tokenizer: Any,
     agents: Agents | None,
 ) -> RolloutClient:
-    """Return the client of a set of servers, which records experts if `rollout.routing` asks it."""
+    """Return the client of a set of servers; it records experts if `rollout.routing` needs them."""
     architecture = learner.architecture
     records = name == "rollout" and config.rollout.routing != "ignore"
     shape = (architecture.num_layers, architecture.experts_per_token) if records else None

@@ -1,12 +1,12 @@
 """Groups for training, sampled and scored up to `rollout.max_staleness` steps ahead.
 
 Requests and scores are awaited in the controller's loop while the caller trains. With
-`max_staleness` 0 nothing is asked for before it is to be taken, so nothing runs while the caller
+`max_staleness` 0 each group is asked for when it is needed, so nothing runs while the caller
 trains.
 
 Invariants:
-- Groups are taken in the order of the stream, whichever is answered first: the length of an answer
-  has no influence on whether it is trained on.
+- Groups are taken in the order of the stream, whichever is answered first: so the length of an
+  answer does not influence whether it is trained on.
 - While step s is sampled, the groups of steps up to s + max_staleness are in flight. Apart from
   groups that dynamic sampling rejects or that are taken again, at most
   (max_staleness + version + 1) x prompts_per_step groups have then been asked for, where
@@ -76,7 +76,7 @@ class Producer:
         self._sample = sample
         self._score = score
         self._queue: deque[_InFlight] = deque()  # in the order of the stream
-        self._taken = 0  # groups of the step, which the position of the stream does not count yet
+        self._taken = 0  # groups of the step, which the stream's position does not count yet
         self.dropped = 0  # groups so far
         self.waited_s = 0.0  # seconds that calls of `take` have waited so far
         self.scoring_s = 0.0  # of these, with nothing but scores missing
@@ -126,7 +126,7 @@ class Producer:
         return None
 
     def end_step(self) -> None:
-        """Count the groups that were taken since the last call, in the position of the stream."""
+        """Advance the stream's position by the groups that were taken since the last call."""
         self._stream.position += self._taken
         self._taken = 0
 

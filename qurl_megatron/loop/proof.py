@@ -1,7 +1,7 @@
-"""A run proves its rollouts: what servers say of their samples, against what the learner computes.
+"""A run proves its rollouts: it compares the servers' log-probs with those of the learner.
 
-Before the first step, after a resume, and before a step is trained on that a new server has sampled
-for, the train-inference mismatch is measured. A run ends there if its format does not explain it.
+It measures the train-inference mismatch before the first step, after a resume, and before it trains
+on samples of a new server. The run ends there if its format does not explain the mismatch.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Proof:
             self._check(name, statistics)
 
     def of_new_servers(self) -> None:
-        """Compare rollout servers that serve since the last call, if there are any.
+        """Compare the rollout servers that have begun to serve since the last call, if any.
 
         Raises:
             WrongRollouts: the format does not explain their mismatch.
@@ -86,7 +86,7 @@ class Proof:
     def _measure(
         self, name: str, sample: Callable[[RolloutClient], list[RolloutGroup]]
     ) -> dict[str, float]:
-        """Return the `rollout_statistics` of what rank 0 samples; without samples, nothing."""
+        """Return the `rollout_statistics` of rank 0's samples; without samples, nothing."""
         rollout = self._config.rollout
         batches = [TrainBatch.empty()]
 
@@ -127,7 +127,7 @@ class Proof:
         return groups
 
     def _sample_from_new(self, client: RolloutClient) -> list[RolloutGroup]:
-        """Ask the new servers for answers, even in an agent's run: tokens are tokens."""
+        """Sample answers from the new servers; an agent's run needs no episodes for this."""
         new = [each for each in client.fleet.members("serving") if each not in self._proven]
         by_server = {id(member.server): member for member in new}
         sampling = client.sampling(**self._settings)
@@ -161,6 +161,6 @@ class Proof:
         self._log.say(
             f"warning: all {len(answers)} answers before the first step were cut off after "
             f"{self._config.rollout.max_completion_length} tokens. These tokens end an answer: "
-            f"{ends}. Should the model end with another, set rollout.stop_token_ids; else raise "
+            f"{ends}. If the model ends with another, set rollout.stop_token_ids; else raise "
             "rollout.max_completion_length"
         )

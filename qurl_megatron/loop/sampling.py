@@ -1,7 +1,8 @@
 """The data of a step: scored groups -> advantages -> a training batch, and samples of it.
 
 The producer samples and scores groups on global rank 0, which has the batch: the learner and the
-critic deal it out. Other ranks get the summary. Some completions of the batch are kept to be read.
+critic distribute it. Other ranks get the summary. Some completions of the batch are kept for
+people to read.
 """
 
 from collections import Counter
@@ -43,11 +44,11 @@ TURN_NAMES = ("1", "2", "3", "4+")
 TRIES = 3  # to get a step's completions scored
 
 Row = tuple[int, int]
-"""Number of a prompt among a step's groups, and number of one of its completions."""
+"""Index of a group of the step, and index of a completion in the group."""
 
 
 class NothingScored(RuntimeError, SharedError):
-    """There is no reward to train on; the text has the reason."""
+    """There is no reward to train on; the text says why."""
 
 
 class Sampler:
@@ -68,7 +69,7 @@ class Sampler:
     ) -> None:
         """Store the parts; only global rank 0 uses them, apart from the publisher.
 
-        It sends the current weights to servers of the client's fleet that wait for them.
+        The publisher sends the current weights to servers of the client's fleet that wait for them.
         """
         self._config = config
         self._say = say
@@ -122,7 +123,7 @@ class Sampler:
             of `sampled_tokens`.
 
         Raises:
-            NothingScored: none of the completions could be scored, in `TRIES` tries.
+            NothingScored: no completion could be scored, in any of `TRIES` tries.
         """
         self._batch = TrainBatch.empty()
         sampling = self._sample(step, version)
@@ -132,7 +133,7 @@ class Sampler:
         return self._batch, summary
 
     def samples(self, step: int, shares: Sequence[Share]) -> list[Sample]:
-        """Return the completions of the step's batch that are kept to be read.
+        """Return the completions of the step's batch that are kept for people to read.
 
         `shares` are those of the last batch that was sampled, with its proximal log-probs.
         """
@@ -210,7 +211,7 @@ def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGrou
 def _summarize(
     sampled: list[RolloutGroup], chosen: list[RolloutGroup], batch: TrainBatch
 ) -> dict[str, Any]:
-    """Return metrics of all `sampled` groups, and of those `chosen`, which the batch is made of."""
+    """Return metrics of all `sampled` groups, and of the `chosen` ones, which make the batch."""
     assert batch.token_staleness is not None
     staleness = batch.token_staleness[batch.loss_mask]
     completions = [completion for group in sampled for completion in group.completions]
@@ -282,7 +283,7 @@ def failures_of(failed: Iterable[Completion]) -> list[str]:
 
 
 def _why_unscored(groups: list[RolloutGroup]) -> str:
-    """Return why a completion has no score, if none has one; else an empty text."""
+    """Return why the first completion has no score, if none has one; else an empty text."""
     failures = [score.failure for group in groups for score in group.scores]
     if "" in failures:
         return ""
@@ -301,6 +302,7 @@ def make_samples(
     for prompt, group in enumerate(groups):
         for index, completion in enumerate(group.completions):
             of_sequences = [next(logprobs) for _ in completion.sequences()]
+            # The last sequence is the completion itself; branches come before it.
             of_completion = of_sequences[-1][-len(completion.token_ids) :]
             behaviour = torch.tensor(completion.behaviour_logprobs)
             log_ratios[prompt, index] = of_completion[torch.tensor(completion.sampled)] - behaviour

@@ -23,14 +23,14 @@ from qurl_megatron.rollout.server import POLL_S, Server
 
 T = TypeVar("T")
 
-# The largest sizes in the JSON of an answer.
+# The largest sizes of parts of an answer's JSON.
 TOKEN_BYTES = 2**10  # a token's id, log-prob and version
 EXPERT_BYTES = 6  # the number of an expert in base64
 MASK_ID_BYTES = 2**4  # a token of a sampling mask
 
 LARGEST_MASK = 512
-"""Most tokens that a token with a sampling mask is drawn from. SGLang records no mask without a
-limit."""
+"""A token with a sampling mask is drawn from at most this many tokens: SGLang records no mask
+without a limit."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class _End:
     type: str
 
 
-# Kept are the numbers alone: a tuple of each token would be what Python's collector visits most.
+# Only the numbers are kept: with a tuple of each token, Python's collector would visit these most.
 _Logprobs = Annotated[
     list[float],
     pydantic.ValidateAs(
@@ -69,7 +69,7 @@ class _Meta:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What a server says of one completion; of one that it aborted it may leave out the rest."""
+    """A server's record of one completion; of an aborted one it may leave out most fields."""
 
     output_ids: list[CountOrZero]
     meta_info: _Meta
@@ -146,8 +146,8 @@ class RolloutClient:
         Args:
             temperature: sampling temperature; 0 decodes greedily.
             max_completion_length: maximum number of sampled tokens.
-            records_masks: return completions with `sampling_masks`, and log-probs over these. A
-                token is then drawn from the likeliest tokens, at most `LARGEST_MASK`.
+            records_masks: completions get `sampling_masks`, and log-probs over these. Each token
+                is then drawn from at most the `LARGEST_MASK` likeliest tokens.
         """
         return {
             "n": completions_per_prompt,
@@ -171,14 +171,14 @@ class RolloutClient:
     async def complete(
         self, token_ids: list[int], sampling: dict[str, Any], prefer: Server | None = None
     ) -> tuple[list[Completion], Server]:
-        """Return what follows some tokens, and the server that sampled it.
+        """Return completions of `token_ids`, and the server that sampled them.
 
-        That is the one with the fewest tokens outstanding; see `Fleet.ask` for `prefer`. If it is
-        lost, another answers all of the request. If none serves, this waits.
+        It is the server with the fewest tokens outstanding; see `Fleet.ask` for `prefer`. If it is
+        lost, another answers all of the request. If no server serves, this waits.
 
         Raises:
             FleetTooSmall: too few servers serve.
-            RequestRefused: a server refused the request.
+            RequestRefused: a server refused the request, or its KV cache was too small.
         """
         asked: list[Server] = []
 
@@ -234,8 +234,8 @@ class RolloutClient:
         if server.is_remote and (
             not answer.is_json or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT)
         ):
-            # A proxy answers for a server that does not, or a server with another key is there, or
-            # it serves another run.
+            # A proxy answers in place of the server, or the server has another key (401) or serves
+            # another run (409).
             raise server.failed(f"answered a prompt with status {status}")
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise ServerBusy
@@ -251,14 +251,14 @@ class RolloutClient:
             what = f"answered a prompt with something else: {answer.text}"
             if server.is_remote:
                 raise server.failed(what) from None
-            raise RequestRefused(f"server {server.url} {what}") from None  # so would another
+            raise RequestRefused(f"server {server.url} {what}") from None  # so would another server
         if server.is_remote and any(0 in each.meta_info.token_versions for each in answers):
-            # Nothing else tells the run, as a roster does of a server that its launcher restarts.
+            # No roster tells the run that a server elsewhere was started again.
             raise server.failed("was started again, and answered without weights")
         return answers
 
     def _most_bytes(self, body: dict[str, Any]) -> int:
-        """Return the largest size of what answers a request."""
+        """Return the largest size of the answer to a request, in bytes."""
         sampling = body["sampling_params"]
         layers, experts = self._routing_shape or (0, 0)
         of_token = TOKEN_BYTES + layers * experts * EXPERT_BYTES
@@ -268,7 +268,7 @@ class RolloutClient:
         return LARGEST_ANSWER_BYTES + num_bytes
 
     def _check(self, answers: Sequence[_Sampled], body: dict[str, Any]) -> None:
-        """Check that there are as many completions, and of each token as much, as was asked for.
+        """Check that the answers have what was asked for: completions, and values of each token.
 
         Raises:
             ValueError: something is missing, or there is too much.
@@ -287,22 +287,22 @@ class RolloutClient:
             if not 0 < length <= sampling["max_new_tokens"]:
                 raise ValueError("another number of tokens")
             if any(len(values) != length for values in per_token):
-                raise ValueError("not something of each token")
+                raise ValueError("not one value for each token")
             if masks is not None:
                 drawn = torch.tensor(answer.output_ids).repeat_interleave(masks.sizes)
                 if int((drawn == masks.token_ids).sum()) != length:
                     raise ValueError("a token that was not drawn from its mask")
             if self._routing_shape is not None:
                 layers, experts = self._routing_shape
-                read = len(body["input_ids"]) + length - 1
+                read = len(body["input_ids"]) + length - 1  # the model does not read the last one
                 numbers = b64decode(meta.routed_experts or "", validate=True)
                 if len(numbers) != read * layers * experts * torch.int32.itemsize:
                     raise ValueError("not the experts of each token")
 
     @cached_property
     def _connector(self) -> aiohttp.TCPConnector:
-        """What opens the connections, in the controller's loop."""
-        # A prompt takes a connection, which is an open file. Those over the limit wait.
+        """The connector of all prompts, in the controller's loop."""
+        # Each prompt takes a connection, which is an open file. Prompts over the limit wait.
         return connect(raise_open_file_limit() // 2)
 
     def _completion(self, answer: _Sampled, prompt_length: int) -> Completion:

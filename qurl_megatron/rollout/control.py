@@ -30,7 +30,7 @@ _RANKS = pydantic.TypeAdapter(list[_Rank])
 
 
 class UpdateRefused(ServerFailed):
-    """A server answered that it did not do what it was asked for."""
+    """A server answered that it did not do what it was asked to do."""
 
 
 class ServerControl:
@@ -48,14 +48,14 @@ class ServerControl:
         """
         self.server = server
         self.timeout_s = timeout_s
-        self.flushes_cache = pause_mode == "retract"  # SGLang cannot while requests run
+        self.flushes_cache = pause_mode == "retract"  # impossible while requests run
         self._pause_mode = pause_mode
 
     async def pause(self) -> None:
         """Stop sampling. Running requests wait where they are, and continue after `resume`.
 
-        In mode `retract` they give up their keys and values, which `resume` computes again from
-        their tokens. In mode `in_place` they keep them.
+        In mode `retract` they give up their keys and values; after `resume` SGLang computes these
+        again from the tokens. In mode `in_place` they keep them.
         """
         await self._post("/pause_generation", {"mode": self._pause_mode})
 
@@ -72,7 +72,7 @@ class ServerControl:
         await self._post("/release_memory_occupation", {"tags": list(tags)})
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of these tags again, which holds nothing; `resume` goes on sampling."""
+        """Take the memory of these tags again, without its old content, but sample nothing yet."""
         await self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     async def init_weights_group(self, **group: str | int) -> None:
@@ -97,7 +97,7 @@ class ServerControl:
         no time limit: the answer comes after all transfers, whose senders have limits.
 
         Raises:
-            UpdateRefused: the server could not load it; a delta, because it holds another version.
+            UpdateRefused: the server could not load it, or lacks the version that a delta changes.
         """
         await self._post(
             "/update_weights_from_distributed",
@@ -124,7 +124,8 @@ class ServerControl:
     async def parameters(self) -> list[dict[str, str]]:
         """Let each tensor-parallel rank hand out its parameters to processes of its machine.
 
-        Return a mapping for each rank, from `checksum.part_key` to `direct.describe`.
+        Return a mapping for each rank, from keys of `checksum.part_key` to texts of
+        `direct.describe`.
         """
         return await self._check("parameters")
 
@@ -148,7 +149,7 @@ class ServerControl:
             raise self.server.failed(str(error)) from None
         if not answer.is_success:
             raise UpdateRefused(str(self.server.failed(f"refused {path}: {answer.text}")))
-        if answer.content == b"null":
+        if answer.content == b"null":  # as after a sleep or a wake
             return {}
         try:
             fields = answer.fields()

@@ -1,6 +1,6 @@
 """The thread of global rank 0 in which all servers are asked, in one asyncio loop.
 
-Its coroutines sample, wait for scores and watch the servers. The training loop starts them and
+Its coroutines sample, wait for scores and watch the servers. The training loop starts them, and
 waits for their results.
 """
 
@@ -55,7 +55,7 @@ class Controller:
             self._thread.join()
 
     def _run(self) -> None:
-        """Run the loop until `close`; to leave it cancels all coroutines, and waits for them."""
+        """Run the loop until `close`; the runner then cancels all coroutines and waits for them."""
         loop = self._loop
         assert loop is not None
         with asyncio.Runner(loop_factory=lambda: loop) as runner:

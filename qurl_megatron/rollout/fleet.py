@@ -12,12 +12,12 @@ A server is in one of four states, and `TRANSITIONS` has all ways between them.
   once if the rosters list too few servers.
 
 A server counts as lost when its process has ended, when it closes a connection before it has
-answered, when it is silent and does not answer /health, when it answers that, but no prompt for
-hours, or when a publish to it fails. It does not answer /health while it is paused, so a paused
-server is not asked for that. It is asked for completions, and samples them once it resumes. If they
-waited here, the first server that resumes would get all of them.
+answered, when it is silent and does not answer /health, when it answers /health but no prompt for
+hours, or when a publish to it fails. A paused server does not answer /health, so it is not asked
+for that. It still gets prompts, and samples completions once it resumes. If the prompts waited
+here, the first server to resume would get all of them.
 
-All that changes a fleet is done in the controller's loop.
+A fleet changes in the controller's loop only.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed, revived
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]
 
-# From each state, where a server can go, and why it does. `docs/architecture.md` draws this.
+# From each state, the next ones and the reason for each. `docs/architecture.md` draws this.
 TRANSITIONS: Mapping[State, Mapping[State, str]] = {
     "starting": {"joining": "answers", "lost": "is given up"},
     "joining": {"serving": "holds the current weights", "lost": "is given up"},
@@ -46,19 +46,19 @@ TRANSITIONS: Mapping[State, Mapping[State, str]] = {
     "lost": {},
 }
 
-# A server that owes answers has given none for so long, although it answers /health. The longest
-# completions of the largest models take less.
+# A server that owes answers and gives none for this long is lost, although it answers /health. The
+# longest completions of the largest models take less.
 STALLED_S = 7200.0
 SILENT_S = 2.0  # a server with prompts that has not answered any for this long is asked for /health
-# A server that is restarted without need costs more than one that is waited for: SGLang answers
-# /health after a step of its scheduler, but a busy machine may take seconds for that.
+# To restart a server without need costs more than to wait for it: SGLang answers /health after a
+# step of its scheduler, which may take seconds on a busy machine.
 HEALTH_TIMEOUT_S = 20.0
-# On a GPU its scheduler may compile a kernel in its first prompt, which takes a minute or two.
+# On a GPU a server may compile a kernel in its first prompt, which takes a minute or two.
 FIRST_ANSWER_TIMEOUT_S = 300.0
 # A server with fewer requests gains nothing from giving one away: a step reads all of its weights,
 # for one request as for many.
 FEW_REQUESTS = 32
-ASK_AGAIN_S = 5.0  # between two questions to a server elsewhere whether it is back
+ASK_AGAIN_S = 5.0  # between two questions whether a server elsewhere is back
 
 
 class FleetTooSmall(ServerFailed, SharedError):
@@ -66,7 +66,7 @@ class FleetTooSmall(ServerFailed, SharedError):
 
 
 class AdmissionNeeded(Exception):
-    """Too few servers serve, and some that could wait for the current weights."""
+    """Too few servers serve, but others could once they have the current weights."""
 
 
 class RequestRefused(ServerFailed):
@@ -74,12 +74,12 @@ class RequestRefused(ServerFailed):
 
 
 class ServerBusy(Exception):
-    """A server would not take a request for lack of room; ask again later."""
+    """A server did not take a request for lack of room; ask again later."""
 
 
 @dataclass(eq=False)
 class Member:
-    """One process of a server in a fleet. Only the fleet changes it, its link pauses it."""
+    """One process of a server in a fleet. Only the fleet changes it; its link pauses it."""
 
     index: int  # within the set
     server: Server
@@ -87,7 +87,7 @@ class Member:
     outstanding: int = 0  # tokens that were asked for and are not answered
     requests: set[asyncio.Future[Any]] = field(default_factory=set)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
-    answered_at: float = field(default_factory=time.monotonic)  # a prompt, or began to owe one
+    answered_at: float = field(default_factory=time.monotonic)  # a prompt; or began to owe one
     is_paused: bool = False  # by its link: no sign of life is expected
     has_answered: bool = False  # a prompt
 
@@ -116,10 +116,10 @@ class Fleet:
             patience_s: how long there may be fewer, without counting servers that wait for weights.
             health_timeout_s: time that a silent server has to answer /health. On a GPU it has
                 more until its first answer.
-            is_colocated: the servers sleep while the learner has the GPUs that they share. Who is
-                new sleeps, and gets the weights in the learner's next turn.
-            controller: in whose loop the servers are asked; None: one of its own, which goes on as
-                long as the process.
+            is_colocated: the servers sleep while the learner has the GPUs that they share. A new
+                server sleeps, and gets the weights in the learner's next turn.
+            controller: its loop asks the servers; None: a new one, which lasts as long as the
+                process.
             say: prints a line for the user.
         """
         self.controller = controller or Controller()
@@ -174,7 +174,7 @@ class Fleet:
             self._change(member, "serving")
 
     def lose(self, member: Member, why: str) -> None:
-        """Give a server up: others answer its open requests, and its starter replaces it."""
+        """Give a server up: others answer what it owes, and its starter replaces it."""
         if member.state == "lost":
             return
         self._change(member, "lost")
@@ -206,10 +206,10 @@ class Fleet:
     ) -> T:
         """Return the answer of the server with the fewest tokens outstanding.
 
-        That is `prefer`, which has a beginning of the prompt in its cache, unless it serves no more
-        or has more than twice as many outstanding, of `FEW_REQUESTS` or more.
+        But `prefer`, whose cache has the beginning of the prompt, is asked if it serves and has
+        fewer than `FEW_REQUESTS` requests or at most twice as many tokens outstanding.
 
-        If that server is lost, another is asked; if none serves, this waits.
+        If that server is lost, another is asked; if no server serves, this waits.
 
         Args:
             tokens: an upper bound of the tokens that the request asks for.
@@ -231,7 +231,7 @@ class Fleet:
                 result = asking.result()
                 member.answered_at, member.has_answered = time.monotonic(), True
                 return result
-            except RequestRefused:
+            except RequestRefused:  # the server is not lost: another would refuse too
                 raise
             except ServerFailed as failure:
                 self.lose(member, str(failure))
@@ -254,7 +254,7 @@ class Fleet:
                     is_free = other.outstanding <= most or len(other.requests) < FEW_REQUESTS
                     if other.server is prefer and is_free:
                         member = other
-                if not member.outstanding:
+                if not member.outstanding:  # silence counts from the first prompt that it owes
                     member.heard_at = member.answered_at = time.monotonic()
                 member.outstanding += tokens
                 return member
@@ -291,7 +291,7 @@ class Fleet:
         try:
             while True:
                 if read:
-                    with contextlib.suppress(OSError):  # a shared file system falters; asked again
+                    with contextlib.suppress(OSError):  # a shared file system may falter
                         self._compare(await asyncio.to_thread(read))
                 probes = {member: probe for member, probe in probes.items() if not probe.done()}
                 self._await_lost_ones()
@@ -320,6 +320,7 @@ class Fleet:
                 continue
             if known:
                 self.lose(known, "it was started again")
+            # A colocated server is listed once it is up.
             state: State = "joining" if self._is_colocated else "starting"
             self._members[index] = Member(index, server, state)
             self._note_size()

@@ -1,8 +1,8 @@
 """Start programs in processes of their own: fresh ones, or forks of this one.
 
 Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three processes. So a launcher
-imports it once, and what it starts is then a fork of it, which begins at once. In all else a fork
-is like a fresh process: it has its own session, environment, log file and exit code, and the kernel
+imports it once, and starts forks of itself, which begin at once. In all else a fork is like a fresh
+process: it has its own session, environment, log file and exit code, and the kernel
 kills it with its parent. The three processes of a server without a GPU (`main`) are forks too.
 
 A fork copies the calling thread only, so a process with several threads starts fresh ones. On a
@@ -32,14 +32,14 @@ from qurl_megatron import device
 from qurl_megatron.files import gigabytes
 from qurl_megatron.process import die_with_parent, oom_kills, tail
 
-# Begin the names of variables that change what a server computes, or what it says of that.
+# Prefixes of variables that change what a server computes, or what it says about that.
 ENGINE_VARIABLES = ("SGLANG_", "SGL_", "TORCH", "ONEDNN", "DNNL_")
 SET_BY_LIBRARIES = "TORCHINDUCTOR_CACHE_DIR"  # in their own process; changes no result
 PLATFORM = "qurl_cpu"  # SGLang's without a GPU; an entry point in pyproject.toml
 
 
 class PreloadFailed(RuntimeError):
-    """What programs share could not be imported; the text ends with the last lines of the log."""
+    """A module that programs share could not be imported; the text ends with the end of the log."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Program:
     without: Collection[str] = ()  # variables of the starter that it does not get
     is_fresh: bool = False  # no fork: an import may have read the starter's variables
     inherits_stdout: bool = False
-    cpus: Collection[int] = ()  # that it may use; none: those of the starter
+    cpus: Collection[int] = ()  # that it may use; empty: those of the starter
     ignored_signals: Collection[int] = ()
     blocked_signals: Collection[int] = ()
 
@@ -78,7 +78,7 @@ class Started:
     pid: int
     poll: Callable[[], int | None]
     """Return the exit code, negative for a signal, or None while the process runs."""
-    oom_kills: int | None = field(default_factory=oom_kills)  # before
+    oom_kills: int | None = field(default_factory=oom_kills)  # of the machine, when it started
 
     def send_signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended."""
@@ -131,7 +131,7 @@ def exit_code(pid: int) -> int | None:
 def how_it_ended(pid: int) -> str:
     """Describe how a program that this process has started ended, and whether memory ran out.
 
-    The kernel may have killed any of a server's processes, and the others end then.
+    When the kernel kills one of a server's processes, the others end too.
     """
     if pid not in _started or (code := exit_code(pid)) is None:
         return "exit code unknown"
@@ -156,14 +156,14 @@ def import_sglang() -> None:
 
 
 def shell_variables() -> set[str]:
-    """Return the names of the user's variables that change what engines compute or say of it."""
+    """Return the names of the user's variables that begin with one of `ENGINE_VARIABLES`."""
     return device.variables(ENGINE_VARIABLES) - {SET_BY_LIBRARIES}
 
 
 def preload(log_file: Path, *modules: str) -> None:
-    """Import SGLang and modules, of which programs are forks from now on; not on a GPU.
+    """Import SGLang and modules, so that later programs are forks of this process; not on a GPU.
 
-    What the imports write to standard error goes to the log.
+    The standard error of the imports goes to the log.
 
     Raises:
         PreloadFailed: an import failed.
@@ -185,7 +185,8 @@ def preload(log_file: Path, *modules: str) -> None:
     finally:
         os.dup2(standard_error, 2)
         os.close(standard_error)
-    # SGLang's import chooses uvloop, whose first event loop leaves threads. So only forks have it.
+    # SGLang's import chooses uvloop, whose first event loop leaves threads, and a process with
+    # threads starts no forks. So only the forks use it.
     chosen = asyncio.get_event_loop_policy()
     os.register_at_fork(after_in_child=partial(asyncio.set_event_loop_policy, chosen))
     asyncio.set_event_loop_policy(None)
@@ -194,28 +195,28 @@ def preload(log_file: Path, *modules: str) -> None:
 
 
 def run_in_fork(program: Program, parent: int) -> None:
-    """Turn this process, a fresh fork of process `parent`, into that of a program, and run it."""
+    """Run a program in this process, which is a fresh fork of process `parent`."""
     os.setsid()
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # as the starter handles it
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a fresh Python
     program.begin()
-    if os.getppid() != parent:  # it died before `begin`
+    if os.getppid() != parent:  # the parent died before `begin`
         os._exit(1)
     with open(os.devnull) as nothing, program.log_file.open("ab") as log:
         os.dup2(nothing.fileno(), 0)
         os.dup2(log.fileno(), 2)
         if not program.inherits_stdout:
             os.dup2(log.fileno(), 1)
-    setproctitle(program.title)  # it finds its place by the environment, so before that changes
+    setproctitle(program.title)  # before the environment changes, which it needs to find its place
     device.extend_environment(program.environment, program.without)
     tempfile.tempdir = None  # TMPDIR may have changed
     sys.argv = [program.module, *program.arguments]
     try:
         import_module(program.module).main(*program.arguments)
     finally:
-        atexit._run_exitfuncs()  # multiprocessing ends a fork without them
+        atexit._run_exitfuncs()  # multiprocessing ends a fork without running them
 
 
 def main(threads: str, *options: str) -> None:

@@ -1,9 +1,9 @@
-"""One request to a server, and its answer: in time, whole, and no larger than it may be.
+"""One request to a server, and its answer: in time, complete, and of limited size.
 
-A server that somebody else runs may do anything. It stalls no run: a time limit is of the whole
-answer, since a byte now and then would satisfy a limit of each read. It fills no
-memory: an answer has a limit of size, and nothing is unpacked. What it says is printed on one line,
-without control characters.
+A server that somebody else runs may do anything. It cannot stall a run: a time limit covers the
+whole answer, since a byte now and then would satisfy a limit on each read. It cannot fill the
+memory: the size of an answer is limited, and nothing is decompressed. Its text is printed on one
+line, without control characters.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from qurl_megatron.rollout.wire import escaped, read_json
 
 LARGEST_ANSWER_BYTES = 2**20  # unless a request says otherwise
 SLOWEST_BYTES_PER_S = 5e5  # of a link: 4 Mb/s
-LATENCY_S = 60.0  # that a link and a server may add
+LATENCY_S = 60.0  # that a link and a server may add to a transfer
 # Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
 # minutes; neither side would be told.
 KEEP_ALIVE = [
@@ -32,12 +32,12 @@ KEEP_ALIVE = [
 
 
 class NoAnswer(Exception):
-    """A server gave no whole answer; the text says what it did instead."""
+    """A server gave no complete answer; the text says what it did instead."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server has answered."""
+    """A server's answer to one request."""
 
     status: int
     media_type: str
@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def is_json(self) -> bool:
-        """True if the server, and no proxy before it, has answered."""
+        """True if the answer is JSON; a proxy before the server answers in another form."""
         return self.media_type.startswith("application/json")
 
     @property
@@ -59,10 +59,10 @@ class Answer:
         return escaped(self.content[:4096].decode(errors="replace"))
 
     def fields(self) -> dict[str, Any]:
-        """Return the JSON object that the content is.
+        """Return the content, a JSON object.
 
         Raises:
-            ValueError: the content is not one.
+            ValueError: it is something else.
         """
         content = read_json(self.content)
         if not isinstance(content, dict):
@@ -72,15 +72,15 @@ class Answer:
 
 @functools.cache
 def certificates() -> ssl.SSLContext:
-    """Return what servers elsewhere are verified with: read once, since it takes milliseconds."""
+    """Return the certificates that verify servers elsewhere; to read them takes milliseconds."""
     return ssl.create_default_context()
 
 
 def connect(most: int = 0) -> aiohttp.TCPConnector:
-    """Return what opens at most this many connections at a time; 0: any number.
+    """Return a connector that has at most this many connections open; 0: any number.
 
-    It keeps none: a server closes an idle one after 5 s, maybe just when it is used again, which
-    could not be told from a server that dies.
+    It keeps no idle connection: a server closes one after 5 s, maybe just when it is used again,
+    and that would look like the death of the server.
     """
     return aiohttp.TCPConnector(
         limit=most, force_close=True, ssl=certificates(), socket_factory=_open_socket
@@ -95,7 +95,7 @@ def _open_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def transfer_s(num_bytes: int) -> float:
-    """Return how long a transfer may take."""
+    """Return how many seconds a transfer may take."""
     return LATENCY_S + num_bytes / SLOWEST_BYTES_PER_S
 
 
@@ -111,18 +111,18 @@ async def ask(
 ) -> Answer:
     """Send a request; return the answer, whatever its status.
 
-    It asks no proxy that a variable such as HTTP_PROXY names, which could not reach loopback, and
-    would read what is sent there.
+    It ignores variables such as HTTP_PROXY: a proxy could not reach loopback, and would read what
+    is sent there.
 
     Args:
-        timeout_s: time for all of it. None: any time until the answer begins, which then has
+        timeout_s: time for request and answer. None: any time until the answer begins, and then
             `transfer_s`.
-        most_bytes: that the answer may have.
-        connector: opens the connection; None: one of its own.
+        most_bytes: largest size of the answer.
+        connector: opens the connection; None: a new one.
         request: the rest of the request, in aiohttp's words.
 
     Raises:
-        NoAnswer: there was none in time, or it was too large, or the connection was closed.
+        NoAnswer: it did not come in time, or was too large, or the connection was closed.
     """
     path = URL(url).path
     content = bytearray()

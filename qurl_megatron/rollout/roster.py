@@ -6,7 +6,7 @@ replaced a server that died. The learner reads the rosters of all starters. So:
 - A server that will not be started again is no longer in the roster.
 
 A learner that finds a server hung reports it lost. Its starter then kills that process and starts
-another. All files are atomic, and readers poll them.
+another. All files are written atomically, and readers poll them.
 
 Servers that somebody started elsewhere are in a roster too. The launcher writes it once.
 """
@@ -31,12 +31,12 @@ LOST = "lost"  # directory of reports, beside the logs
 
 
 def incarnation(set_name: str, index: int, server: Server) -> Incarnation:
-    """Return what tells a server's process from an earlier one in its place."""
+    """Return what distinguishes a server's process from an earlier one in its place."""
     return set_name, index, server.pid, server.start_ticks
 
 
 def save_roster(path: Path, servers: Roster) -> None:
-    """Write the servers of one starter; only this user may read the file, which holds keys."""
+    """Write the servers of one starter to a file with keys, which only this user may read."""
     tree = {
         name: {index: dataclasses.asdict(server) for index, server in members.items()}
         for name, members in servers.items()
@@ -75,7 +75,7 @@ def report_lost(logs: Path, set_name: str, index: int, server: Server) -> None:
 
 
 def reported_lost(logs: Path) -> set[Incarnation]:
-    """Return every process of a server that was reported lost to starters that log to `logs`."""
+    """Return every server process that was reported lost to starters that log to `logs`."""
     reports = logs / LOST
     if not reports.exists():
         return set()

@@ -64,9 +64,9 @@ from qurl_megatron.rollout.wire import RUN_HEADER
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 REVIVE_TIMEOUT_S = 30.0
-OWN_RUN = "own"  # names the run that started a server to it
+OWN_RUN = "own"  # the name by which a run claims a server that it has started
 _said_dropped: set[str] = set()
-_locks: dict[str, int] = {}  # of the scratch directories of servers that this process has started
+_locks: dict[str, int] = {}  # of the scratch directories of servers that this process started
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
 
 
@@ -132,7 +132,7 @@ class Server:
         for process in tree:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        shutil.rmtree(self.scratch_dir, ignore_errors=True)  # at once: the caller may be in a hurry
+        shutil.rmtree(self.scratch_dir, ignore_errors=True)  # before the wait, which may be long
         psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
         if self.scratch_dir in _locks:
             os.close(_locks.pop(self.scratch_dir))
@@ -174,8 +174,8 @@ class ServerPlan:
         It dies with the calling process.
 
         Raises:
-            ConfigError: the GPUs do not serve its weight format, or cannot be used, or lack what
-                kernels are compiled with.
+            ConfigError: the GPUs cannot be used or do not support its weight format, or a compiler
+                of kernels is missing.
         """
         if problem := device.unusable_gpus():
             raise ConfigError(problem)
@@ -239,7 +239,8 @@ class ServerPlan:
     def _is_of_hybrid(self) -> bool:
         """Return whether the model has linear attention.
 
-        Of a model that has become unreadable the server's own log tells, as of any failed restart.
+        False if the model has become unreadable: then the server's own log says so, as after any
+        failed restart.
         """
         try:
             return Architecture.from_directory(self.model_dir).is_hybrid
@@ -269,7 +270,7 @@ class ServerPlan:
             "skip_tokenizer_init": True,  # prompts and completions travel as token ids
             # Logits are not rounded to bfloat16, as the learner's are not. On a CPU it is faster.
             "enable_fp32_lm_head": True,
-            # The other would be compiled in the first request with top_p, which takes minutes.
+            # FlashInfer's would be compiled in the first request with top_p, which takes minutes.
             # Meanwhile the server does not answer /health, and would be taken for dead.
             "sampling_backend": "pytorch",
         }
@@ -287,7 +288,7 @@ class ServerPlan:
                 override = {"quantization_config": quantization}
                 options["json_model_override_args"] = json.dumps(override)
         if device.accelerator() == "cpu":
-            # SGLang would fill a fraction of the machine's memory, beside what others need.
+            # By default SGLang would fill a fraction of all memory, which others need too.
             requests = config.max_running_requests
             needed = tokens_of_requests(config, self.context_length, requests)
             options["max_total_tokens"] = config.max_total_tokens or needed
@@ -295,7 +296,7 @@ class ServerPlan:
             if self._is_of_hybrid():
                 # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
                 options["mamba_radix_cache_strategy"] = "extra_buffer"
-                # Of fewer states SGLang would serve fewer requests at a time.
+                # With fewer states SGLang would serve fewer requests at a time.
                 states = states_per_request(config, on_gpu=False)
                 options["max_mamba_cache_size"] = states * requests
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.
@@ -303,11 +304,11 @@ class ServerPlan:
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}
         else:
             options["enable_memory_saver"] = self.releases is not None
-            # So `sglang_plugin/memory.py` knows that they are to stay.
+            # This tells `sglang_plugin/memory.py` that the weights stay in a sleeping server.
             options["enable_weights_cpu_backup"] = self.releases == "cache"
             # Every batch is decoded from a graph, and no graph is captured for larger ones.
             options["cuda_graph_max_bs_decode"] = config.max_running_requests
-            # Capturing those of prefills took 40 of a start's 100 s (7B on an H100). A rollout
+            # Capturing graphs of prefills took 40 of a start's 100 s (7B on an H100). A rollout
             # mostly decodes.
             options["cuda_graph_backend_prefill"] = "disabled"
         if device.lacks_flash_attention():
@@ -322,7 +323,7 @@ class ServerPlan:
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             # With the reserve the context may exceed the model's positions; no request does.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            # It asks itself over HTTP, which a proxy that HTTP_PROXY names cannot do.
+            # The server asks itself over HTTP, and a proxy could not reach its loopback.
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
         }
         if self.host == LOOPBACK:
@@ -330,7 +331,7 @@ class ServerPlan:
             variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if device.accelerator() == "cpu":
             variables |= {**NO_THREADS, "SGLANG_PLATFORM": preload.PLATFORM}
-            # It calls torch.multinomial, which `sglang_plugin/sampling.py` replaces.
+            # SGLang then calls torch.multinomial, which `sglang_plugin/sampling.py` replaces.
             variables["SGLANG_OPT_USE_GUMBEL_SAMPLE"] = "0"
             num_ranks, cores = self.config.tensor_parallel_size, psutil.cpu_count() or 1
             if num_ranks > 1:  # SGLang requires one core for each rank
@@ -347,7 +348,7 @@ class ServerPlan:
 
 
 def say_dropped(names: set[str]) -> None:
-    """Say which of the user's variables servers do not get, once for each."""
+    """Print which of the user's variables servers do not get, once for each."""
     if new := names - _said_dropped:
         _said_dropped.update(new)
         print(
@@ -383,14 +384,14 @@ def wait_ready(
 
 
 def answers(server: Server) -> bool:
-    """Return whether a server has started; it does not answer while it is paused."""
+    """Return whether a server answers /health, as it does unless it starts or is paused."""
     with contextlib.suppress(NoAnswer):
         return asyncio.run(server.ask("GET", "/health", timeout_s=5.0)).is_success
     return False
 
 
 def revive(servers: Iterable[Server]) -> list[Server]:
-    """Return the servers that answer, after ending pauses in which another learner left them."""
+    """Return the servers that answer, after ending pauses that an earlier learner began."""
     return asyncio.run(those_that(servers, partial(revived, timeout_s=REVIVE_TIMEOUT_S)))
 
 
@@ -401,7 +402,7 @@ async def revived(server: Server, timeout_s: float) -> bool:
     run, it refuses to resume.
 
     Raises:
-        NoAnswer: it does not.
+        NoAnswer: it does not answer.
     """
     resumed = await server.ask("POST", "/continue_generation", json={}, timeout_s=timeout_s)
     healthy = await server.ask("GET", "/health", timeout_s=timeout_s)

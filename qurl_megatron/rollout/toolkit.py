@@ -1,12 +1,12 @@
 """What servers compile kernels with on a GPU, and where they keep them.
 
-SGLang compiles small kernels when a server needs them first: with nvcc and a C++ compiler, through
+SGLang compiles small kernels when a server first needs them: with nvcc and a C++ compiler, through
 ninja. Triton compiles a C file, for which it needs Python's headers. The packages in
 requirements.txt have nvcc, CUDA's headers and its libraries, but in folders in which SGLang does
 not look. A toolkit made of links to them is used where the machine has none of its own.
 
-What was compiled is kept on the machine itself, in a folder of this user's. A home directory may
-be on a file system that knows no locks, on which SGLang's compilers depend.
+Compiled kernels are kept on the machine itself, in a folder of this user. SGLang's compilers depend
+on file locks, which the file system of a home directory may lack.
 """
 
 import functools
@@ -28,7 +28,7 @@ INSTALL = "install a CUDA 13 toolkit and set CUDA_HOME to it, or install require
 
 @functools.cache
 def environment() -> Mapping[str, str]:
-    """Return the variables with which a server finds its compilers and what they have compiled.
+    """Return the variables with which a server finds its compilers and their compiled kernels.
 
     Raises:
         ConfigError: something is missing, or the folder belongs to somebody else.
@@ -46,7 +46,7 @@ def environment() -> Mapping[str, str]:
 
 
 def missing_compilers() -> list[str]:
-    """Return what to do about each thing that is missing beside CUDA's toolkit; nothing if none."""
+    """Return, for each missing thing beside CUDA's toolkit, what it is and how to install it."""
     found = {
         "no C++ compiler (c++ or CXX): apt install g++": shutil.which(os.environ.get("CXX", "c++")),
         "no C compiler (cc or CC): apt install gcc": shutil.which(os.environ.get("CC", "cc")),
@@ -93,7 +93,7 @@ def _missing(toolkit: Path) -> str:
 
 
 def _link(packages: str, cache: Path) -> Path:
-    """Return a toolkit made of links to the packages of CUDA, which is made unless it is there."""
+    """Return a toolkit made of links to CUDA's packages; make it if it is not there yet."""
     installed = Path(packages) / "cu13"
     root = cache / f"toolkit{packages.replace('/', '-')}"
     links = {root / name: installed / name for name in ("bin", "include", "nvvm")}
@@ -104,7 +104,8 @@ def _link(packages: str, cache: Path) -> Path:
     (root / "lib64").mkdir(parents=True, exist_ok=True)
     for link, target in links.items():
         if not link.is_symlink():
-            new = link.with_name(f"{link.name}.{os.getpid()}")  # another server may make it now
+            # Another server may make it now, so the link is renamed into its place.
+            new = link.with_name(f"{link.name}.{os.getpid()}")
             new.symlink_to(target)
             new.rename(link)
     return root

@@ -13,13 +13,13 @@ DESCRIPTION_PATH = "/qurl"  # these three: see `weight_sync/elsewhere/wire.py`
 WEIGHTS_PATH = "/qurl/weights"
 RUN_PATH = "/qurl/run"
 RUN_HEADER = "Qurl-Run"
-LARGEST_HEADER_BYTES = 2**28  # names and shapes of a bucket; what has more is no header
-SHOWN_CHARACTERS = 500  # of what another machine has answered
+LARGEST_HEADER_BYTES = 2**28  # for names and shapes of a bucket; more is refused
+SHOWN_CHARACTERS = 500  # of an answer of another machine
 _ANYTHING = pydantic.TypeAdapter(Any)
 
 
 def read_json(content: bytes) -> Any:
-    """Return what the JSON of another machine says.
+    """Parse JSON of another machine.
 
     Raises:
         ValueError: it is not JSON, or is nested too deeply.
@@ -33,7 +33,7 @@ def read_json(content: bytes) -> Any:
 def escaped(text: str) -> str:
     """Return the beginning of a text from elsewhere, on one line, control characters as escapes.
 
-    What it would do to a terminal it then only says.
+    So the text cannot control a terminal.
     """
     shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
     return "".join(
@@ -42,5 +42,5 @@ def escaped(text: str) -> str:
 
 
 def dtype_names(dtypes: Iterable[object]) -> list[str]:
-    """Return the names of torch dtypes as SGLang's requests have them, such as "int8"."""
+    """Return the names of torch dtypes as in SGLang's requests, such as "int8"."""
     return [str(dtype).removeprefix("torch.") for dtype in dtypes]

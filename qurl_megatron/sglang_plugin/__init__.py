@@ -6,7 +6,7 @@ the reloadable quantized linear layers and experts `qurl_int8`, `qurl_int4`, `qu
 `qurl_fp8` and `qurl_fp8_block`;
 checksums of the weights a server holds; receiving weights with a time limit, also from the
 learner's memory; a weight version for every sampled token; sampling masks of several answers to a
-prompt; memory that a sleeping server gives back, and a KV cache that takes none before it is
+prompt; memory that a sleeping server gives back, and a KV cache that takes memory only when it is
 written; weights over HTTP, and access control before all routes (`access.py`). Without a GPU it
 also replaces the kernels of linear attention (`delta_net.py`). Importing this package does nothing.
 """
@@ -22,11 +22,11 @@ def activate_cpu_platform() -> str | None:
 
 
 def register() -> None:
-    """Add this package's layers and hooks to SGLang, once per process, before a model is built.
+    """Make SGLang add this package's layers and hooks, once per process, before a model is built.
 
-    SGLang logs what a plugin raises, and the hooks that it cannot apply, and serves on: the server
-    would fail at the first publish. What applying hooks raises, however, ends the process. So
-    everything happens there.
+    SGLang only logs an error of a plugin, or a hook that it cannot apply, and serves on: the server
+    would fail at the first publish. An error of `HookRegistry.apply_hooks`, however, ends the
+    process. So everything happens there.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -1,16 +1,16 @@
 """Access to a server: which requests reach SGLang's routes, for whom, and with what bodies.
 
 SGLang has over a hundred routes, and each release adds some. `ROUTES` lists the routes that a
-run, or SGLang itself, asks for. All others are closed: they answer with status 404. Before it comes
-SGLang's own, which asks every request for the key, but those of /health, /ready and /metrics.
+run, or SGLang itself, asks for. All others are closed: they answer with status 404. SGLang's own
+check comes first: it requires the key, except for /health, /ready and /metrics.
 
 A server serves one run: the weights of a second one would silently replace those of the first. A
-run names itself in the header `Qurl-Run`. What changes the server needs that name, and the first
-run that gives one has the claim. All others are refused. A run that asks for nothing for
-`CLAIM_S` has ended without saying so.
+run names itself in the header `Qurl-Run`. A request that changes the server needs that name. The
+first run that gives its name has the claim, and all others are refused. If a run asks for nothing
+for `CLAIM_S`, it has ended without saying so, and its claim ends.
 
-A body is read whole, is limited, and must be of the schema of its route. What it says of weights
-must be true of the model: names, dtypes and shapes (`bucket.check_manifest`).
+A body is read whole, has a largest size, and must match the schema of its route. What it says about
+weights must fit the model: names, dtypes and shapes (`bucket.check_manifest`).
 """
 
 import time
@@ -36,11 +36,11 @@ from qurl_megatron.rollout.wire import (
 )
 from qurl_megatron.weight_sync.bucket import SentTensor, check_manifest
 
-# The learner's part of a step must be shorter.
+# The learner's part of a step, in which it asks for nothing, must be shorter.
 CLAIM_S = 3600.0
 
 Application = Callable[..., Coroutine[Any, Any, None]]
-# A process group's name: no file and no URL.
+# A process group's name: neither a file nor a URL.
 GroupName = Annotated[
     str, matching(r"[\w-]{0,64}(\.[0-9]{1,4})?", "a group's name has letters, digits and _ - only")
 ]
@@ -56,7 +56,7 @@ class Body(pydantic.BaseModel):
 
 
 class Empty(Body):
-    """A body that says nothing."""
+    """A body without fields."""
 
 
 class Pause(Body):
@@ -89,7 +89,7 @@ class UpdateWeights(Body):
 
 
 class Memory(Body):
-    """Give memory back, or take it again, by what it is for."""
+    """Give back, or take again, the memory of these tags."""
 
     tags: Annotated[list[Literal["kv_cache", "cuda_graph", "weights"]], Len(1, 3)]
 
@@ -127,7 +127,7 @@ class Route:
     """Who may ask for a route, and with what body."""
 
     is_open: bool = False  # without a key
-    changes: bool = False  # what the server is or holds: only the run that has it may ask
+    changes: bool = False  # the server or its weights: only the run with the claim may ask
     claims: bool = True  # a run that asks for it claims the server, if it names itself
     body: type[Body] | None = None  # None: the route reads it itself, or has none
 
@@ -140,7 +140,7 @@ ROUTES = {
     ("GET", "/server_info"): Route(),
     ("POST", "/freeze_gc"): Route(),
     ("GET", DESCRIPTION_PATH): Route(claims=False),
-    ("DELETE", RUN_PATH): Route(claims=False),  # does nothing for a run without the claim
+    ("DELETE", RUN_PATH): Route(claims=False),  # does nothing without the claim
     ("POST", "/generate"): Route(body=Generate),  # SGLang warms itself up, for no run
     ("POST", "/pause_generation"): Route(changes=True, body=Pause),
     ("POST", "/continue_generation"): Route(changes=True, body=Empty),
@@ -154,7 +154,7 @@ ROUTES = {
 
 
 class AccessControl:
-    """Lets the requests of one run in, and knows which run that is."""
+    """Lets in the requests of one run, and knows which run that is."""
 
     def __init__(self, held: Callable[[], Mapping[str, SentTensor]]) -> None:
         """Serve no run yet; `held` returns the tensors that the server takes."""
@@ -165,7 +165,7 @@ class AccessControl:
 
     @property
     def run(self) -> str:
-        """The run that the server serves: that which asked last, unless that was long ago."""
+        """The run that the server serves: the one that asked last, unless that was long ago."""
         silent_s = time.monotonic() - self._heard_at
         return self._run if self._num_running or silent_s < CLAIM_S else ""
 
@@ -210,7 +210,7 @@ class AccessControl:
     async def _check(
         self, app: Application, route: Route, scope: Any, receive: Any, send: Any
     ) -> None:
-        """Give `app` the request, if its body is of the schema of its route."""
+        """Give `app` the request if its body matches the schema of the route."""
         if route.body is None:
             await app(scope, receive, send)
             return
@@ -233,7 +233,7 @@ class AccessControl:
         async def replay() -> Any:
             nonlocal is_read
             if is_read:
-                return await receive()  # what tells that the client has gone
+                return await receive()  # a message that the client has gone
             is_read = True
             return {"type": "http.request", "body": bytes(content), "more_body": False}
 
@@ -241,7 +241,7 @@ class AccessControl:
 
 
 def reason(error: ValueError) -> str:
-    """Return what is wrong with a request, on one line, and not more of it than that."""
+    """Return on one line what is wrong with a request, without repeating its content."""
     if not isinstance(error, pydantic.ValidationError):
         return escaped(str(error))
     first = error.errors(include_input=False, include_url=False)[0]

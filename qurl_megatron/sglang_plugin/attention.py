@@ -1,6 +1,6 @@
 """Attention for machines without a GPU: many sequences of a batch in one call.
 
-SGLang's `torch_native` backend makes one call for each sequence and layer, which takes most of a
+SGLang's `torch_native` backend makes a call for each sequence and layer, which takes most of a
 small model's time. Here neighbouring sequences of a batch are padded to the longest and computed
 together. Keys and values are gathered from SGLang's cache by index. A cached prefix is the part of
 a sequence that has keys but no queries; decoding is a batch with one query per sequence. Sums are

@@ -7,8 +7,8 @@ and with the same arguments (`KERNELS`). A sequence has a slot in two pools of e
     convolution   [slots, channels, width - 1]                       inputs of its last tokens
     state         [slots, value heads, value channels, key channels] float32
 
-The slots of new sequences are 0. Extending reads and writes the slots of whole prompts, decoding
-those of one token each. With `mamba_radix_cache_strategy=extra_buffer`, SGLang keeps copies of
+The slots of new sequences are 0. Extending computes whole prompts and updates their slots, decoding
+one token of each sequence. With `mamba_radix_cache_strategy=extra_buffer`, SGLang keeps copies of
 slots: of prompts at the last multiple of 64 tokens, so completions of one prompt share its state.
 """
 
@@ -25,7 +25,7 @@ from qurl_megatron.model.delta_rule import chunk_plan, gated_delta_rule, step
 def split_projections(
     qkvz: Tensor, ba: Tensor, key_heads: int, value_heads: int, key_dim: int, value_dim: int
 ) -> tuple[Tensor, ...]:
-    """Return what two fused projections computed: mixed [tokens, channels], gate, beta and decay.
+    """Split the outputs of two fused projections: mixed [tokens, channels], gate, beta and decay.
 
     The gate is [tokens, value heads, value channels], beta and decay are [tokens, value heads].
     """
@@ -185,9 +185,9 @@ def keep_states(
     *_: Any,
     **__: Any,
 ) -> None:
-    """Copy the slots of those sequences that are in `mask`, in the pools [layers, slots, ...].
+    """Copy the slots of the sequences in `mask`, in the pools [layers, slots, ...].
 
-    SGLang keeps them for prompts that go on from there.
+    SGLang keeps the copies for prompts that go on from there.
     """
     source, target = cache_indices[mask].long(), track_indices[mask].long()
     for pool in (conv_states, states):
@@ -206,4 +206,4 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "mamba.causal_conv1d_triton.causal_conv1d_update": convolve_tokens,
     "mamba.mamba_state_scatter_triton.track_mamba_states_all_layers": keep_states,
 }
-"""By the name of what each replaces, in `sglang.kernels.ops`. Only hybrid models call them."""
+"""By the names in `sglang.kernels.ops` that they replace. Only hybrid models call them."""

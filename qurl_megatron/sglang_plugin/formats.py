@@ -1,10 +1,9 @@
-"""The formats in which a server can hold weights, as SGLang chooses them by name, and its experts.
+"""The formats in which a server can hold weights, which SGLang chooses by name, and the experts.
 
-A format decides which layers have which method: linear layers those of `linear.py`, experts
+A format gives each layer its method: linear layers those of `linear.py`, experts
 `QuantizedExpertsMethod`, and all others SGLang's own.
 
-SGLang fuses the experts of a layer that one rank holds into two parameters, gate and up behind each
-other in the first:
+SGLang fuses a rank's experts of a layer into two parameters. The first holds gate and up:
 
     w13_weight   [experts, 2 * intermediate, hidden]   codes
     w2_weight    [experts, hidden, intermediate]       codes
@@ -12,15 +11,15 @@ other in the first:
 Each has scales: `_scale` [experts, out, 1] float32, one per output channel, or `_scale_inv`
 [experts, ceil(out / 128), ceil(in / 128)] float32, one per block of 128 x 128 codes. INT4 has two
 codes a byte, and `_scale` [experts, out, in / group size] bfloat16. SGLang's own loader writes the
-tensors of each expert into its place. As in `linear.py`, no parameter is ever replaced, and
-activations are quantized per token, before gate and up and again before down, unless for INT4:
+tensors of each expert into its place. As in `linear.py`, no parameter is ever replaced. Except for
+INT4, activations are quantized per token, before gate and up and again before down:
 
     out = sum over a token's experts of its routing weight * down(silu(gate(x)) * up(x))
 
 On a GPU, SGLang's fused Triton kernels compute this, with the codes and scales as they are held.
-They take any widths with scales per channel. With blocks or groups, hidden and intermediate
-channels of a rank must be whole ones. On a CPU, the experts that have tokens are computed one after
-another, by the linear layers' products, and summed in float32.
+With scales per channel they take any widths. With blocks or groups, a rank's hidden and
+intermediate channels must be whole ones. On a CPU, the experts that have tokens are computed one
+after another, by the linear layers' products, and summed in float32.
 
 The router is not quantized. An unquantized layer of experts is computed on a CPU by the same loop.
 """
@@ -166,7 +165,7 @@ def apply_unquantized_experts(
 def sum_over_experts(
     dispatch_output: StandardDispatchOutput, multiply: Multiply
 ) -> StandardCombineInput:
-    """Compute the experts that have tokens, one after another.
+    """Compute the experts that have tokens, one after another; return their sums [tokens, hidden].
 
     An expert's number is -1 where another rank holds it.
     """
@@ -235,7 +234,7 @@ class QurlConfig(QuantizationConfig):
             return QuantizedExpertsMethod(self.linear_method(self))
         if not isinstance(layer, LinearBase):
             return None
-        # Beta and decay are two rows a head, and decide what a state keeps.
+        # The projections of beta and decay have two rows a head, and decide what a state keeps.
         if prefix.endswith(".in_proj_ba") or is_layer_skipped(prefix, self.kept_layers, _FUSED):
             return UnquantizedLinearMethod()
         return self.linear_method(self)

@@ -20,8 +20,8 @@ they are by the weight's values, which are rounded to bfloat16 as SGLang's W4A16
 
 Over a base of adapters (LoRA, `learner/adapters.py`) a layer has two more parameters, and adds
 their product to `out` in float32. A layer that fuses projections has an A for each, one behind
-another; a row of B has its values behind its own projection's A, and 0 elsewhere, so that the
-product is two for all of them:
+another. A row of B has values only in the columns of its own projection's A, and 0 elsewhere, so
+two products serve all projections:
 
     lora_a            [projections * rank, in] bfloat16
     lora_b            [out, projections * rank] bfloat16
@@ -32,9 +32,9 @@ SGLang's own W8A8 layers transpose and rebind their weights after the first load
 lose a second one. These layers multiply by a transposed view and never replace a parameter.
 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
-by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, into
-which every publish would have to be brought. So the values of a layer are written out, and
-multiplied as BF16. On an H100 SGLang's Triton kernel for W4A16 experts, with a layer as the only
+by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, to
+which every publish would have to be converted. So a layer's values are written out, and multiplied
+as BF16. On an H100 SGLang's Triton kernel for W4A16 experts, with a layer as the only
 expert, was 17 times as slow as INT8. On a CPU `quantization/products.py` has the products.
 """
 
@@ -62,7 +62,7 @@ from qurl_megatron.quantization.products import (
 )
 from qurl_megatron.quantization.quantize import int4_values
 
-MAX_TOKENS = 128  # of a CPU product: its sums, and what they are made of, stay in a core's cache
+MAX_TOKENS = 128  # of a CPU product: its sums and their operands stay in a core's cache
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 
 
@@ -78,7 +78,7 @@ def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     x = x.float()
     scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / largest
     codes = x / scale
-    if code_dtype == torch.int8:  # rounding also takes back what division may exceed 127 by
+    if code_dtype == torch.int8:  # rounding also removes what division adds to 127
         return codes.round_(), scale
     return codes.clamp_(-largest, largest).to(code_dtype).float(), scale
 
@@ -88,7 +88,7 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     code_dtype: torch.dtype
     packing = 1  # codes that share a byte
-    zero = 0  # the byte of codes 0
+    zero = 0  # the byte that holds codes 0
     scale_dtype = torch.float32
     scale_name = "weight_scale"  # of the parameter
     block: tuple[int, int | None] = (1, None)  # rows and columns of one scale; None: all columns
@@ -276,7 +276,7 @@ class Int4LinearMethod(QuantizedLinearMethod):
 
     code_dtype = torch.uint8
     packing = 2
-    zero = 0x88
+    zero = 0x88  # each code is stored plus 8
     scale_dtype = torch.bfloat16
     block = (1, 128)
     quantizes_activations = False
@@ -325,7 +325,7 @@ class Int4Group32LinearMethod(Int4LinearMethod):
 def add_adapters(out: Tensor, x: Tensor, layer: Any, scaling: float) -> Tensor:
     """Add the product of a layer's adapters and `x` [tokens, in] to `out` [tokens, out] bfloat16.
 
-    Of a row-parallel layer it is this rank's part of a sum, as `out` is.
+    In a row-parallel layer the result is this rank's part of a sum, as `out` is.
     """
     if x.is_cuda:
         return out.addmm_(x @ layer.lora_a.t(), layer.lora_b.t(), alpha=scaling)

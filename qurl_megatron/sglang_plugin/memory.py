@@ -6,8 +6,8 @@ at the same addresses later. This module does the same without a GPU: the kernel
 a tensor, and gives empty ones when the tensor is used next. Either way nothing that was in the
 memory comes back.
 
-CUDA's inter-process handles cannot be made of what torch_memory_saver maps. Weights that stay in a
-sleeping server, into which the learner's ranks write, are therefore allocated outside of it.
+CUDA cannot make inter-process handles of memory that torch_memory_saver maps. Weights that stay in
+a sleeping server, into which the learner's ranks write, are therefore allocated outside of it.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ from torch.overrides import TorchFunctionMode
 from qurl_megatron.process import trim_heap
 from qurl_megatron.quantization.products import forget
 
-MADV_REMOVE = 9  # of shared memory: Python's mmap module does not have it
+MADV_REMOVE = 9  # frees pages of shared memory; Python's mmap module does not have it
 
 
 def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Give memory back, around SGLang's `release_memory_occupation`, which refuses while busy."""
     answer = original(updater, request)
     if torch.device(updater.tp_worker.device).type == "cpu":
-        forget()
+        forget()  # products keep converted weights
         for tensor in _memory_of(updater.tp_worker.model_runner, request.tags):
             give_back(tensor)
         trim_heap()
@@ -46,7 +46,7 @@ def region(
 ) -> AbstractContextManager[None]:
     """Return the context in which memory of a tag is allocated, around torch_memory_saver's.
 
-    What SGLang would copy to the host before it is given back stays instead.
+    Memory that SGLang would copy to the host before a sleep stays where it is instead.
     """
     if enable_cpu_backup:
         return nullcontext()
@@ -56,15 +56,15 @@ def region(
 def create_cache(original: Callable[..., None], pool: Any) -> None:
     """Create the tensors of keys and values, around SGLang's `_create_buffers_normal`.
 
-    Without a GPU SGLang would write zeros to all of a cache that is as large as its requests can
-    need. So the kernel gives a page when it is first written.
+    SGLang would write zeros to the whole cache, which without a GPU is as large as its requests can
+    need. Here the kernel gives each page when it is first written.
     """
     with _unwritten(pool.device):
         original(pool)
 
 
 def create_states(original: Callable[..., None], pool: Any, **sizes: Any) -> None:
-    """Create the states of linear attention in the same way, around `MambaPool.__init__`."""
+    """Create the states of linear attention as `create_cache` does, around `MambaPool.__init__`."""
     with _unwritten(sizes["device"]):
         original(pool, **sizes)
 
@@ -75,7 +75,7 @@ def _unwritten(device: str) -> AbstractContextManager[Any]:
 
 
 class _Unwritten(TorchFunctionMode):
-    """Makes tensors of zeros of memory that the kernel has not given yet."""
+    """Creates tensors of zeros whose pages the kernel gives when they are first used."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -91,7 +91,7 @@ class _Unwritten(TorchFunctionMode):
 def give_back(tensor: Tensor) -> None:
     """Give the pages of a CPU tensor's storage back to the kernel; it then holds zeros.
 
-    The parts of pages at its ends may belong to other tensors, and stay.
+    Pages that it fills only in part may belong to other tensors too, and stay.
     """
     storage = tensor.untyped_storage()
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -105,10 +105,10 @@ def give_back(tensor: Tensor) -> None:
 
 
 def _memory_of(model_runner: Any, tags: Sequence[str]) -> Iterator[Tensor]:
-    """Yield the tensors of a CPU server that these tags stand for; it has no graphs."""
+    """Yield the tensors of a CPU server that these tags stand for; it has no CUDA graphs."""
     if "kv_cache" in tags:
         pool = model_runner.token_to_kv_pool
-        pool = getattr(pool, "full_kv_pool", pool)
+        pool = getattr(pool, "full_kv_pool", pool)  # of a hybrid: that of full attention
         yield from (*pool.k_buffer, *pool.v_buffer)
         states = getattr(model_runner.req_to_token_pool, "mamba_pool", None)
         if states is not None:  # of linear attention

@@ -1,4 +1,4 @@
-"""Drawing tokens on a CPU, and sampling masks of several answers to one prompt."""
+"""Draw tokens on a CPU, and let several answers to one prompt have sampling masks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ BLOCK = 64  # neighbouring weights that are summed first
 def draw(weights: Tensor, num_samples: int) -> Tensor:
     """Draw an index of each row of `weights` [rows, size], as `torch.multinomial` does.
 
-    torch draws an exponential for each weight. Here uniform numbers are looked up in distribution
-    functions: first which block of weights is drawn, then which of them. An index of weight 0 never
-    is.
+    torch draws an exponential number for each weight. Here one uniform number chooses a block of
+    weights by their cumulative sums, and another chooses a weight in the block. An index of weight
+    0 is never drawn.
 
     Returns:
         [rows, 1] int64.
@@ -33,14 +33,14 @@ def _look_up(weights: Tensor) -> Tensor:
     """Draw an index [rows, 1] int64 of each row of `weights` [rows, size], in float64."""
     ends = weights.double().cumsum(-1)
     total = ends[:, -1:]
-    # The largest random numbers times the total may be rounded to it, where no index is.
+    # A random number just below 1, times the total, may be rounded to the total: past the end.
     drawn = (torch.rand_like(total) * total).minimum(total.nextafter(torch.zeros_like(total)))
     # A row of NaN has no index either; its log-prob will say so.
     return torch.searchsorted(ends, drawn, right=True).clamp_(max=ends.shape[1] - 1)
 
 
 class SamplersTorch:
-    """torch as SGLang's sampler knows it on a CPU: it draws by `draw`."""
+    """torch as SGLang's sampler sees it on a CPU: its `multinomial` is `draw`."""
 
     multinomial = staticmethod(draw)
 
@@ -51,8 +51,8 @@ class SamplersTorch:
 def send(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Send a request to the scheduler, around `TokenizerManager._send_one_request`.
 
-    Before several answers to a prompt, SGLang fills the cache with a request without a token. It is
-    a copy of the others and would want masks too. There are none, so SGLang would refuse all.
+    Before several answers to a prompt, SGLang fills the cache by a request of no new token. It is a
+    copy of the others and would ask for masks too. It has none, so SGLang would refuse all.
     """
     if request.sampling_params.max_new_tokens == 0:
         request.return_sampling_mask = False

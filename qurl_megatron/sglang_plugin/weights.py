@@ -7,21 +7,21 @@ process per tensor-parallel rank, therefore keeps the version of the weights it 
   first, so no token is sampled between two buckets. A delta of a version that the scheduler does
   not hold is refused.
 - `run_batch` stamps it on every token that a forward pass samples. SGLang carries the stamps to
-  `meta_info["token_versions"]` of the answer, one per token. With the overlap schedule the tokens
-  of a pass are read after the next pass has begun; a stamp at that point could be too new.
+  `meta_info["token_versions"]` of the answer, one per token. With the overlap schedule, SGLang
+  reads the tokens of a pass after the next has begun; a stamp at that point could be too new.
 - `enqueue` makes it part of the key of cached prefixes. A request that is about to be prefilled
   finds only the prefixes of requests that began under the same version.
 
-SGLang has versions of its own (`meta_info["weight_versions"]`), which change where the tokens that
-it has read so far end. A pause in place leaves the last pass unread, so its tokens get the next
-version. SGLang records the version of each bucket, too, and reads the last one only. `keep_newest`
-drops the others.
+SGLang has versions of its own (`meta_info["weight_versions"]`), which change after the tokens that
+it has read so far. A pause in place leaves the last pass unread, so its tokens get the next
+version. SGLang also records the version of each bucket, but reads only the last record.
+`keep_newest` drops the others.
 
 A request of the learner announces what it sends (`weight_sync/bucket.py`), and `receive` takes each
 bucket by a broadcast from its sender, or from the file in which the HTTP process has put it. While
 one bucket is written into the parameters, the next is received. Whole tensors and deltas are
-written into the parameters where they are, through the map that `held_parts` has; SGLang's loaders
-would look up each tensor anew. Requests without this project's markers go to SGLang's own code.
+written in place, through the map of `held_parts`; SGLang's loaders would look up each tensor anew.
+Requests without this project's markers go to SGLang's own code.
 
 `POST /weights_checker {"action": "checksum"}` returns, for each tensor-parallel rank, the checksum
 of every part of a tensor that the rank holds, by `checksum.part_key`. `checksum.combine` adds them
@@ -69,7 +69,7 @@ from qurl_megatron.weight_sync.bucket import (
 from qurl_megatron.weight_sync.delta import base_version, unpack
 from qurl_megatron.weight_sync.direct import describe
 
-# A learner that hangs holds a server up for this long; PyTorch's own limit is half an hour.
+# A hung learner holds a server up for this long; PyTorch's own limit is half an hour.
 LEARNER_TIMEOUT_S = 120.0
 
 _ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # and the names that are sent
@@ -89,7 +89,7 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
     """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
     scheduler = updater.scheduler
     base, held = base_version(request.names), loaded_version(scheduler)
-    # The first bucket of a delta sets the version that others of the same delta bring too.
+    # After the first bucket of a delta, the scheduler holds the version that the others bring too.
     if base is not None and held not in (base, int(request.weight_version)):
         if not request.group_name.startswith(FILE_PREFIX):
             # The senders would otherwise wait for their time limit.
@@ -103,15 +103,15 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
         success, message = updater.flush_cache_after_weight_update(request, True, "Written.")
         answer = UpdateWeightsFromDistributedReqOutput(success=success, message=message)
     else:
-        # A session lasts for one request, so that none stays open if the learner dies. SGLang
-        # restores and packs layers at its ends; those of this project do neither.
+        # A session lasts for one request, so that none stays open if the learner dies. At a
+        # session's ends SGLang restores and packs layers; this project's layers need neither.
         updater.begin_weight_update(BeginWeightUpdateReqInput(selector="target"))
         answer = original(updater, request)
         updater.end_weight_update(EndWeightUpdateReqInput())
     if answer.success:
         clear_between_adapters(updater.tp_worker.model_runner.model)
         scheduler.loaded_version = int(request.weight_version)
-        for waiting in scheduler.waiting_queue:
+        for waiting in scheduler.waiting_queue:  # they begin with the new weights
             waiting.extra_key = cache_key(scheduler)
     return answer
 
@@ -131,13 +131,13 @@ def run_batch(
 def enqueue(
     original: Callable[..., None], scheduler: Any, request: Any, *options: Any, **named: Any
 ) -> None:
-    """Keep a request to prefixes of this version, around `Scheduler._add_request_to_queue`."""
+    """Limit a request to this version's prefixes, around `Scheduler._add_request_to_queue`."""
     request.extra_key = cache_key(scheduler)
     original(scheduler, request, *options, **named)
 
 
 def keep_newest(original: Callable[..., None], context: Any, source: str, **fields: Any) -> None:
-    """Drop records that a new one hides, around `RuntimeContext.override`.
+    """Drop records that a new one replaces, around `RuntimeContext.override`.
 
     SGLang keeps a record of each request's version for as long as the server runs.
     """
@@ -176,8 +176,8 @@ def receive(
 ) -> Any:
     """Load what a request announces, around `WeightUpdater.receive_weights_from_distributed`.
 
-    Return what is left for SGLang to load: nothing. SGLang's `original` handles what has no
-    markers. After a failure the process groups are left, so that no sender waits for this server.
+    Return the tensors that SGLang still has to load: none. Its `original` handles requests without
+    markers. After a failure this leaves the process groups, so that no sender waits for the server.
     """
     base = base_version(names)
     is_file = group_name.startswith(FILE_PREFIX)
@@ -299,8 +299,8 @@ def handle(
 ) -> Any:
     """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
 
-    The action `parameters` hands out the parameters to processes of this machine, in the form of
-    `compute_checksum`, with texts of `direct.describe` for checksums.
+    The action `parameters` hands out the parameters to processes of this machine. Its answer has
+    the form of `compute_checksum`, with texts of `direct.describe` in place of checksums.
     """
     if action != "parameters":
         return original(checker, action=action, role=role, **options)
@@ -324,8 +324,8 @@ def _parts_by_key(checker: Any) -> dict[str, Part]:
 def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
     """Return this rank's parameters, cut into the Hugging Face tensors they were fused from.
 
-    They are lists of parts, by the tensors' names. They are made once for a model: its parameters
-    stay where they are.
+    Each name of a tensor has a list of parts. The lists are made once for a model, because its
+    parameters stay where they are.
     """
     parts: dict[str, list[Part]] | None = getattr(model, "_qurl_held_parts", None)
     if parts is None:
@@ -350,8 +350,8 @@ def _parts_of(module: torch.nn.Module, path: str) -> Iterator[HeldPart]:
 def _cut_delta_net(layer: Any, path: str) -> Iterator[HeldPart]:
     """Yield the parts of a DeltaNet layer's heads, and of its convolution.
 
-    The convolution's weight is cut as the layer multiplies with it, [channels, width]. Ranks share
-    its queries' rows, its keys' and its values'.
+    The convolution's weight is cut as the layer multiplies with it, [channels, width]. Ranks divide
+    each of its three parts: the rows of queries, of keys and of values.
     """
     mixer: Any = layer.attn
     rows = [mixer.q_dim, mixer.k_dim, mixer.v_dim]
@@ -399,6 +399,7 @@ def _projections(module: torch.nn.Module, path: str) -> list[tuple[str, int, int
     parent, _, last = path.rpartition(".")
     rank, size = get_group_rank_size(getattr(module, "tp_group", None))
     if isinstance(module, QKVParallelLinear):
+        # With more ranks than key heads, neighbouring ranks hold copies of one.
         kv_rank = get_group_rank_size(module.kv_tp_group)[0] // module.num_kv_head_replicas
         return [
             (f"{parent}.q_proj", module.q_proj_shard_size, rank),
@@ -438,7 +439,7 @@ def clear_between_adapters(model: torch.nn.Module) -> None:
     """Set the B's of fused layers to 0 where they would multiply another projection's A.
 
     SGLang fills parameters with random numbers at its start, and a GPU does not clear memory that
-    comes back after a sleep. What is sent does not cover these places.
+    comes back after a sleep. The sent tensors do not cover these places.
     """
     for path, module in model.named_modules():
         wide = getattr(module, "lora_b", None)

@@ -1,8 +1,8 @@
 """Weights by broadcast: each sender has a process group with each server.
 
-The groups of a server are formed in a store that rank 0 hosts. After a failure both sides of a
-group end, and the server's answer tells rank 0. Rank 0 gives a server's groups up through the
-store.
+The groups of a server are formed in a store that rank 0 hosts. After a failure both sides leave
+their group, and the server's answer tells rank 0. Through the store, rank 0 tells the senders to
+give up a server's groups.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ class GroupDestination(ChannelDestination):
     timeout_s: float
 
     def open(self, sender: int) -> Channel:
-        """Begin to form the group of the sender of this number."""
+        """Begin to form the server's group with the sender of this number."""
         return GroupChannel(self, sender)
 
     def store(self, *, is_host: bool = False) -> dist.TCPStore:
-        """Connect to the store, which the host opens."""
+        """Connect to the store, or open it as its host."""
         return dist.TCPStore(
             self.address,
             self.port,
@@ -84,8 +84,8 @@ class GroupChannel(Channel):
         from sglang.srt.utils import init_custom_process_group
 
         destination = self._destination
-        # A connection of its own, even where this process keeps the store: one that waits for the
-        # server would block others.
+        # Each channel has its own connection, even where this process hosts the store: one that
+        # waits for the server would block others.
         self._store = destination.store()
         # Forming a group over gloo waits for the server; over NCCL the first transfer does.
         with surviving_errors() if destination.backend == "nccl" else contextlib.nullcontext():
@@ -100,9 +100,9 @@ class GroupChannel(Channel):
         return 0
 
     def _send(self, bucket: Bucket, version: int) -> int:
-        """Broadcast a bucket's values, of which rank 0 told the server the version.
+        """Broadcast a bucket's values; rank 0 has told the server their version.
 
-        It also told the sizes, but those of a delta.
+        Rank 0 has also told their sizes, except for a delta.
         """
         if base_version(bucket.names) is not None:
             self._broadcast(torch.tensor([len(bucket.flat)], device=self._place))
@@ -154,7 +154,7 @@ class Broadcast(Transport):
             token=f"weights-{secrets.token_hex(8)}",
             address=control.own_address(),
             port=0,
-            # Of two processes on one GPU, NCCL takes only one.
+            # NCCL refuses two ranks on one GPU.
             backend="gloo" if shares_gpus else backend_to(server.gpus if server.is_local else []),
             num_ranks=server.tensor_parallel_size,
             timeout_s=control.timeout_s,
@@ -175,7 +175,7 @@ class Broadcast(Transport):
             )
 
     async def leave(self) -> None:
-        """Give the groups up, and let go of the store."""
+        """Give the groups up, and drop the store."""
         await super().leave()
         if self.store is not None:
             give_up(self.store, self._control.server.url)

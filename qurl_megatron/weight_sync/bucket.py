@@ -57,9 +57,9 @@ from qurl_megatron.quantization import quantize
 from qurl_megatron.weight_sync.delta import PREFIX, bucket_name
 
 IN_PLACE = "written in place"
-FILE_PREFIX = "file:"  # of a file's path in place of the name of a process group
+FILE_PREFIX = "file:"  # before a file's path, in place of a process group's name
 _MARKER = "bucket of sender "
-_ALONE = re.compile(rf"{IN_PLACE}|{PREFIX}[0-9]{{1,18}}")  # the only name of what it is in
+_ALONE = re.compile(rf"{IN_PLACE}|{PREFIX}[0-9]{{1,18}}")  # must be the only name of its request
 _MARKERS = re.compile(rf"{_MARKER}[0-9]{{1,4}}|{_ALONE.pattern}")
 
 
@@ -176,13 +176,13 @@ class SentTensor:
 
 @dataclass(frozen=True)
 class SentWeight:
-    """A rank's part of one weight, and the tensors the full weight is sent as."""
+    """A rank's part of one weight, and the tensors that carry the full weight."""
 
     part: TensorPart
     tensors: Sequence[SentTensor]  # the weight, or its codes and then its scales
     is_frozen: bool = False  # the same in every pass
     is_adapter: bool = False  # over a frozen base
-    scales: Tensor | None = None  # of codes that the learner itself holds: `part` is one of codes
+    scales: Tensor | None = None  # if the learner holds codes, which `part` then has
 
     @classmethod
     def plain(cls, part: TensorPart, dtype: torch.dtype) -> SentWeight:
@@ -282,7 +282,7 @@ def scale_index(part: TensorPart, weight_format: str) -> tuple[slice, ...]:
 
 
 def read_file(path: str) -> Tensor:
-    """Return a file's bytes, `[bytes]` uint8, which are read when they are used."""
+    """Map a file's bytes, `[bytes]` uint8, which are read when they are used."""
     size = os.path.getsize(path)
     if size == 0:  # cannot be mapped
         return torch.empty(0, dtype=torch.uint8)
@@ -292,8 +292,8 @@ def read_file(path: str) -> Tensor:
 def channel_name(token: str, sender: int) -> str:
     """Return the name of a server's process group with the sender of this number.
 
-    That with the first sender has the server's token as its name, and stands for all of them in
-    requests.
+    The first sender's group has the server's token as its name. In requests this name stands for
+    the groups of all senders.
     """
     return f"{token}.{sender}" if sender else token
 
@@ -302,9 +302,9 @@ def announce(senders: Sequence[Sequence[Sequence[Manifest]]]) -> Manifest:
     """Announce a key frame: the buckets of each sender's teams, in the order of its teams.
 
     A server receives them in this order, so no sender may wait for one that comes later. All
-    senders' buckets of the first team come before any of the second, since a rank may be needed to
-    gather the first team's buckets, and send those of the second (experts). Within a team the
-    senders take turns: each gathers from ranks that no other sender needs.
+    senders' buckets of the first team come before any of the second, since a rank may have to help
+    gather buckets of the first team before it sends its own of the second (experts). Within a team
+    the senders take turns: each gathers from ranks that no other sender needs.
     """
     names: list[str] = []
     dtypes: list[torch.dtype] = []
@@ -368,7 +368,7 @@ def check_manifest(
     """Check that the lists of a request announce only what a server holds.
 
     Raises:
-        ValueError: the first entry that is neither a marker nor one of the tensors `held`.
+        ValueError: an entry is neither a marker nor one of the tensors `held`; the first is named.
     """
     if not len(names) == len(dtypes) == len(shapes) > 0:
         raise ValueError("names, dtypes and shapes are not equally long lists")

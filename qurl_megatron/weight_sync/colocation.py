@@ -3,8 +3,8 @@
 While the servers sample, the learner's memory is in the host's. While the learner trains, the
 servers sleep. A server that starts takes a part of the memory it finds free, so it may start only
 while the learner is away, and goes to sleep before the learner comes back. For that each node has a
-lock: the first learner rank of the node holds it in the learner's turn, and the starter of a server
-holds it until that server sleeps. The kernel frees the lock of a process that ends.
+lock: the first learner rank of the node holds it in the learner's turn, and the process that starts
+a server holds it until that server sleeps. If a process ends, the kernel frees its lock.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from qurl_megatron.weight_sync.publish import Publisher
 
 
 class Resident(Protocol):
-    """A model with an optimizer, which can leave the memory that it computes in."""
+    """A model with an optimizer, which can leave the memory in which it computes."""
 
     def leave(self) -> None:
         """Move to the host's memory."""
@@ -48,7 +48,7 @@ class Colocation:
         for resident in reversed(self._residents):
             resident.leave()
         device.release_memory()
-        dist.barrier()
+        dist.barrier()  # a server may start only when all ranks have left
         if self._lock:
             self._lock.release()
 
@@ -59,7 +59,7 @@ class Colocation:
             resident.come_back()
 
     def close(self) -> None:
-        """Give the lock up."""
+        """Release the lock."""
         if self._lock:
             self._lock.release()
 
@@ -94,7 +94,7 @@ class ColocatedPublisher(Publisher):
         self._end_serving()
 
     def _begin_serving(self) -> None:
-        """Let the servers wake. A server that lacks the current weights gets them first."""
+        """Send the current weights to servers that lack them, then let all servers wake."""
         links = self._link(self._fleet.members("serving", "joining"))
         lacking = [link for link in links if not link.holds(self.version)]
         if from_rank_zero(lambda: bool(lacking)):

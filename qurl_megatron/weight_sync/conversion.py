@@ -1,7 +1,7 @@
 """What a pass over the weights measures: checksums, drift, NaN and infinity.
 
-All of it stays on the device until the pass ends, and then reaches the host in one transfer: a GPU
-is waited for once.
+All of it stays on the device until the pass ends, and then reaches the host in one transfer, so the
+host waits for a GPU once.
 
 Drift is updates and quantization errors. For a weight W, its quantized value Q(W) = codes * scale,
 and V, the value of W one pass earlier:
@@ -117,7 +117,7 @@ class Measures:
         self._num_bytes = 0
 
     def begin(self, planned: PlannedBucket) -> None:
-        """Note what a bucket holds, of which parts are measured next."""
+        """Note the tensors of a bucket, whose parts are measured next."""
         self._names += [tensor.name for tensor in planned.tensors]
         self._drifting += [
             each.part.name
@@ -127,7 +127,7 @@ class Measures:
         self._num_bytes += sum(weight.num_bytes for weight in planned.weights)
 
     def add_sums(self, names: Sequence[str], checksums: Tensor) -> None:
-        """Add the checksums `[parts]` int64 of parts of tensors of these names."""
+        """Add the checksums `[parts]` int64 of parts; each belongs to the tensor of that name."""
         self._summed += names
         self._sums.append(checksums)
 
@@ -150,6 +150,7 @@ class Measures:
         if team.size > 1:
             dist.all_reduce(integers, group=team.group)  # int64 wraps around, as the checksum does
             dist.all_reduce(drift, group=team.group)
+        # One transfer: the float64 values travel as their bits.
         host = torch.cat([integers, drift.view(torch.int64).view(-1)]).cpu()
         *totals, num_spoilt = host[: len(integers)].tolist()
         drifts = host[len(integers) :].view(torch.float64).view(-1, drift.shape[1]).tolist()
@@ -193,7 +194,7 @@ class DriftMeter:
         self._previous: dict[tuple[str, tuple[int, int]], tuple[Tensor, Tensor]] = {}
         self._waiting: list[_Sample] = []
         self._names: list[str] = []  # of the weights that were added up
-        self._factors: list[list[float]] = []  # codes, and rows for each measured one
+        self._factors: list[list[float]] = []  # codes, and rows per measured row
         self._sums: list[Tensor] = []  # [samples, 5]
 
     def measure(self, name: str, weight: Tensor, sent: QuantizedTensor | Tensor) -> None:
@@ -220,7 +221,7 @@ class DriftMeter:
     def add_up(self, *, may_wait: bool = True) -> None:
         """Add up the sums of the weights measured since the last call.
 
-        On a GPU, where small batches cost their kernels' launches, it may wait for more weights.
+        On a GPU it may wait for more weights, because small batches cost launches of kernels.
         """
         waiting = [sample.kept for sample in self._waiting]
         if may_wait and waiting and waiting[0].is_cuda:
@@ -263,7 +264,7 @@ class _Sample(NamedTuple):
     kept: Tensor  # [rows, in]
     codes: Tensor  # [rows, in]
     scale: Tensor  # [rows, 1] or [rows, in]
-    factor: float  # rows of the weight for each measured one
+    factor: float  # rows of the weight per measured row
     previous: tuple[Tensor, Tensor] | None
 
 
@@ -282,7 +283,7 @@ def _sums(samples: list[_Sample]) -> Tensor:
 
 
 def _sums_of_rows(samples: list[_Sample], rows: slice) -> Tensor:
-    """Return what `_sums` does, of some of the measured rows."""
+    """Return the sums of `_sums`, over some of the measured rows."""
     codes = checksum.stack([sample.codes[rows] for sample in samples])
     exact = torch.stack([sample.kept[rows] for sample in samples]).float()
     values = codes.view(samples[0].codes.dtype).float()
@@ -296,7 +297,7 @@ def _sums_of_rows(samples: list[_Sample], rows: slice) -> Tensor:
         flips = (previous_codes != codes).sum((1, 2)).double()
         sums += [_sums_of_squares(exact - previous), _sums_of_squares(previous)]
     else:
-        sums += [flips, flips]
+        sums += [flips, flips]  # zeros
     return torch.stack([flips, *sums], dim=1)
 
 

@@ -1,7 +1,7 @@
 """Deltas: what has changed in tensors since an earlier version of them, as bytes.
 
 A rank compares its part of each tensor with the part it sent before. For a part it sends either
-the elements that changed or, if that is no more, all of it:
+the elements that changed or, if that takes no more bytes, all of it:
 
     position   0  1  2  3  4  5  6  7
     before     7  7  7  7  7  7  7  7
@@ -118,7 +118,7 @@ def compare(
         name: the tensor's.
         offset: row and column of the full tensor at which `old` and `new` begin.
         old, new: contiguous, of one dtype and shape, `[rows, columns]` or `[rows]`.
-        is_relative: unless all of the part is sent, say by how much each element moved.
+        is_relative: values say by how much each element moved, unless all of the part is sent.
     """
     before, after = as_integers(old).view(-1), as_integers(new).view(-1)
     gaps: list[Tensor] = []
@@ -200,7 +200,7 @@ def unpack(flat: Tensor) -> Iterator[Change]:
     """Yield the changes of all messages in a buffer `[bytes]` uint8; they are views of it.
 
     Raises:
-        ValueError, RuntimeError: it holds something else.
+        ValueError, RuntimeError: the buffer holds something else.
     """
     while len(flat):
         header_bytes, num_bytes = flat[: 2 * _ALIGNMENT].view(torch.int64).tolist()
@@ -224,12 +224,12 @@ def unpack(flat: Tensor) -> Iterator[Change]:
 
 
 def bucket_name(base: int) -> str:
-    """Return the name under which a buffer of messages is sent that change version `base`."""
+    """Return the name of a bucket of messages that change version `base`."""
     return f"{PREFIX}{base}"
 
 
 def base_version(names: Sequence[str]) -> int | None:
-    """Return the version that a bucket with tensors of these names changes; None: it is whole."""
+    """Return the version that a bucket with these names changes; None: it holds whole tensors."""
     if len(names) != 1 or not names[0].startswith(PREFIX):
         return None
     return int(names[0].removeprefix(PREFIX))

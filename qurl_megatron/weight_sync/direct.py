@@ -31,8 +31,8 @@ def describe(tensor: Tensor) -> str:
     """Return a text with which another process of this machine can `attach` to a tensor.
 
     On a CPU the tensor's storage moves to shared memory; tensors that share it move along. The
-    memory has no name, only a file descriptor of this process: nothing is left when both end, and
-    neither asks torch's manager of shared memory, whose end would end the other.
+    memory has no name, only a file descriptor of this process, so nothing is left when both end.
+    Neither uses torch's manager of shared memory, whose end would end the other.
     """
     if tensor.is_cuda:
         described: object = reduce_tensor(tensor)[1]
@@ -58,7 +58,7 @@ def attach(text: str) -> Tensor:
 
 
 class ServerParameters:
-    """The parameters of servers, which this process can write."""
+    """The parameters of servers, into which this process can write."""
 
     def __init__(self) -> None:
         self._servers: dict[str, dict[str, list[Part]]] = {}  # parts by tensor name
@@ -68,7 +68,7 @@ class ServerParameters:
     def attach(self, servers: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
         """Attach to the parameters of servers of this machine, each under a name of its own.
 
-        A server has a mapping for each of its ranks, from `checksum.part_key` to
+        A server has a mapping for each of its ranks, from keys of `checksum.part_key` to texts of
         `describe`.
         """
         for server, ranks in servers.items():

@@ -1,8 +1,8 @@
 """Write the learner's policy as a Hugging Face directory, with UAQ undone, or adapters merged.
 
 UAQ (update-aware quantization) rescales weights at load; an export reverses that. `export` writes
-the policy of a live learner, `export_checkpoint` that of a checkpoint. Of a learner of adapters
-both write peft's directory too, and the model into which they are merged.
+the policy of a live learner, `export_checkpoint` that of a checkpoint. If adapters were trained,
+both also write peft's directory; the exported model then has the adapters merged.
 The directory is written as `<name>.partial` and renamed when it is complete.
 """
 
@@ -128,8 +128,9 @@ def _write_merged(
     of_adapters: Path,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write peft's directory, and the model that has the values of the base and the adapters."""
+    """Write peft's directory, and the model in which base and adapters are merged."""
     layers = adapted_layers(adapters.targets, Architecture.from_directory(source))
+    # A layer that fuses projections has adapters for all of them, also without a target.
     kept = {name: values for name, values in tensors.items() if name.split(".lora_")[0] in layers}
     write_adapters(
         partial := partial_of(of_adapters),
@@ -168,7 +169,7 @@ class _Writer:
         """Write float32 weights, given by name, to the next file."""
         tensors: dict[str, Tensor] = {}
         for name, master in masters:
-            # What a server holds in float32 stays so; config.json's dtype is that of the others.
+            # Tensors that a server holds in float32 stay so; config.json's dtype is for the others.
             is_exact = weight_map.sent_dtype(name) == torch.float32
             dtype = torch.float32 if is_exact else self._dtype
             values = self._unscale(name, master.cpu()).to(dtype).contiguous()

@@ -1,4 +1,4 @@
-"""Buckets from the parts that several ranks hold, and who sends them.
+"""Gather buckets from the parts that several ranks hold.
 
 A team is a set of ranks that hold the parts of the same tensors: the tensor-parallel ranks of a
 pipeline stage, say. Its first rank gathers the tensors, or what changed in them, and sends them to
@@ -71,7 +71,7 @@ class Team:
 
     @property
     def converts(self) -> bool:
-        """False if the ranks hold copies of another team's parts."""
+        """False if another rank converts the parts that this rank holds."""
         return self.holders[0] == dist.get_rank()
 
     @property
@@ -111,7 +111,7 @@ class Gatherer:
 
         Args:
             own: this rank's part of the bucket.
-            before: what that was in the last pass; None: that was not kept.
+            before: the same part in the last pass; None: it was not kept.
         """
         self.finish()
         if self._team.size == 1:
@@ -131,7 +131,7 @@ class Gatherer:
 
 
 class DeltaGatherer(Gatherer):
-    """Gathers what changed since version `base`, in as few buckets."""
+    """Gathers what changed since version `base`, in few buckets of at most `bucket_bytes`."""
 
     def __init__(
         self, send: Send, team: Team, base: int, bucket_bytes: int, *, is_relative: bool
@@ -159,6 +159,7 @@ class DeltaGatherer(Gatherer):
             changes += [change] if change else []
         num_bytes = sum(change.num_bytes for change in changes)
         if self._team.size > 1:
+            # All ranks need the same sum, because `_flush` is collective.
             total = torch.tensor(num_bytes, device=device())
             dist.all_reduce(total, group=self._team.group)
             num_bytes = int(total)
@@ -202,10 +203,10 @@ class PartOfBucket:
 
 
 class ParameterWriter:
-    """Writes a team's buckets into servers' parameters, as a `Gatherer`.
+    """Writes a team's buckets into servers' parameters; its methods are those of a `Gatherer`.
 
-    A rank writes its own parts, and the parts that others send to it (`routes.py`). All ranks count
-    buckets alike: the first of each rank's cross, then the second of each, and so on.
+    A rank writes its own parts, and the parts that others send to it (`routes.py`). All ranks go
+    through their buckets in step: the first ones cross, then the second ones, and so on.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class ParameterWriter:
         """Write nothing yet.
 
         Args:
-            parts: those of each rank's buckets, by global rank; not read if nothing crosses.
+            parts: of each rank's buckets, by global rank; not read if nothing crosses.
         """
         self._parameters = parameters
         self._team = team
@@ -296,7 +297,7 @@ def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None
             dist.P2POp(dist.irecv, flat, rank, team.group)
             for rank, flat in zip(ranks[1:], flats[1:], strict=True)
         ]
-    transfers = [each for each in transfers if len(each.tensor)]
+    transfers = [each for each in transfers if len(each.tensor)]  # both sides know the sizes
     if transfers:
         for work in dist.batch_isend_irecv(transfers):
             work.wait()
@@ -304,7 +305,7 @@ def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None
 
 
 def _assemble(planned: PlannedBucket, parts: Sequence[Bucket]) -> Bucket:
-    """Return the full bucket of which the ranks have these parts: one copy of each tensor."""
+    """Return the full bucket of these parts, one of each rank; each tensor is copied once."""
     full = Bucket.empty(planned.manifest(), device())
     views = dict(full.tensors())
     by_rank = [dict(part.tensors()) for part in parts]

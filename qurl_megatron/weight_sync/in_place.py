@@ -18,7 +18,7 @@ class InPlace(Transport):
     """Global rank 0's end of the way to a server that hands out its parameters."""
 
     async def connect(self, num_senders: int) -> None:
-        """Let the server hand out its parameters."""
+        """Ask the server to hand out its parameters."""
         self.destination = ParametersDestination(
             f"weights-{secrets.token_hex(8)}",
             self._control.server.machine,
@@ -29,6 +29,6 @@ class InPlace(Transport):
         """Tell the server once all was written."""
         await update.sent.wait()
         await super().load(update)
-        # From now on the ranks have attached to the parameters, whose texts are long.
+        # The ranks have attached now, and need the long texts no more.
         if isinstance(self.destination, ParametersDestination):
             self.destination = replace(self.destination, ranks=[])

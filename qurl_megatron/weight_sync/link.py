@@ -1,4 +1,4 @@
-"""Links: global rank 0's connections to the servers, by which it coordinates a publish."""
+"""Links: global rank 0's connections to the servers, through which it coordinates a publish."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from qurl_megatron.weight_sync.transport import Destination, Transport, Update
 # A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
 # over 1 Gb/s, and a server compiles its kernels in the first publish.
 PEER_TIMEOUT_S = 60.0
-LOST_TIMEOUT_S = 30.0  # for the end of a lost server, whose memory the learner needs
+LOST_TIMEOUT_S = 30.0  # for a lost server to end: the learner needs its memory
 
 
 class PublishError(SharedError, RuntimeError):
@@ -38,8 +38,8 @@ def transport_to(server: Server, *, in_place: bool) -> type[Transport]:
 class Link:
     """Global rank 0's connection to one server. All of it is done in the controller's loop.
 
-    A server for which something fails is lost, unless it was sent a delta and has answered that it
-    cannot take it, or holds other weights after it.
+    If something fails, the server is lost, unless it refuses a delta or holds other weights after
+    one: then it can still get a key frame.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Link:
         pause_mode: PauseMode,
         releases: Releases | None,
     ) -> None:
-        """Take a server, which sleeps if it is one that `releases` memory in its sleep."""
+        """Take a server; one that `releases` memory in its sleep sleeps now."""
         self.failure: RuntimeError | None = None  # of the last update
-        self._reachable = asyncio.Event()  # its destination is there, if the ranks can reach it
+        self._reachable = asyncio.Event()  # `destination` is set if the ranks can reach it
         self._updating: asyncio.Task[None] | None = None
         self._transport: Transport | None = None
         self._version: int | None = None  # that the server was verified to hold
@@ -71,7 +71,7 @@ class Link:
     @property
     def destination(self) -> Destination | None:
         """Where the ranks reach the server, if they can."""
-        transport = self._transport  # the loop may drop it now
+        transport = self._transport  # read once: the loop may drop it meanwhile
         return transport.destination if transport else None
 
     @property
@@ -86,8 +86,8 @@ class Link:
     async def begin(self, update: Update) -> None:
         """Begin an update, and wait until the ranks may send to the destination, if there is one.
 
-        The server is paused, loads what is sent, and is resumed if it holds that. One that sleeps
-        goes on sleeping.
+        The server is paused, loads what is sent, and resumes if it then holds the right weights. A
+        sleeping server goes on sleeping.
         """
         self.failure, self._version = None, None
         self._reachable.clear()
@@ -100,7 +100,7 @@ class Link:
             await self._updating
 
     async def sleep(self) -> None:
-        """Stop the server's sampling and let it give memory back; a lost one does when it ends."""
+        """Let the server stop sampling and give memory back; a lost one does so when it ends."""
         if not self.is_lost:
             async with self._losing():
                 self._member.is_paused = True
@@ -144,7 +144,7 @@ class Link:
             self._reachable.set()
 
     async def _reach(self, update: Update) -> Transport:
-        """Pause the server, and connect it with the senders if it is not."""
+        """Pause the server, and connect it with the senders unless it is connected."""
         kind = transport_to(self.server, in_place=update.in_place)
         transport = self._transport
         is_new = not isinstance(transport, kind) or transport.destination is None

@@ -3,8 +3,8 @@
     pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
 
 Every sender (`gather.py`) sends its own buckets to all servers; global rank 0 coordinates. It
-pauses the servers, tells them in one request what will come from whom (`bucket.py`), compares the
-checksums and resumes them.
+pauses the servers, tells them in one request which bucket comes from which sender (`bucket.py`),
+compares the checksums and resumes them.
 
 For each server a publish is all or nothing:
 - Between pause and resume it samples nothing, so every token has one version.
@@ -14,22 +14,22 @@ For each server a publish is all or nothing:
   sent, equals the checksum of the parameters that the server's layers multiply with.
 
 A server that was verified to hold the version before gets a delta (`delta.py`): what changed since
-then. Every other server gets a key frame: all tensors. That is a server that joins, each server of
-a run that resumes, and each after a publish that no server was verified to hold. A server that
-refuses a delta, or does not hold the right weights after it, gets a key frame in the same publish.
-The checksums that are compared are always those of all tensors.
+then. Every other server gets a key frame, all tensors: one that joins, all of a run that resumes,
+and all after a publish that no server was verified to hold. A server that refuses a delta, or does
+not hold the right weights after it, gets a key frame in the same publish. The compared checksums
+are always those of all tensors.
 
-Of a learner of adapters, whose base does not change, such a server gets the adapters: whole
-tensors, without the base that it holds.
+If the learner trains adapters over a frozen base, such a server gets the adapters: whole tensors,
+without the base, which it holds.
 
 Servers fail one by one. A server that dies, hangs or holds other weights is dropped, and reported
-as lost. The others do not notice, because each has channels of its own (`transport.py`). Whatever a
-server is sent or asked has a time limit, `PEER_TIMEOUT_S`. If servers were reached, and not one of
+as lost. The others do not notice, because each has channels of its own (`transport.py`). Each
+request and each transfer has a time limit, `PEER_TIMEOUT_S`. If servers were reached, and none of
 them holds what it was sent, then the fault is not theirs: the publish raises `PublishError`.
 
 A bucket is converted once, and goes to all servers at the same time, one copy to each. Meanwhile
-the next is converted, and the server loads the one before. A publish lasts as long as the slowest
-way (`transport.py`).
+the next is converted, and the servers load the one before. A publish lasts as long as the slowest
+channel (`transport.py`).
 
 With transport `direct`, for servers on the learner's machines, nothing is sent: every rank writes
 into the parameters of the servers of its own machine (`direct.py`).
@@ -73,8 +73,8 @@ from qurl_megatron.weight_sync.transport import Destination, Update
 
 T = TypeVar("T")
 
-# In mode `auto`, deltas that are larger than this part of a key frame are given up: to find and
-# pack that many changes takes longer than to send all tensors.
+# In mode `auto`, a run sends no more deltas after one that is larger than this part of a key frame:
+# to find and pack that many changes takes longer than to send all tensors.
 LARGEST_DELTA = 0.5
 
 
@@ -84,8 +84,8 @@ class Published:
 
     version: int  # the weight version the servers serve
     num_servers: int  # servers that serve it
-    # Of a delta, of a key frame, or of both. A bucket that was compressed for some servers only
-    # counts as the most that one of them took.
+    # Of a delta, of a key frame, or of both. If a bucket was compressed for some servers only, the
+    # largest size counts.
     sent_bytes: int
     conversion: Conversion  # `conversion.num_bytes` is the size of a key frame
 
@@ -146,7 +146,7 @@ class Publisher:
             PublishError: no server holds what was sent.
             NonFinite: a weight holds NaN or infinity; the message names it, and its rank.
         """
-        trim_heap()  # of what the step has used
+        trim_heap()  # gives back what the step has freed
         self.version += 1
         self._sent = {}
         links = self._link(self._fleet.members("serving", "joining"))
@@ -204,13 +204,13 @@ class Publisher:
 
     @cached_property
     def _adapters(self) -> Manifest:
-        """What announces adapters alone, as `_key_frame`. Collective."""
+        """The announcement of the adapters alone; see `_key_frame`. Collective."""
         manifests = self._converter.manifests(without_base=True)
         return announce(to_rank_zero(manifests, self._converter.senders))
 
     @cached_property
     def _key_frame(self) -> Manifest:
-        """What announces all tensors; empty on all ranks but global rank 0. Collective."""
+        """The announcement of all tensors; empty on all ranks but global rank 0. Collective."""
         return announce(to_rank_zero(self._converter.manifests(), self._converter.senders))
 
     def _link(self, members: list[Member]) -> list[Link]:
@@ -224,7 +224,7 @@ class Publisher:
 
     def _send_to(self, links: list[Link], base: int | None = None) -> Published:
         """Convert the weights once, and send them, or what changed since version `base`."""
-        self._base = None
+        self._base = None  # until a server was verified to hold this version
         senders = self._converter.senders
         in_place = self._writes_to(links)
         if in_place:
@@ -232,7 +232,7 @@ class Publisher:
         else:
             if dist.get_rank() in senders:
                 import sglang.srt.utils  # noqa: F401  # takes seconds: servers would wait for it
-            # The first request is a key frame: it is complete when all senders are prepared.
+            # The first request is a key frame: rank 0 has it when all senders have imported that.
             if base is None:
                 request = self._key_frame
             elif self._converter.has_frozen_base:

@@ -3,8 +3,8 @@
 What happens to one weight, of which each tensor-parallel rank has a shard in Megatron's layout:
 
 1. The shard is split into this rank's parts of the weights that Hugging Face names.
-2. Each part's absmax is taken, for each block of one scale. Where such a block lies on several
-   ranks (as a row of a row-parallel layer does), they share the largest.
+2. The absmax of each block of one scale is taken. If a block lies on several ranks (as a row of a
+   row-parallel layer does), they share the largest.
 3. The part is quantized. Codes and scales go into this rank's part of a bucket.
 4. Its checksum, its drift, and whether it holds NaN or infinity are measured.
 5. The ranks' parts are gathered on their first rank, which sends the full bucket. Or each rank
@@ -22,8 +22,8 @@ Invariants, each with a test:
   of all ranks. A bucket is released before the next is gathered.
 - A converter that keeps codes, for deltas, also keeps this rank's parts of all buckets.
 - Checksums are computed from the shards, before anything is sent.
-- Of a learner of adapters, the base is sent as the codes that it holds, and only to servers that
-  lack it. Its checksums are those of the last pass that sent it.
+- If the learner trains adapters, the base is sent as the codes that the learner holds, and only to
+  servers that lack it. Its checksums are those of the last pass that sent it.
 - A GPU is waited for once in a pass: what is measured stays on it until the end (`conversion.py`).
 - Every sender (`gather.py`), such as the first tensor-parallel rank of each pipeline stage, sends
   what it gathered itself.
@@ -96,8 +96,8 @@ class Converter:
         """Store the settings; allocate nothing.
 
         Args:
-            weight_format: a server's format, or "masters" for the optimizer's float32 values; of a
-                learner of adapters these are the adapters.
+            weight_format: a server's format, or "masters" for the optimizer's float32 values; if
+                the learner trains adapters, these are the adapters.
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
             keeps_codes: keep what a pass sends, so that the next can be a delta.
             keep: the run's `quantization.keep`.
@@ -139,7 +139,7 @@ class Converter:
         return [rank for rank, sends in enumerate(flags) if sends]
 
     def manifests(self, *, without_base: bool = False) -> list[list[Manifest]]:
-        """Return the buckets that this rank sends in every pass that is no delta, by team."""
+        """Return the manifests of the buckets that this rank sends in a key frame, by team."""
         return [
             [each.manifest() for each in self._plan(team, without_base=without_base)]
             if team.sends
@@ -157,10 +157,10 @@ class Converter:
         tensors or less. If a quantized weight holds NaN or infinity, `non_finite` says so.
 
         Args:
-            base: the version as which the last pass was sent. What changed since is sent, in
-                buckets of `delta.py`; the last of them is empty. Over a frozen base, what changed
-                are the adapters. None: all is sent.
-            is_relative: what changed is sent as by how much elements moved.
+            base: the version of the last pass. Only what changed since is sent, in buckets of
+                `delta.py`; the last of them is empty. Over a frozen base, the adapters are what
+                changed. None: all is sent.
+            is_relative: send by how much the bits of an element moved, not its new value.
         """
         conversions = []
         without_base = self.has_frozen_base and base is not None
@@ -243,7 +243,7 @@ class Converter:
         measures, of_base = (Measures(each, self._format) for each in (meter, DriftMeter()))
         kept = self._kept[team.of_experts]
         if not self.keeps_codes:
-            kept.clear()
+            kept.clear()  # the publisher may have given deltas up
         for number, planned in enumerate(self._plan(team, without_base=without_base)):
             own = Bucket.empty(planned.manifest_on(team.rank), device())
             self._convert_bucket(planned, own, team, of_base if planned.is_frozen else measures)
@@ -263,7 +263,7 @@ class Converter:
         return Conversion.merged(to_rank_zero(own, self.senders) or [own])
 
     def _plan(self, team: Team, *, without_base: bool = False) -> Iterable[PlannedBucket]:
-        """Return the buckets of a team; planned once, unless the weights are made for it."""
+        """Return the buckets of a team; planned once, unless each pass makes the weights anew."""
         is_merged = self._learner.adapters is not None and not self.has_frozen_base
         if self._is_exact or is_merged:
             return self._plan_buckets(team)
@@ -326,7 +326,7 @@ class Converter:
     def _convert_bucket(
         self, planned: PlannedBucket, own: Bucket, team: Team, measures: Measures
     ) -> None:
-        """Write this rank's part of a bucket, and measure it."""
+        """Write this rank's part of a bucket into `own`, and measure it."""
         measures.begin(planned)
         views = dict(own.tensors())
         shared = self._share_absmax(planned, team, measures)
@@ -379,7 +379,7 @@ class Converter:
                 offset=part.offset,
                 out=codes_view,
                 with_checksum=quantize.takes_checksum(values),
-                refuses=False,
+                refuses=False,  # `Measures.finish` does, with no wait for the GPU here
             )
             if absmax is None:
                 assert quantized.absmax is not None
@@ -399,8 +399,8 @@ class Converter:
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
 
-        Return for each weight that has such blocks, by name, the absmax of the blocks in this
-        rank's part, and the scales of all.
+        Return, by name of a weight with such blocks, the absmax of the blocks in this rank's part
+        and the scales of all.
         """
         parts: list[TensorPart] = [
             weight.part
@@ -409,7 +409,7 @@ class Converter:
             and weight.scales is None
             and blocks_are_shared(weight.part, self._format)
         ]
-        if not parts:
+        if not parts:  # on all ranks of the team, since the list depends on the layout alone
             return {}
         grids = [torch.zeros(scale_shape(part, self._format), device=device()) for part in parts]
         for part, grid in zip(parts, grids, strict=True):

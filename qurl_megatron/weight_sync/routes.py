@@ -1,7 +1,7 @@
 """Which learner rank writes which part on which machine, and what crosses between machines.
 
 A rank writes into the parameters of servers on its own machine only. Several ranks can hold the
-same part of a bucket: the data- and context-parallel replicas. On a machine where one of them is,
+same part of a bucket: the data- and context-parallel replicas. On a machine that has one of them,
 that one writes. To any other machine the part crosses once, from one of its holders to one rank
 there, which writes it:
 
@@ -39,7 +39,7 @@ class Routes:
 def find_routes(
     machines: Sequence[str], holders: Sequence[tuple[int, ...]], targets: Collection[str]
 ) -> Routes:
-    """Return the routes from all ranks to the machines `targets`, of which each has a rank.
+    """Return the routes from all ranks to the machines `targets`, each of which has a rank.
 
     Args:
         machines: that of each rank.

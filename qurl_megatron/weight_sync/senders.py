@@ -15,7 +15,7 @@ from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Des
 
 
 class Senders:
-    """This rank's ways to the servers. Collective over learner ranks."""
+    """This rank's channels and memory to write to. Collective over learner ranks."""
 
     def __init__(self, converter: Converter) -> None:
         """Send nothing yet."""
@@ -29,7 +29,7 @@ class Senders:
         """Convert the weights and send them; return the bytes sent, on rank 0, and the measures.
 
         Args:
-            destinations: of all servers that can be reached. Ways to other servers end.
+            destinations: of all servers that can be reached. Channels to others are closed.
             tokens: of the destinations to which this update goes.
         """
         if update.in_place:
@@ -54,12 +54,12 @@ class Senders:
         return sent_bytes, conversion
 
     def close(self) -> None:
-        """End all ways to servers, which keep running."""
+        """Leave all servers, which keep running."""
         self._open_channels([])
         self._parameters.keep({}, [])
 
     def _open_channels(self, destinations: Sequence[ChannelDestination]) -> None:
-        """Open channels to these destinations, as a sender, and close all others."""
+        """Open channels to these destinations, and close all others."""
         tokens = {destination.token for destination in destinations}
         for token in self.channels.keys() - tokens:
             self.channels.pop(token).close()

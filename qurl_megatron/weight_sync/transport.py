@@ -1,12 +1,12 @@
 """Transports: the ways on which weights reach a server, behind one interface.
 
     broadcast.py              a process group of each sender and the server
-    direct.py                 the server's memory, which the ranks of its machine write
+    in_place.py, direct.py    the server's memory, which the ranks of its machine write
     elsewhere/transport.py    HTTP requests, to a server that somebody started elsewhere
 
 Global rank 0 has a `Transport` for each server. Its `destination` says how the other ranks reach
-it: there each sender opens a `Channel`, which sends buckets in order. Whether these are all
-tensors or a delta is not the transport's matter.
+it: there each sender opens a `Channel`, which sends buckets in order. A transport does the same
+for a key frame and for a delta.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ class Channel:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def send(self, bucket: Bucket, version: int) -> Future[int]:
-        """Send a bucket of a version, after all before; done when it may be released.
+        """Send a bucket after all earlier ones; the future is done when it may be released.
 
-        The result is how many bytes that took; 0 after a failure.
+        The result is the number of bytes that were sent; 0 after a failure.
         """
         return self._do(lambda: self._send(bucket, version))
 
@@ -58,7 +58,7 @@ class Channel:
         return self._thread.submit(guarded)
 
     def _send(self, bucket: Bucket, version: int) -> int:
-        """Send a bucket; return how many bytes that took."""
+        """Send a bucket; return the number of bytes that were sent."""
         raise NotImplementedError
 
     def _leave(self) -> None:
@@ -75,7 +75,7 @@ class Destination:
 class ChannelDestination(Destination):
     """How senders reach a server, which loads what they send."""
 
-    may_compress = False  # deltas
+    may_compress = False  # whether channels may compress deltas
 
     def open(self, sender: int) -> Channel:
         """Begin to connect the sender of this number."""
@@ -84,19 +84,19 @@ class ChannelDestination(Destination):
 
 @dataclass
 class Update:
-    """What is sent to servers at the same time, on global rank 0."""
+    """What global rank 0 knows of weights that are sent to several servers at once."""
 
-    request: Manifest  # announces it
+    request: Manifest  # announces them
     version: int
     num_senders: int
     base: int | None  # of a delta
     in_place: bool  # into the parameters of the servers, which are on machines of the learner
     sent: asyncio.Event = field(default_factory=asyncio.Event)
-    failed: dict[str, RuntimeError] = field(default_factory=dict)  # channels, by token
+    failed: dict[str, RuntimeError] = field(default_factory=dict)  # why channels failed, by token
     checksums: Mapping[str, int] = field(default_factory=dict)  # of all tensors
 
     async def end(self, checksums: Mapping[str, int]) -> None:
-        """Tell the ranks that wait for it that all was sent."""
+        """Tell the transports that all was sent."""
         self.checksums = checksums
         self.sent.set()
 
@@ -107,19 +107,19 @@ class Transport:
     All methods may raise `ServerFailed`.
     """
 
-    # True if server and senders wait for each other, so that the senders need not wait before.
+    # True if `connect` waits for the senders, so they must begin before it returns.
     meets_senders = False
 
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
-        """Take a server, which may have the learner's GPUs. This may wait for the network."""
+        """Take a server, which may share the learner's GPUs. This may wait for the network."""
         self.destination: Destination | None = None
         self._control = control
 
     async def connect(self, num_senders: int) -> None:
-        """Let the server, which is paused, take what comes from this many senders."""
+        """Connect the server, which is paused, with this many senders."""
 
     async def load(self, update: Update) -> None:
-        """Let the server load what is sent; wait until all is sent and loaded.
+        """Let the server load what is sent; wait until it has done so and all was sent.
 
         Raises:
             ServerFailed: the server failed, or hung, or a channel to it was ended.

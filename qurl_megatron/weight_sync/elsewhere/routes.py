@@ -3,8 +3,8 @@
 The HTTP process writes the values of a bucket to a file that only this user can read. Then it asks
 the schedulers for an update, as for any bucket, and names the file where a process group would be.
 `weights.receive` reads it there. So pausing, versions and refusals are those of every other update.
-The file is gone when the learner gets its answer. What the model does not have, or a
-delta that cannot be read, is refused before the schedulers hear of it.
+The file is gone when the learner gets its answer. A tensor that the model does not have, or a delta
+that cannot be read, is refused before the schedulers hear of it.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 
 
 class Claimed(Protocol):
-    """What knows which run the server serves: its access control."""
+    """The server's access control, which knows the run that the server serves."""
 
     @property
     def run(self) -> str:
@@ -40,7 +40,7 @@ class Claimed(Protocol):
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of `wire.py`, of a server that is known by what this is given."""
+    """The routes of `wire.py` on a server; the fields tell what it is and holds."""
 
     claimed: Claimed
     arguments: Callable[[], Any]  # SGLang's of the server
@@ -68,7 +68,7 @@ class Routes:
         return JSONResponse(dataclasses.asdict(description))
 
     async def receive(self, request: Any) -> Any:
-        """Take a bucket from the body of a request, and have the schedulers load it."""
+        """Take a bucket from the body of a request, and let the schedulers load it."""
         with tempfile.NamedTemporaryFile(prefix="weights-") as file:
             try:
                 header = await receive_body(request.stream(), file.file, self.held())
@@ -95,7 +95,7 @@ def check_delta(flat: Tensor, held: Mapping[str, SentTensor]) -> None:
     """Check that a delta, `[bytes]` uint8, changes only tensors that a server has.
 
     Raises:
-        ValueError, RuntimeError: it does not, or is none.
+        ValueError, RuntimeError: it changes another, or cannot be read.
     """
     for change in unpack(flat):
         if change.name not in held:
@@ -105,7 +105,7 @@ def check_delta(flat: Tensor, held: Mapping[str, SentTensor]) -> None:
 async def receive_body(
     body: AsyncIterator[bytes], file: IO[bytes], held: Mapping[str, SentTensor]
 ) -> BucketHeader:
-    """Write the values that a body brings to `file`; return its header.
+    """Write the values in a body to `file`; return the body's header.
 
     Args:
         held: the tensors that the server takes, by name.
@@ -130,7 +130,7 @@ async def receive_body(
         values = decompress(chunk) if header.is_compressed else chunk
         num_bytes += len(values)
         if num_bytes > header.num_bytes:
-            break
+            break  # before a body without end fills the disk
         file.write(values)
     file.flush()
     if header is None or num_bytes != header.num_bytes:

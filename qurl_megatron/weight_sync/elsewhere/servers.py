@@ -1,7 +1,7 @@
 """Servers that somebody started elsewhere, with `qurl serve`: what they are, and whether they fit.
 
-The run reaches such a server by its URL and a key, and has nothing else of it: no process, no log,
-no shared file system, no process group.
+The run reaches such a server by its URL and a key only: it has no process, log, shared file system
+or process group of it.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def remote_server(url: str, key: str, run: str = "") -> Server:
 
 
 def description_of(architecture: Architecture, config: Config) -> Description:
-    """Return what a server of this version of the package says of itself, if it fits a run."""
+    """Return the description that a server must give of itself to fit a run."""
     quantization, rollout = config.quantization, config.rollout
     method = ENGINE_METHODS.get(quantization.weight_format)
     model = json.loads(json.dumps(dataclasses.asdict(architecture)))  # as it comes over HTTP
@@ -59,11 +59,11 @@ def check_servers(
         without: called for each that does not answer; None: that is an error too.
 
     Raises:
-        ConfigError: one does not or cannot; the message names it and says why.
+        ConfigError: one does not answer or fit; the message names it and says why.
     """
     for url in config.rollout.servers_at:
         try:
-            _ = urlsplit(url).port  # raises if it is none
+            _ = urlsplit(url).port  # raises if it is not a port
             is_safe = is_private(url)
         except ValueError as error:
             raise ConfigError(f"rollout.servers_at: {url} is no URL: {error}") from None
@@ -91,7 +91,7 @@ async def _problems(
         description = await describe(url, key)
         try:
             description.check(url, needed)
-        except ConfigError as error:  # says what the server says
+        except ConfigError as error:  # quotes the server
             raise ConfigError(escaped(str(error))) from None
 
     return await asyncio.gather(*map(check, urls), return_exceptions=True)

@@ -2,8 +2,8 @@
 
 Each bucket is a request, and the server's answer says whether it has loaded it. Deltas are
 compressed on slow links. A link is slow if compressing a delta and reading it take less time than
-they save on the way. How fast it is, is measured with every bucket that is large enough to tell.
-The first is always all tensors.
+they save on the way. Every bucket that is large enough measures the rate of the link. The first
+buckets are always those of a key frame.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport, Update
 
-# To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
-# takes for the bytes that it saves (docs/findings/systems.md).
+# A core takes about as long to compress and read a delta of a 32B model as a link of this rate
+# takes for the saved bytes (docs/findings/systems.md).
 COMPRESSION_PAYS_BELOW_BYTES_PER_S = 25e6
-MEASURED_BYTES = 2**16  # smaller buckets say more of the latency than of the rate
+MEASURED_BYTES = 2**16  # smaller buckets measure the latency, not the rate
 _CHUNK_BYTES = 2**20  # copied from the device and written to the connection at once
 
 
@@ -44,7 +44,7 @@ class HttpDestination(ChannelDestination):
     may_compress = True  # where the rate of the link makes it pay
 
     def open(self, sender: int) -> Channel:
-        """Return a channel, which connects with each bucket."""
+        """Return a channel, which connects anew for each bucket."""
         return HttpChannel(self)
 
 
@@ -100,17 +100,17 @@ class Http(Transport):
         )
 
     async def load(self, update: Update) -> None:
-        """Fail as the sender's channel did, which the server answers for each bucket."""
+        """Wait until all was sent, then raise what a channel raised: senders get the answers."""
         await update.sent.wait()
         if self.destination and self.destination.token in update.failed:
             raise update.failed[self.destination.token]
 
 
 def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload: Tensor) -> float:
-    """Send a bucket to a server; return for how many seconds it was on its way.
+    """Send a bucket to a server; return how many seconds it was on its way.
 
     Args:
-        timeout_s: how much longer this may take than the transfer.
+        timeout_s: time that this may take beside the transfer.
         payload: `[bytes]` uint8, on any device.
 
     Raises:

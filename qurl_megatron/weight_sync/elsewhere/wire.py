@@ -26,7 +26,7 @@ from qurl_megatron.rollout.wire import read_json
 
 @dataclasses.dataclass(frozen=True)
 class BucketHeader:
-    """The manifest of a bucket on its way, see `bucket.Manifest`, and what belongs to it."""
+    """The manifest of a bucket (see `bucket.Manifest`), and how to read and load its values."""
 
     names: Sequence[str]
     dtypes: Sequence[str]  # without "torch."
@@ -45,7 +45,7 @@ class BucketHeader:
         """Read a header.
 
         Raises:
-            ValueError: it is no such header.
+            ValueError: the line is not a header.
         """
         return from_tree(BucketHeader, read_json(line))
 
