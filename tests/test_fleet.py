@@ -25,7 +25,7 @@ from qurl_megatron.rollout.fleet import (
     ServerBusy,
 )
 from qurl_megatron.rollout.requests import Answer, NoAnswer
-from qurl_megatron.rollout.roster import incarnation, reported_lost
+from qurl_megatron.rollout.roster import incarnation, report_lost, reported_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
 from waiting import wait_until
 
@@ -220,6 +220,28 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
         with pytest.raises(FleetTooSmall, match="did not answer /health in 2 s"):
             asking.result(timeout=10)
     assert reported_lost(tmp_path) == {incarnation("rollout", 0, server)}
+
+
+def test_a_full_disk_delays_the_report_of_a_lost_server_and_stops_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = [True]
+
+    def report(*args: Any) -> None:
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        report_lost(*args)
+
+    monkeypatch.setattr(fleets, "report_lost", report)
+    server = make_server(0, tmp_path)
+    with closing(Fleet("rollout", {0: server}, loaded=True)) as fleet:
+        fleet.watch()
+        (member,) = fleet.members("serving")
+        fleet.lose(member, "holds other weights")
+        assert reported_lost(tmp_path) == set()
+        full[0] = False
+        expected = {incarnation("rollout", 0, server)}
+        assert wait_until(lambda: reported_lost(tmp_path) == expected)
 
 
 def test_a_server_that_compiles_in_its_first_prompt_is_kept_and_one_that_hangs_later_is_not(

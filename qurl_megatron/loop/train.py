@@ -67,7 +67,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         own = own_objective(config.objective)
         policy_loss = PolicyLoss(config.objective, config.rollout.max_staleness > 0, own)
 
-        steps_done = start_or_resume(config, run)
+        steps_done = start_or_resume(run)
         step, evaluation = steps_done, None
         for step in range(steps_done + 1, config.steps + 1):
             clock = Clock()
@@ -115,7 +115,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
     return False  # `saving_what_is_done` ended the block: too few servers
 
 
-def start_or_resume(config: Config, run: Run) -> int:
+def start_or_resume(run: Run) -> int:
     """Prepare learner, servers and log for the next step; return the number of steps done."""
     steps_done = run.resume()
     if steps_done == 0:

@@ -90,6 +90,7 @@ class Member:
     answered_at: float = field(default_factory=time.monotonic)  # a prompt; or began to owe one
     is_paused: bool = False  # by its link: no sign of life is expected
     has_answered: bool = False  # a prompt
+    is_reported: bool = False  # as lost, to its starter
 
 
 class Fleet:
@@ -185,9 +186,16 @@ class Fleet:
         self.note(member, f"is lost: {reason}{retried if member.server.is_remote else ''}")
         for request in member.requests:
             request.cancel()
-        if member.server.alive() and not member.server.is_remote:
-            logs = Path(member.server.log_file).parent
-            report_lost(logs, self.set_name, member.index, member.server)
+        self._report(member)
+
+    def _report(self, member: Member) -> None:
+        """Ask the starter of a lost server that still runs to replace it."""
+        server = member.server
+        if member.is_reported or server.is_remote or not server.alive():
+            return
+        with contextlib.suppress(OSError):  # a full disk; the next look tries again
+            report_lost(Path(server.log_file).parent, self.set_name, member.index, server)
+            member.is_reported = True
 
     def note(self, member: Member, what: str) -> None:
         """Tell the user, in a line, what happens to a server."""
@@ -295,6 +303,8 @@ class Fleet:
                         self._compare(await asyncio.to_thread(read))
                 probes = {member: probe for member, probe in probes.items() if not probe.done()}
                 self._await_lost_ones()
+                for member in self.members("lost"):
+                    self._report(member)
                 for member in self.members("starting", "joining", "serving"):
                     if not member.server.alive():
                         self.lose(member, str(member.server.failed("died")))

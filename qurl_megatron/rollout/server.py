@@ -141,8 +141,10 @@ class Server:
         """Return the exception for a failure, with the end of the log if there is one here."""
         if self.is_remote:
             return ServerFailed(f"server {self.url} {what}")
-        log = Path(self.log_file)
-        return ServerFailed(f"server {self.url} {what}; {log} ends:\n{tail(log)}")
+        log, end = Path(self.log_file), ""
+        with contextlib.suppress(OSError):  # a shared file system may falter
+            end = tail(log)
+        return ServerFailed(f"server {self.url} {what}; {log} ends:\n{end}")
 
 
 @dataclasses.dataclass(frozen=True)
