@@ -1,14 +1,18 @@
 """The SGLang plugin: every process of a server loads it, through two entry points.
 
 `activate_cpu_platform` (group `sglang.srt.platforms`, selected with SGLANG_PLATFORM=qurl_cpu) lets
-SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds eight things:
-the reloadable quantized linear layers and experts `qurl_int8`, `qurl_int4`, `qurl_int4_g32`,
-`qurl_fp8` and `qurl_fp8_block`;
-checksums of the weights a server holds; receiving weights with a time limit, also from the
-learner's memory; a weight version for every sampled token; sampling masks of several answers to a
-prompt; memory that a sleeping server gives back, and a KV cache that takes none before it is
-written; weights over HTTP, and access control before all routes (`access.py`). Without a GPU it
-also replaces the kernels of linear attention (`delta_net.py`). Importing this package does nothing.
+SGLang run on a machine without a GPU. `register` (group `sglang.srt.plugins`) adds:
+
+- quantized linear layers and experts that can be reloaded: `qurl_int8`, `qurl_int4`,
+  `qurl_int4_g32`, `qurl_fp8` and `qurl_fp8_block`;
+- checksums of the weights that a server holds, and a weight version for every sampled token;
+- receiving weights with a time limit: from process groups, in place, or over HTTP;
+- sampling masks for several completions of one prompt;
+- memory that a sleeping server gives back, and a KV cache that takes memory only when written;
+- access control in front of all routes (`access.py`);
+- without a GPU, PyTorch versions of the linear-attention kernels (`delta_net.py`).
+
+Importing this package does nothing.
 """
 
 
@@ -22,11 +26,11 @@ def activate_cpu_platform() -> str | None:
 
 
 def register() -> None:
-    """Have SGLang add this package's layers and hooks, once per process, before a model is built.
+    """Arrange that SGLang adds this package's layers and hooks, before it builds a model.
 
-    SGLang logs what a plugin raises, and the hooks that it cannot apply, and serves on: the server
-    would fail at the first publish. What applying hooks raises, however, ends the process. So
-    everything happens there.
+    SGLang only logs an exception of a plugin, or a hook that it cannot apply, and goes on: the
+    server would then fail at the first publish. An exception in `apply_hooks` ends the process, so
+    all the work is done there.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -56,7 +60,7 @@ def add_layers() -> None:
 
 
 def add_hooks() -> list[str]:
-    """Register this package's hooks; return the names of what they replace or wrap."""
+    """Register this package's hooks; return the names of the functions they replace or wrap."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from qurl_megatron.sglang_plugin import delta_net, memory, platform, routes, sampling, weights
@@ -103,10 +107,10 @@ def add_hooks() -> list[str]:
 
 
 def check_applied(names: list[str]) -> None:
-    """Check that SGLang applied the hooks of these names.
+    """Check that SGLang applied the hooks with these names.
 
     Raises:
-        RuntimeError: it did not apply one.
+        RuntimeError: SGLang did not apply one of them.
     """
     from importlib.metadata import version
 

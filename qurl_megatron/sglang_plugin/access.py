@@ -1,16 +1,16 @@
-"""Access to a server: which requests reach SGLang's routes, for whom, and with what bodies.
+"""Access to a server: which requests reach SGLang's routes, from which run, with which bodies.
 
 SGLang has over a hundred routes, and each release adds some. `ROUTES` lists the routes that a
-run, or SGLang itself, asks for. All others are closed: they answer with status 404. Before it comes
-SGLang's own, which asks every request for the key, but those of /health, /ready and /metrics.
+run, or SGLang itself, asks for. All others are closed: they answer with status 404. SGLang's own
+check comes first: it demands the key for every request except /health, /ready and /metrics.
 
-A server serves one run: the weights of a second one would silently replace those of the first. A
-run names itself in the header `Qurl-Run`. What changes the server needs that name, and the first
-run that gives one has the claim. All others are refused. A run that asks for nothing for
-`CLAIM_S` has ended without saying so.
+A server serves one run, because the weights of a second run would silently replace those of the
+first. A run names itself in the header `Qurl-Run`. Requests that change the server need that name,
+and the first run that gives one claims the server. Other runs are refused. A run that sends no
+request for `CLAIM_S` loses its claim: it has ended without saying so.
 
-A body is read whole, is limited, and must be of the schema of its route. What it says of weights
-must be true of the model: names, dtypes and shapes (`bucket.check_manifest`).
+A body is read whole, up to a limit, and must match the schema of its route. The names, dtypes and
+shapes of weights must match the model's (`bucket.check_manifest`).
 """
 
 import time
@@ -36,11 +36,11 @@ from qurl_megatron.rollout.wire import (
 )
 from qurl_megatron.weight_sync.bucket import SentTensor, check_manifest
 
-# The learner's part of a step must be shorter.
+# Seconds. The learner sends nothing during its part of a step, which must be shorter than this.
 CLAIM_S = 3600.0
 
 Application = Callable[..., Coroutine[Any, Any, None]]
-# A process group's name: no file and no URL.
+# A process group's name, which cannot be taken for a file or a URL.
 GroupName = Annotated[
     str, matching(r"[\w-]{0,64}(\.[0-9]{1,4})?", "a group's name has letters, digits and _ - only")
 ]
@@ -50,13 +50,13 @@ Token = Annotated[int, Ge(0), Le(2**31)]
 
 
 class Body(pydantic.BaseModel):
-    """A body in JSON, which has these fields only."""
+    """A JSON body, which must have no other fields."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
 
 class Empty(Body):
-    """A body that says nothing."""
+    """A body without fields."""
 
 
 class Pause(Body):
@@ -77,7 +77,7 @@ class JoinGroup(Body):
 
 
 class UpdateWeights(Body):
-    """Load what comes through a process group."""
+    """Load the weights that arrive through a process group."""
 
     names: list[str]
     dtypes: list[str]
@@ -89,7 +89,7 @@ class UpdateWeights(Body):
 
 
 class Memory(Body):
-    """Give memory back, or take it again, by what it is for."""
+    """Give memory back, or take it again; the tags name its uses."""
 
     tags: Annotated[list[Literal["kv_cache", "cuda_graph", "weights"]], Len(1, 3)]
 
@@ -124,10 +124,10 @@ class Generate(Body):
 
 @dataclass(frozen=True)
 class Route:
-    """Who may ask for a route, and with what body."""
+    """Which requests a route takes, and with which body."""
 
     is_open: bool = False  # without a key
-    changes: bool = False  # what the server is or holds: only the run that has it may ask
+    changes: bool = False  # the server's state: only the run that claims it may ask
     claims: bool = True  # a run that asks for it claims the server, if it names itself
     body: type[Body] | None = None  # None: the route reads it itself, or has none
 
@@ -140,8 +140,8 @@ ROUTES = {
     ("GET", "/server_info"): Route(),
     ("POST", "/freeze_gc"): Route(),
     ("GET", DESCRIPTION_PATH): Route(claims=False),
-    ("DELETE", RUN_PATH): Route(claims=False),  # does nothing for who has not the claim
-    ("POST", "/generate"): Route(body=Generate),  # SGLang warms itself up, for no run
+    ("DELETE", RUN_PATH): Route(claims=False),  # does nothing without the claim
+    ("POST", "/generate"): Route(body=Generate),  # also SGLang's warm-up, which names no run
     ("POST", "/pause_generation"): Route(changes=True, body=Pause),
     ("POST", "/continue_generation"): Route(changes=True, body=Empty),
     ("POST", "/release_memory_occupation"): Route(changes=True, body=Memory),
@@ -154,10 +154,10 @@ ROUTES = {
 
 
 class AccessControl:
-    """Lets the requests of one run in, and knows which run that is."""
+    """Admits the requests of one run, and knows which run that is."""
 
     def __init__(self, held: Callable[[], Mapping[str, SentTensor]]) -> None:
-        """Serve no run yet; `held` returns the tensors that the server takes."""
+        """Serve no run yet; `held` returns the tensors that the server takes, by name."""
         self._held = held
         self._run = ""
         self._num_running = 0  # requests of the run
@@ -165,17 +165,17 @@ class AccessControl:
 
     @property
     def run(self) -> str:
-        """The run that the server serves: that which asked last, unless that was long ago."""
+        """The run that claims the server; empty if there is none, or its claim has expired."""
         silent_s = time.monotonic() - self._heard_at
         return self._run if self._num_running or silent_s < CLAIM_S else ""
 
     def release(self, run: str) -> None:
-        """Forget the run, if it is this one."""
+        """End the claim of this run; do nothing if another run has it."""
         if self._run == run:
             self._run = ""
 
     def guard(self, app: Application) -> Application:
-        """Return an ASGI application that gives `app` only what this module lets in."""
+        """Return an ASGI application that passes only admitted requests to `app`."""
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "websocket":
@@ -210,7 +210,7 @@ class AccessControl:
     async def _check(
         self, app: Application, route: Route, scope: Any, receive: Any, send: Any
     ) -> None:
-        """Give `app` the request, if its body is of the schema of its route."""
+        """Pass the request to `app` if its body matches the schema of its route."""
         if route.body is None:
             await app(scope, receive, send)
             return
@@ -233,7 +233,7 @@ class AccessControl:
         async def replay() -> Any:
             nonlocal is_read
             if is_read:
-                return await receive()  # what tells that the client has gone
+                return await receive()  # later messages say when the client disconnects
             is_read = True
             return {"type": "http.request", "body": bytes(content), "more_body": False}
 
@@ -241,7 +241,7 @@ class AccessControl:
 
 
 def reason(error: ValueError) -> str:
-    """Return what is wrong with a request, on one line, and not more of it than that."""
+    """Return on one line what is wrong with a request, without repeating its input."""
     if not isinstance(error, pydantic.ValidationError):
         return escaped(str(error))
     first = error.errors(include_input=False, include_url=False)[0]

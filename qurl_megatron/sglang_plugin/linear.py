@@ -1,4 +1,4 @@
-"""Linear layers on INT8, INT4 or FP8 weight codes, which can be loaded any number of times.
+"""Linear layers with INT8, INT4 or FP8 weight codes, which can be loaded any number of times.
 
 A layer holds exactly what the learner sends:
 
@@ -18,10 +18,9 @@ they are by the weight's values, which are rounded to bfloat16 as SGLang's W4A16
 
     out = x @ bfloat16(codes * scale).T + bias
 
-Over a base of adapters (LoRA, `learner/adapters.py`) a layer has two more parameters, and adds
-their product to `out` in float32. A layer that fuses projections has an A for each, one behind
-another; a row of B has its values behind its own projection's A, and 0 elsewhere, so that the
-product is two for all of them:
+With adapters (LoRA, `learner/adapters.py`) a layer has two more parameters, and adds their product
+to `out` in float32. A layer that fuses projections stacks their A's. A row of B is 0 except in the
+columns of its own projection's A, so two products serve all projections:
 
     lora_a            [projections * rank, in] bfloat16
     lora_b            [out, projections * rank] bfloat16
@@ -29,13 +28,13 @@ product is two for all of them:
     out = out + (alpha / rank) (x @ lora_a.T) @ lora_b.T
 
 SGLang's own W8A8 layers transpose and rebind their weights after the first load, and then refuse or
-lose a second one. These layers multiply by a transposed view and never replace a parameter.
+lose a second load. These layers multiply by a transposed view and never replace a parameter.
 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
-by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, into
-which every publish would have to be brought. So the values of a layer are written out, and
-multiplied as BF16. On an H100 SGLang's Triton kernel for W4A16 experts, with a layer as the only
-expert, was 17 times as slow as INT8. On a CPU `quantization/products.py` has the products.
+by 8). INT4 is the exception: SGLang's Marlin kernels need the codes in an order of their own, so
+every publish would have to reorder them. Instead a layer's codes are dequantized, and multiplied
+in BF16. On an H100 SGLang's Triton kernel for W4A16 experts, with the layer as the only expert, was
+17 times as slow as INT8. On a CPU `quantization/products.py` computes the products.
 """
 
 from collections.abc import Callable
@@ -62,14 +61,15 @@ from qurl_megatron.quantization.products import (
 )
 from qurl_megatron.quantization.quantize import int4_values
 
-MAX_TOKENS = 128  # of a CPU product: its sums, and what they are made of, stay in a core's cache
+MAX_TOKENS = 128  # in one CPU product: its sums and operands stay in a core's cache
 BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 
 
 def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize activations `x` [tokens, in] token by token.
 
-    scale = absmax / largest code; codes are x / scale, rounded half to even; 0 for a row of zeros.
+    scale = absmax / largest code; codes = x / scale, rounded half to even. A row of zeros has
+    codes 0.
 
     Returns:
         The codes' values [tokens, in] float32, and the scales [tokens, 1] float32.
@@ -78,7 +78,7 @@ def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     x = x.float()
     scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / largest
     codes = x / scale
-    if code_dtype == torch.int8:  # rounding also takes back what division may exceed 127 by
+    if code_dtype == torch.int8:  # rounding also undoes any excess over 127 from the division
         return codes.round_(), scale
     return codes.clamp_(-largest, largest).to(code_dtype).float(), scale
 
@@ -111,8 +111,8 @@ class QuantizedLinearMethod(LinearMethodBase):
         **attributes: Any,
     ) -> None:
         """Register this rank's shard, with codes 0 and scales 1 until weights arrive."""
-        # SGLang passes its older loader to methods it does not know. These parameters are written
-        # for the newer one, and block scales load with no other.
+        # SGLang passes its older loader to methods that it does not know. These parameter classes
+        # are made for the newer one, and block scales load only with that.
         weight_loader = getattr(layer, "weight_loader_v2", weight_loader)
         weight = ModelWeightParameter(
             data=self.zero_codes(sum(output_partition_sizes), input_size_per_partition),
@@ -131,7 +131,7 @@ class QuantizedLinearMethod(LinearMethodBase):
                 layer.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
 
     def zero_codes(self, *shape: int) -> Tensor:
-        """Return the codes, which are 0, of weights of this shape."""
+        """Return codes 0, packed, for weights of this shape."""
         *rows, columns = shape
         size = (*rows, columns // self.packing)
         return torch.full(size, self.zero, dtype=torch.uint8).view(self.code_dtype)
@@ -139,7 +139,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def create_scales(
         self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
     ) -> torch.nn.Parameter:
-        """Return the scales of this rank's shard, which are 1."""
+        """Return scales 1 for this rank's shard, [out, 1] float32."""
         return ChannelQuantScaleParameter(
             data=torch.ones(sum(output_sizes), 1, dtype=torch.float32),
             output_dim=0,
@@ -167,7 +167,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def multiply_codes(self, codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         """Multiply the values of activation codes [tokens, in] by a weight and its scale.
 
-        Returns [tokens, out] float32.
+        Return [tokens, out] float32.
         """
         return sum_bfloat16(codes, weight).mul_(scale.t())
 
@@ -190,7 +190,7 @@ class Int8LinearMethod(QuantizedLinearMethod):
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        # Differs from the CPU where x / scale lies half-way: this kernel rounds that away from 0.
+        # Differs from the CPU if x / scale ends in .5: this kernel rounds it away from 0.
         from sgl_kernel import int8_scaled_mm
         from sglang.kernels.ops.quantization.int8_kernel import per_token_quant_int8
 
@@ -225,7 +225,7 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
     def create_scales(
         self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
     ) -> torch.nn.Parameter:
-        """Return the scales of blocks, which are 1.
+        """Return scales 1 for blocks, [ceil(out/128), ceil(in/128)] float32.
 
         Raises:
             ValueError: a block would belong to two of the layers fused on this rank.
@@ -284,7 +284,7 @@ class Int4LinearMethod(QuantizedLinearMethod):
     def create_scales(
         self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
     ) -> torch.nn.Parameter:
-        """Return the scales of groups, which are 1.
+        """Return scales 1 for groups, [out, in / group size] bfloat16.
 
         Raises:
             ValueError: a group would belong to two ranks, or be smaller than the others.
@@ -292,8 +292,8 @@ class Int4LinearMethod(QuantizedLinearMethod):
         group_size = self.block[1]
         if input_size % group_size:
             raise ValueError(
-                f"{self.quant_config.get_name()}: {input_size} input channels of this rank are no "
-                f"whole groups of {group_size}"
+                f"{self.quant_config.get_name()}: {input_size} input channels of this rank do "
+                f"not divide into groups of {group_size}"
             )
         shape = sum(output_sizes), input_size // group_size
         return GroupQuantScaleParameter(
@@ -325,7 +325,7 @@ class Int4Group32LinearMethod(Int4LinearMethod):
 def add_adapters(out: Tensor, x: Tensor, layer: Any, scaling: float) -> Tensor:
     """Add the product of a layer's adapters and `x` [tokens, in] to `out` [tokens, out] bfloat16.
 
-    Of a row-parallel layer it is this rank's part of a sum, as `out` is.
+    In a row-parallel layer the product, like `out`, is this rank's part of a sum over ranks.
     """
     if x.is_cuda:
         return out.addmm_(x @ layer.lora_a.t(), layer.lora_b.t(), alpha=scaling)

@@ -1,13 +1,13 @@
-"""Memory that a sleeping server gives back, so that a learner can have it.
+"""Memory that a sleeping server gives back, so that a learner can use it.
 
-SGLang gives memory back by what it is for: keys, values and states of linear attention
-(`kv_cache`), CUDA graphs, and weights. On a GPU torch_memory_saver unmaps it, and maps other memory
-at the same addresses later. This module does the same without a GPU: the kernel takes the pages of
-a tensor, and gives empty ones when the tensor is used next. Either way nothing that was in the
-memory comes back.
+SGLang gives memory back by tag: `kv_cache` (keys, values and states of linear attention),
+`cuda_graph`, and `weights`. On a GPU torch_memory_saver unmaps the memory, and later maps other
+memory at the same addresses. Without a GPU this module does the same: the kernel takes the pages
+of a tensor, and provides pages of zeros when the tensor is used again. Either way the contents are
+lost.
 
-CUDA's inter-process handles cannot be made of what torch_memory_saver maps. Weights that stay in a
-sleeping server, into which the learner's ranks write, are therefore allocated outside of it.
+CUDA cannot export inter-process handles of memory that torch_memory_saver maps. Weights that stay
+in a sleeping server, where the learner's ranks write them, are therefore allocated outside of it.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from qurl_megatron.process import trim_heap
 from qurl_megatron.quantization.products import forget
 
-MADV_REMOVE = 9  # of shared memory: Python's mmap module does not have it
+MADV_REMOVE = 9  # for shared memory; Python's mmap module lacks it
 
 
 def release(original: Callable[..., Any], updater: Any, request: Any) -> Any:
@@ -44,9 +44,9 @@ def region(
     tag: str,
     enable_cpu_backup: bool = False,
 ) -> AbstractContextManager[None]:
-    """Return the context in which memory of a tag is allocated, around torch_memory_saver's.
+    """Return the context that allocates memory of a tag, around torch_memory_saver's.
 
-    What SGLang would copy to the host before it is given back stays instead.
+    Memory that SGLang would back up on the host is not given back at all.
     """
     if enable_cpu_backup:
         return nullcontext()
@@ -56,8 +56,8 @@ def region(
 def create_cache(original: Callable[..., None], pool: Any) -> None:
     """Create the tensors of keys and values, around SGLang's `_create_buffers_normal`.
 
-    Without a GPU SGLang would write zeros to all of a cache that is as large as its requests can
-    need. So the kernel gives a page when it is first written.
+    Without a GPU SGLang would fill the whole cache with zeros, and so occupy memory for the most
+    that its requests can need. Here the kernel provides each page at its first write.
     """
     with _unwritten(pool.device):
         original(pool)
@@ -70,12 +70,12 @@ def create_states(original: Callable[..., None], pool: Any, **sizes: Any) -> Non
 
 
 def _unwritten(device: str) -> AbstractContextManager[Any]:
-    """Return the context in which a device's tensors of zeros are created."""
+    """Return the context in which `torch.zeros` on a CPU takes no memory yet."""
     return _Unwritten() if torch.device(device).type == "cpu" else nullcontext()
 
 
 class _Unwritten(TorchFunctionMode):
-    """Makes tensors of zeros of memory that the kernel has not given yet."""
+    """Makes `torch.zeros` reserve addresses, to which the kernel adds pages as they are written."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -89,9 +89,12 @@ class _Unwritten(TorchFunctionMode):
 
 
 def give_back(tensor: Tensor) -> None:
-    """Give the pages of a CPU tensor's storage back to the kernel; it then holds zeros.
+    """Give the pages of a CPU tensor's storage back to the kernel; they then read as zeros.
 
-    The parts of pages at its ends may belong to other tensors, and stay.
+    Partial pages at both ends stay, because other tensors may share them.
+
+    Raises:
+        OSError: the kernel refused.
     """
     storage = tensor.untyped_storage()
     start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -105,7 +108,7 @@ def give_back(tensor: Tensor) -> None:
 
 
 def _memory_of(model_runner: Any, tags: Sequence[str]) -> Iterator[Tensor]:
-    """Yield the tensors of a CPU server that these tags stand for; it has no graphs."""
+    """Yield the tensors of a CPU server that have these tags; it has no CUDA graphs."""
     if "kv_cache" in tags:
         pool = model_runner.token_to_kv_pool
         pool = getattr(pool, "full_kv_pool", pool)

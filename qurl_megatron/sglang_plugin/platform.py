@@ -49,20 +49,21 @@ class CpuPlatform(CpuSRTPlatform):
         LogitsProcessor._compute_lm_head = partialmethod(compute_lm_head, original)
         sampler.torch = SamplersTorch()
         standard.get_device = lambda: self.device_type  # SGLang's knows no out-of-tree platform
-        # SGLang waits for the kind of device that torch was built for before it gives memory back.
+        # Before it gives memory back, SGLang synchronizes torch's default device, which is CUDA for
+        # a torch that was built for it.
         get_device_module = torch.get_device_module
         torch.get_device_module = lambda device="cpu": get_device_module(device)  # type: ignore[assignment]
-        # Pinned memory needs a GPU. SGLang pins what says which states to keep, and the table of
-        # each token's experts.
+        # Pinned memory needs a GPU. SGLang pins the mask of states to keep, and the table of each
+        # token's experts.
         torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment,misc]
         base.BaseHostCache = base.BaseDeviceCache
 
     def empty_cache(self) -> None:
-        """Free what an emptied cache of prefixes was made of, and give it back to the kernel.
+        """Free the nodes of an emptied prefix cache, and give their memory back to the kernel.
 
-        Its nodes refer to each other, so Python frees them when it collects garbage: by itself only
-        after hundreds of publishes. Here that is quick, since a server is a fork of a process that
-        has frozen what it imported.
+        The nodes refer to each other, so only the garbage collector frees them, and by itself it
+        would run after hundreds of publishes. Collecting is quick here, because a server is forked
+        from a process that has frozen its imported objects.
         """
         gc.collect()
         trim_heap()
@@ -87,7 +88,7 @@ def compute_lm_head(
 ) -> Any:
     """Return logits [tokens, vocabulary] float32, in place of `LogitsProcessor._compute_lm_head`.
 
-    SGLang's own converts the weight for every token.
+    SGLang's own function converts the whole weight at every call.
     """
     from qurl_megatron.quantization.products import sum_bfloat16
 
@@ -99,7 +100,7 @@ def compute_lm_head(
 def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:
     """Release unused memory before sampling goes on, around `Scheduler.continue_generation`.
 
-    SGLang empties torch's cache on a GPU there, whatever the platform is.
+    SGLang itself only empties torch's GPU cache there, on every platform.
     """
     from sglang.srt.platforms import current_platform
 
@@ -109,10 +110,10 @@ def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:
 
 
 def rest(original: Callable[..., None], scheduler: Any) -> None:
-    """Wait for a request, around what `Scheduler` notes in each round of its loop while paused.
+    """Wait for a request, around `Scheduler._record_scheduler_state_for_paused_engine`.
 
-    SGLang waits with sleep-on-idle while it is idle, but not while it is paused: its loop would
-    take a core from the learner, whose turn it is. Without sleep-on-idle this does not wait either.
+    With sleep-on-idle SGLang waits while it is idle, but not while it is paused: its loop would
+    take a core from the learner, whose turn it is. Without sleep-on-idle this returns at once.
     """
     original(scheduler)
     scheduler.maybe_sleep_on_idle()

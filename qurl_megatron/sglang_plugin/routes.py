@@ -20,8 +20,8 @@ from qurl_megatron.weight_sync.elsewhere.routes import Routes
 
 
 def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
-    """Add the routes before SGLang's `add_api_key_middleware`, which protects all of them."""
-    tempfile.tempdir = None  # a fork has its parent's, and not the directory that TMPDIR names
+    """Add the routes, around SGLang's `add_api_key_middleware`, which then protects them too."""
+    tempfile.tempdir = None  # a fork inherits its parent's; look TMPDIR up again
     access = AccessControl(_held)
     routes = Routes(access, _arguments, _kept, _held, _update)
     app.add_route(DESCRIPTION_PATH, routes.describe, methods=["GET"])
@@ -32,7 +32,7 @@ def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
 
 
 def without_key(original: Callable[[Any], dict[str, Any]], arguments: Any) -> dict[str, Any]:
-    """Return what SGLang writes of its arguments to its log, but not the key."""
+    """Return the arguments that SGLang logs, without the key."""
     return {name: value for name, value in original(arguments).items() if name != "api_key"}
 
 
@@ -69,7 +69,7 @@ def _held() -> Mapping[str, SentTensor]:
 
 
 async def _update(**fields: Any) -> tuple[bool, str]:
-    """Have the schedulers load a bucket; return whether they did, and why not."""
+    """Ask the schedulers to load a bucket; return whether they did, and if not, why."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
     request = UpdateWeightsFromDistributedReqInput(**fields)

@@ -1,4 +1,4 @@
-"""Drawing tokens on a CPU, and sampling masks of several answers to one prompt."""
+"""Drawing tokens on a CPU, and sampling masks for several completions of one prompt."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ BLOCK = 64  # neighbouring weights that are summed first
 def draw(weights: Tensor, num_samples: int) -> Tensor:
     """Draw an index of each row of `weights` [rows, size], as `torch.multinomial` does.
 
-    torch draws an exponential for each weight. Here uniform numbers are looked up in distribution
-    functions: first which block of weights is drawn, then which of them. An index of weight 0 never
-    is.
+    torch draws one exponential per weight. This draws two uniform numbers per row and looks them up
+    in cumulative sums: the first picks a block of weights, the second an index in it. An index of
+    weight 0 is never drawn.
 
     Returns:
         [rows, 1] int64.
@@ -33,14 +33,14 @@ def _look_up(weights: Tensor) -> Tensor:
     """Draw an index [rows, 1] int64 of each row of `weights` [rows, size], in float64."""
     ends = weights.double().cumsum(-1)
     total = ends[:, -1:]
-    # The largest random numbers times the total may be rounded to it, where no index is.
+    # The product may round up to the total itself, which lies behind the last index.
     drawn = (torch.rand_like(total) * total).minimum(total.nextafter(torch.zeros_like(total)))
-    # A row of NaN has no index either; its log-prob will say so.
+    # A row with NaN has no valid index; its log-prob, which is NaN too, reveals that.
     return torch.searchsorted(ends, drawn, right=True).clamp_(max=ends.shape[1] - 1)
 
 
 class SamplersTorch:
-    """torch as SGLang's sampler knows it on a CPU: it draws by `draw`."""
+    """Stands in for `torch` in SGLang's sampler on a CPU: `multinomial` is `draw`."""
 
     multinomial = staticmethod(draw)
 
@@ -51,8 +51,9 @@ class SamplersTorch:
 def send(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Send a request to the scheduler, around `TokenizerManager._send_one_request`.
 
-    Before several answers to a prompt, SGLang has a request without a token fill the cache. It is a
-    copy of the others and would want masks too, of which there are none: SGLang would refuse all.
+    Before SGLang samples several completions of a prompt, it sends a copy of the request that
+    samples no token and only fills the prefix cache. The copy also asks for masks, but without
+    tokens there are none, and SGLang would refuse all of the requests.
     """
     if request.sampling_params.max_new_tokens == 0:
         request.return_sampling_mask = False

@@ -1,8 +1,8 @@
 """Weights by broadcast: each sender has a process group with each server.
 
-The groups of a server are formed in a store that rank 0 hosts. After a failure both sides of a
-group end, and the server's answer tells rank 0. Rank 0 gives a server's groups up through the
-store.
+Each server's groups are formed through a store that rank 0 hosts. After a failure both sides leave
+the group, and the server's answer tells rank 0. To give a server's groups up, rank 0 sets a key of
+the store.
 """
 
 import asyncio
@@ -28,15 +28,15 @@ _GIVEN_UP = "given up"  # a key of the store
 _POLL_S = 0.001
 _STORE_POLL_S = 0.05
 
-# Rank 0 keeps a store this long after it has given its channels up, so that senders which wait for
-# a transfer can read why. Otherwise they would learn only that the store has gone, and torch would
-# print a page of C++ frames about that.
+# Rank 0 keeps a store for this many seconds after it has given the channels up, so that senders in
+# the middle of a transfer can read the reason. Otherwise they would only find the store gone, and
+# torch would print a page of C++ frames about that.
 NOTICE_S = 4 * _STORE_POLL_S
 
 
 @dataclass(frozen=True)
 class GroupDestination(ChannelDestination):
-    """The store in which the senders and a server meet, to form process groups."""
+    """The store through which the senders and a server form process groups."""
 
     address: str  # of the store, as server and senders reach it
     port: int
@@ -45,11 +45,11 @@ class GroupDestination(ChannelDestination):
     timeout_s: float
 
     def open(self, sender: int) -> Channel:
-        """Begin to form the group of the sender of this number."""
+        """Begin to form the process group of the sender of this number."""
         return GroupChannel(self, sender)
 
     def store(self, *, is_host: bool = False) -> dist.TCPStore:
-        """Connect to the store, which the host opens."""
+        """Connect to the store; the host also opens it."""
         return dist.TCPStore(
             self.address,
             self.port,
@@ -61,7 +61,7 @@ class GroupDestination(ChannelDestination):
 
 
 def give_up(store: dist.TCPStore, why: str) -> None:
-    """End the channels that met in this store."""
+    """End the channels of this store; their senders fail with the reason `why`."""
     with contextlib.suppress(RuntimeError):
         store.set(_GIVEN_UP, why)
 
@@ -84,10 +84,10 @@ class GroupChannel(Channel):
         from sglang.srt.utils import init_custom_process_group
 
         destination = self._destination
-        # A connection of its own, even where this process keeps the store: one that waits for the
-        # server would block others.
+        # Each channel has its own connection, even on the rank that hosts the store: a connection
+        # that waits for the server would block the others.
         self._store = destination.store()
-        # Forming a group over gloo waits for the server; over NCCL the first transfer does.
+        # Over gloo, forming a group waits for the server; over NCCL, the first transfer waits.
         with surviving_errors() if destination.backend == "nccl" else contextlib.nullcontext():
             self._group = init_custom_process_group(
                 backend=destination.backend,
@@ -100,9 +100,9 @@ class GroupChannel(Channel):
         return 0
 
     def _send(self, bucket: Bucket, version: int) -> int:
-        """Broadcast a bucket's values, of which rank 0 told the server the version.
+        """Broadcast a bucket's values, before them the size if it is a delta's.
 
-        It also told the sizes, but those of a delta.
+        Rank 0 has announced the version to the server, and the sizes of a key frame.
         """
         if base_version(bucket.names) is not None:
             self._broadcast(torch.tensor([len(bucket.flat)], device=self._place))
@@ -111,9 +111,12 @@ class GroupChannel(Channel):
         return len(bucket.flat)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor to all ranks of the server, unless rank 0 gives the channel up.
+        """Send a tensor to all ranks of the server.
 
         Over NCCL nothing else limits the time, see `surviving_errors`.
+
+        Raises:
+            RuntimeError: the transfer failed, took too long, or rank 0 gave the channel up.
         """
         assert self._store is not None
         work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
@@ -130,7 +133,7 @@ class GroupChannel(Channel):
         work.wait()
 
     def _leave(self) -> None:
-        """Abort the group, so that neither side waits for the other any longer."""
+        """Abort the group, so that neither side goes on waiting for the other."""
         if self.failure is not None and self._store is not None:
             give_up(self._store, f"learner rank {rank()}: {self.failure}")
         group, self._group = self._group, None
@@ -142,19 +145,19 @@ class GroupChannel(Channel):
 
 
 class Broadcast(Transport):
-    """Global rank 0's end of one server's process groups: the store in which they are formed."""
+    """Global rank 0's end of one server's process groups: the store that forms them."""
 
     meets_senders = True
 
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
-        """Open a store in which the senders and the server meet."""
+        """Open a store for the senders and the server."""
         super().__init__(control, shares_gpus=shares_gpus)
         server = control.server
         destination = GroupDestination(
             token=f"weights-{secrets.token_hex(8)}",
             address=control.own_address(),
             port=0,
-            # Of two processes on one GPU, NCCL takes only one.
+            # NCCL refuses two processes of a group on one GPU.
             backend="gloo" if shares_gpus else backend_to(server.gpus if server.is_local else []),
             num_ranks=server.tensor_parallel_size,
             timeout_s=control.timeout_s,
@@ -163,7 +166,7 @@ class Broadcast(Transport):
         self.destination = self._at = dataclasses.replace(destination, port=self.store.port)
 
     async def connect(self, num_senders: int) -> None:
-        """Have the server join the group of each sender."""
+        """Let the server join the group of each sender."""
         at = self._at
         for sender in range(num_senders):
             await self._control.init_weights_group(
@@ -175,7 +178,7 @@ class Broadcast(Transport):
             )
 
     async def leave(self) -> None:
-        """Give the groups up, and let go of the store."""
+        """Give the groups up, and close the store."""
         await super().leave()
         if self.store is not None:
             give_up(self.store, self._control.server.url)

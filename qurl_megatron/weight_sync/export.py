@@ -1,9 +1,9 @@
 """Write the learner's policy as a Hugging Face directory, with UAQ undone, or adapters merged.
 
 UAQ (update-aware quantization) rescales weights at load; an export reverses that. `export` writes
-the policy of a live learner, `export_checkpoint` that of a checkpoint. Of a learner of adapters
-both write peft's directory too, and the model into which they are merged.
-The directory is written as `<name>.partial` and renamed when it is complete.
+the policy of a live learner, `export_checkpoint` that of a checkpoint. For a learner of adapters
+both write peft's directory, and the model with the adapters merged into it. A directory is written
+as `<name>.partial` and renamed when it is complete.
 """
 
 import os
@@ -41,14 +41,14 @@ from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.reshard import Converter
 
 ADAPTERS = "final_adapters"  # beside final_model
-FILE_BYTES = 4 * 1024**3  # size in float32; half as much on disk if the source is BF16
+FILE_BYTES = 4 * 1024**3  # of a file in float32; half as much on disk if the source is BF16
 
 
 def export(learner: Learner, source: Path, destination: Path, config: UaqConfig) -> None:
     """Write the policy to `destination`, replacing an earlier export.
 
-    The dtype, the tokenizer and the other files beside the weights are those of `source`.
-    Collective over all learner ranks; every sender writes what it gathers.
+    The dtype, the tokenizer and the other files beside the weights come from `source`. Collective
+    over all learner ranks; every sender writes the tensors that it gathers.
     """
     if learner.adapters:
         tensors = _gather_adapters(learner)
@@ -71,12 +71,14 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
 
 
 def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -> None:
-    """Write a run's checkpoint to `destination`, holding one layer in memory at a time.
+    """Write a run's checkpoint to `destination`; hold one layer in memory at a time.
 
     `progress` is called with the bytes read so far and the bytes to read. Needs no process group.
+    Adapters are all held in memory.
 
     Raises:
-        CheckpointError: `checkpoint` is not a checkpoint, or `destination` exists; one line.
+        CheckpointError: `checkpoint` is not a checkpoint, `destination` exists, or the disk is
+            too small for it.
     """
     config = checkpoints.read_config(checkpoint)
     adapters = Adapters.of(config)
@@ -108,7 +110,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
 
 
 def _gather_adapters(learner: Learner) -> dict[str, Tensor]:
-    """Return float32 A's and B's by name, on global rank 0. Collective."""
+    """Return the adapters' float32 A's and B's by name, on global rank 0. Collective."""
     tensors: dict[str, Tensor] = {}
 
     def keep(bucket: Bucket) -> None:
@@ -128,7 +130,7 @@ def _write_merged(
     of_adapters: Path,
     progress: Progress = lambda done, total: None,
 ) -> None:
-    """Write peft's directory, and the model that has the values of the base and the adapters."""
+    """Write peft's directory, and the model with the adapters merged into its base."""
     layers = adapted_layers(adapters.targets, Architecture.from_directory(source))
     kept = {name: values for name, values in tensors.items() if name.split(".lora_")[0] in layers}
     write_adapters(
@@ -155,20 +157,20 @@ class _Writer:
     def __init__(self, source: Path, directory: Path, config: UaqConfig, infix: str = "") -> None:
         self._source = source
         self._directory = directory
-        self._infix = infix  # tells the files of several writers apart
+        self._infix = infix  # keeps the files of several writers apart
         self._dtype = stored_dtype(source)
         self._architecture = Architecture.from_directory(source)
         self._unscale = uaq.inverse(config, is_hybrid=self._architecture.is_hybrid)
         self.file_of: dict[str, str] = {}
         self._num_files = 0
-        # Stored tensors that hold several full tensors, and how many of their values are missing.
+        # Stored tensors made of several full tensors, with the number of values still missing.
         self._unfinished: dict[str, tuple[Tensor, int]] = {}
 
     def write_file(self, masters: Iterable[tuple[str, Tensor]]) -> None:
         """Write float32 weights, given by name, to the next file."""
         tensors: dict[str, Tensor] = {}
         for name, master in masters:
-            # What a server holds in float32 stays so; config.json's dtype is that of the others.
+            # Tensors that servers hold in float32 stay so; config.json's dtype is for the others.
             is_exact = weight_map.sent_dtype(name) == torch.float32
             dtype = torch.float32 if is_exact else self._dtype
             values = self._unscale(name, master.cpu()).to(dtype).contiguous()

@@ -1,8 +1,8 @@
-"""Buckets from the parts that several ranks hold, and who sends them.
+"""Buckets from the parts that several ranks hold, and the ranks that send them.
 
-A team is a set of ranks that hold the parts of the same tensors: the tensor-parallel ranks of a
-pipeline stage, say. Its first rank gathers the tensors, or what changed in them, and sends them to
-the servers, so it is a *sender*. A learner has one sender for each team that converts.
+A team is a set of ranks that hold parts of the same tensors, such as the tensor-parallel ranks of a
+pipeline stage. Its first rank gathers the tensors, or their changes, and sends them to the servers:
+it is a *sender*. A learner has one sender for each team that converts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 Release = Callable[[], None] | None
 Send = Callable[[Bucket], Release]
-"""Takes a bucket, and returns a function that waits until the bucket may be released, or None."""
+"""Sends a bucket; returns a function that waits until the bucket may be released, or None."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Team:
     """The ranks that hold the parts of the same tensors, as this rank sees them."""
 
     group: dist.ProcessGroup
-    rank: int  # of this process in the group; rank 0 sends
+    rank: int  # of this process in the group, whose rank 0 sends
     size: int
     holders: tuple[int, ...]  # global ranks that hold this rank's parts, or copies of them
-    of_experts: bool = False  # whether its tensors are those of experts, or all the others
+    of_experts: bool = False  # True for experts' tensors, False for all others
 
     @classmethod
     def tensor_parallel(cls) -> Team:
-        """Return this rank's tensor-parallel group, which converts on the first replica."""
+        """Return this rank's tensor-parallel team; only the first replica's converts."""
         return cls(
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -52,9 +52,9 @@ class Team:
 
     @classmethod
     def expert_tensor_parallel(cls) -> Team:
-        """Return the ranks that share this rank's experts, which convert on the first copy.
+        """Return the team that shares this rank's experts; only the first copy's converts.
 
-        They are one team for each expert-parallel rank of a stage.
+        A stage has one such team for each of its expert-parallel ranks.
         """
         return cls(
             parallel_state.get_expert_tensor_parallel_group(),
@@ -71,7 +71,7 @@ class Team:
 
     @property
     def converts(self) -> bool:
-        """False if the ranks hold copies of another team's parts."""
+        """True if this rank is the first holder of its parts."""
         return self.holders[0] == dist.get_rank()
 
     @property
@@ -81,7 +81,7 @@ class Team:
 
 
 def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
-    """Return the values of the senders, in their order, on global rank 0; nothing elsewhere."""
+    """Return the senders' values, in their order, on global rank 0; an empty list elsewhere."""
     rank = dist.get_rank()
     if rank != 0:
         if rank in senders:
@@ -111,7 +111,7 @@ class Gatherer:
 
         Args:
             own: this rank's part of the bucket.
-            before: what that was in the last pass; None: that was not kept.
+            before: the same part in the last pass; None: it was not kept.
         """
         self.finish()
         if self._team.size == 1:
@@ -124,14 +124,14 @@ class Gatherer:
             self._release = self._send(_assemble(planned, parts))
 
     def finish(self) -> None:
-        """Wait until all that was sent may be released."""
+        """Wait until the last bucket may be released."""
         if self._release:
             self._release()
         self._release = None
 
 
 class DeltaGatherer(Gatherer):
-    """Gathers what changed since version `base`, in as few buckets."""
+    """Gathers the changes since version `base`, in as few buckets as fit `bucket_bytes`."""
 
     def __init__(
         self, send: Send, team: Team, base: int, bucket_bytes: int, *, is_relative: bool
@@ -144,7 +144,7 @@ class DeltaGatherer(Gatherer):
         self._num_bytes = 0  # of all ranks
 
     def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Collect what changed in a bucket. Send what was collected before, if both are too much.
+        """Collect the changes of a bucket; first send the earlier ones if both exceed the limit.
 
         Collective over the team.
         """
@@ -168,12 +168,12 @@ class DeltaGatherer(Gatherer):
         self._num_bytes += num_bytes
 
     def finish(self) -> None:
-        """Send what is left, and wait until all may be released."""
+        """Send the remaining changes, and wait until their bucket may be released."""
         self._flush()
         super().finish()
 
     def _flush(self) -> None:
-        """Send what was collected; nothing if no rank has a change."""
+        """Send the collected changes; send nothing if no rank has any. Collective over the team."""
         changes, num_bytes = self._changes, self._num_bytes
         self._changes, self._num_bytes = [], 0
         if not num_bytes:
@@ -196,16 +196,16 @@ class PartOfBucket:
 
     @classmethod
     def on(cls, planned: PlannedBucket, rank: int) -> PartOfBucket:
-        """Describe the part that a rank of a team has."""
+        """Describe the part that a rank of the team has."""
         offsets = [tensor.offset_on(rank) for tensor in planned.tensors]
         return cls(planned.manifest_on(rank), offsets)
 
 
 class ParameterWriter:
-    """Writes a team's buckets into servers' parameters, as a `Gatherer`.
+    """Writes a team's buckets into servers' parameters; has the methods of a `Gatherer`.
 
-    A rank writes its own parts, and the parts that others send to it (`routes.py`). All ranks count
-    buckets alike: the first of each rank's cross, then the second of each, and so on.
+    A rank writes its own parts, and the parts that others send to it (`routes.py`). Ranks exchange
+    in step: every rank's first bucket crosses, then every rank's second, and so on.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class ParameterWriter:
         """Write nothing yet.
 
         Args:
-            parts: those of each rank's buckets, by global rank; not read if nothing crosses.
+            parts: each rank's parts of buckets, by global rank; not read if nothing crosses.
         """
         self._parameters = parameters
         self._team = team
@@ -231,7 +231,7 @@ class ParameterWriter:
         self._number = 0  # of the bucket that comes next
 
     def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Write `own`, this rank's part of a bucket, whatever it was `before`, and let parts cross.
+        """Write `own`, this rank's part of a bucket, and let parts cross; `before` is not used.
 
         Collective over the ranks that send to each other.
         """
@@ -240,7 +240,7 @@ class ParameterWriter:
         self._exchange(own)
 
     def finish(self) -> None:
-        """Receive the buckets that are left; other ranks may have more than this one."""
+        """Receive the remaining buckets: other ranks may have more than this rank."""
         senders = [each.sender for some in self._transfers.values() for each in some]
         while self._number < max((len(self._parts[rank]) for rank in senders), default=0):
             self._exchange(None)
@@ -250,10 +250,10 @@ class ParameterWriter:
             self._parameters.write(delta.Change.whole(name, offset, tensor))
 
     def _exchange(self, own: Bucket | None) -> None:
-        """Send the bucket that `own` is a part of, and receive and write those of other ranks."""
+        """Send `own` if a transfer says so; receive and write the parts of other ranks."""
         number, rank = self._number, dist.get_rank()
         self._number += 1
-        for _, transfers in sorted(self._transfers.items()):
+        for _, transfers in sorted(self._transfers.items()):  # rounds, in one order on all ranks
             exchanged, arriving = [], []  # at most one arrives
             for transfer in transfers:
                 buckets = self._parts[transfer.sender]
@@ -277,14 +277,14 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def delta_bucket(base: int, flat: Tensor) -> Bucket:
-    """Return the bucket of messages `[bytes]` uint8 that change version `base`."""
+    """Return a bucket of delta messages, `[bytes]` uint8, that change version `base`."""
     return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
 
 
 def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None:
-    """Return the flat uint8 tensors of all ranks, of these sizes, on the team's first rank.
+    """Return the flat uint8 tensors of all ranks on the team's first rank; None on the others.
 
-    One collective; its first tensor is `own` itself.
+    Collective over the team. `sizes` are all ranks' bytes. The first tensor is `own`, not a copy.
     """
     ranks = dist.get_process_group_ranks(team.group)
     flats = None
@@ -304,7 +304,7 @@ def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None
 
 
 def _assemble(planned: PlannedBucket, parts: Sequence[Bucket]) -> Bucket:
-    """Return the full bucket of which the ranks have these parts: one copy of each tensor."""
+    """Return the full bucket made of all ranks' parts."""
     full = Bucket.empty(planned.manifest(), device())
     views = dict(full.tensors())
     by_rank = [dict(part.tensors()) for part in parts]

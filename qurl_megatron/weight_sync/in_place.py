@@ -8,9 +8,9 @@ from qurl_megatron.weight_sync.transport import Destination, Transport, Update
 
 @dataclass(frozen=True)
 class ParametersDestination(Destination):
-    """The parameters that a server has handed out, see `ServerControl.parameters`."""
+    """The parameters that a server has handed out; see `ServerControl.parameters`."""
 
-    machine: str  # whose ranks can attach to them
+    machine: str  # only its ranks can attach to the parameters
     ranks: list[dict[str, str]]
 
 
@@ -18,7 +18,7 @@ class InPlace(Transport):
     """Global rank 0's end of the way to a server that hands out its parameters."""
 
     async def connect(self, num_senders: int) -> None:
-        """Have the server hand out its parameters."""
+        """Ask the server to hand out its parameters."""
         self.destination = ParametersDestination(
             f"weights-{secrets.token_hex(8)}",
             self._control.server.machine,
@@ -26,9 +26,9 @@ class InPlace(Transport):
         )
 
     async def load(self, update: Update) -> None:
-        """Tell the server once all was written."""
+        """Announce the new weights to the server once all ranks have written them."""
         await update.sent.wait()
         await super().load(update)
-        # From now on the ranks have attached to the parameters, whose texts are long.
+        # The ranks have attached by now, and the texts are too long to send again.
         if isinstance(self.destination, ParametersDestination):
             self.destination = replace(self.destination, ranks=[])

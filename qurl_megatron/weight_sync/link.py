@@ -1,4 +1,4 @@
-"""Links: global rank 0's connections to the servers, by which it coordinates a publish."""
+"""Links: global rank 0's connections to the servers, through which it coordinates a publish."""
 
 import asyncio
 import contextlib
@@ -18,10 +18,10 @@ from qurl_megatron.weight_sync.elsewhere.transport import Http
 from qurl_megatron.weight_sync.in_place import InPlace
 from qurl_megatron.weight_sync.transport import Destination, Transport, Update
 
-# A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
-# over 1 Gb/s, and a server compiles its kernels in the first publish.
+# A server's death is noticed at once; this limit is for a server that hangs. A weight of 1.5 GB
+# takes 12 s over 1 Gb/s, and a server compiles its kernels in the first publish.
 PEER_TIMEOUT_S = 60.0
-LOST_TIMEOUT_S = 30.0  # for the end of a lost server, whose memory the learner needs
+LOST_TIMEOUT_S = 30.0  # for a lost server to end; the learner needs its memory
 
 
 class PublishError(SharedError, RuntimeError):
@@ -29,17 +29,17 @@ class PublishError(SharedError, RuntimeError):
 
 
 def transport_to(server: Server, *, in_place: bool) -> type[Transport]:
-    """Return the transport of weights to a server; `in_place`: its machine has a learner rank."""
+    """Return the transport to a server; with `in_place`, ranks write into its parameters."""
     if in_place:
         return InPlace
     return Http if server.is_remote else Broadcast
 
 
 class Link:
-    """Global rank 0's connection to one server. All of it is done in the controller's loop.
+    """Global rank 0's connection to one server. Its coroutines run in the controller's loop.
 
-    A server for which something fails is lost, unless it was sent a delta and has answered that it
-    cannot take it, or holds other weights after it.
+    A server is lost after any failure, except if it was sent a delta and refuses it or holds wrong
+    weights after it.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Link:
         pause_mode: PauseMode,
         releases: Releases | None,
     ) -> None:
-        """Take a server, which sleeps if it is one that `releases` memory in its sleep."""
+        """Take a server, which sleeps at first if it `releases` memory."""
         self.failure: RuntimeError | None = None  # of the last update
-        self._reachable = asyncio.Event()  # its destination is there, if the ranks can reach it
+        self._reachable = asyncio.Event()  # set once `destination` is ready, or never will be
         self._updating: asyncio.Task[None] | None = None
         self._transport: Transport | None = None
-        self._version: int | None = None  # that the server was verified to hold
+        self._version: int | None = None  # the version that the server was verified to hold
         self._tags = list(RELEASED[releases]) if releases else []
-        self._asleep = list(self._tags)  # what the server has given back
+        self._asleep = list(self._tags)  # tags of memory that the server has given back
         self._fleet = fleet
         self._member = member
         self._control = ServerControl(member.server, pause_mode, timeout_s)
@@ -71,7 +71,7 @@ class Link:
     @property
     def destination(self) -> Destination | None:
         """Where the ranks reach the server, if they can."""
-        transport = self._transport  # the loop may drop it now
+        transport = self._transport  # read once: the controller's thread may drop it meanwhile
         return transport.destination if transport else None
 
     @property
@@ -86,8 +86,8 @@ class Link:
     async def begin(self, update: Update) -> None:
         """Begin an update, and wait until the ranks may send to the destination, if there is one.
 
-        The server is paused, loads what is sent, and is resumed if it holds that. One that sleeps
-        goes on sleeping.
+        The server is paused, loads what is sent, and resumes if its checksums are right. A sleeping
+        server goes on sleeping.
         """
         self.failure, self._version = None, None
         self._reachable.clear()
@@ -100,7 +100,7 @@ class Link:
             await self._updating
 
     async def sleep(self) -> None:
-        """Have the server stop sampling and give memory back; a lost one does once it has ended."""
+        """Let the server stop sampling and give memory back; wait for the end of a lost one."""
         if not self.is_lost:
             async with self._losing():
                 self._member.is_paused = True
@@ -114,7 +114,7 @@ class Link:
                     await asyncio.sleep(POLL_S)
 
     async def wake(self) -> None:
-        """Have the server take its memory again, and sample."""
+        """Let the server take its memory again, and sample."""
         async with self._losing():
             if self._asleep:
                 await self._control.wake(self._asleep)
@@ -122,7 +122,7 @@ class Link:
             await self._resume()
 
     async def close(self) -> None:
-        """Leave the server as it is."""
+        """Disconnect, and leave the server as it is."""
         if self._updating:
             await end([self._updating])
         await self._leave()
@@ -141,10 +141,10 @@ class Link:
                         await self._resume()
                     self._fleet.joined(self._member)
         finally:
-            self._reachable.set()
+            self._reachable.set()  # after a failure too: `begin` waits for it
 
     async def _reach(self, update: Update) -> Transport:
-        """Pause the server, and connect it with the senders if it is not."""
+        """Pause the server, and connect it to the senders unless it is connected."""
         kind = transport_to(self.server, in_place=update.in_place)
         transport = self._transport
         is_new = not isinstance(transport, kind) or transport.destination is None
@@ -171,7 +171,7 @@ class Link:
 
     @contextlib.asynccontextmanager
     async def _losing(self, *, unless_refused: bool = False) -> AsyncIterator[None]:
-        """Lose the server if something fails in this context."""
+        """Lose the server if this context raises; with `unless_refused`, keep one that refuses."""
         try:
             yield
         except RuntimeError as error:

@@ -3,39 +3,39 @@
     pause servers -> convert and send buckets -> compare checksums -> resume as version + 1
 
 Every sender (`gather.py`) sends its own buckets to all servers; global rank 0 coordinates. It
-pauses the servers, tells them in one request what will come from whom (`bucket.py`), compares the
-checksums and resumes them.
+pauses the servers, announces in one request which buckets come from which sender (`bucket.py`),
+compares the checksums and resumes the servers.
 
 For each server a publish is all or nothing:
-- Between pause and resume it samples nothing, so every token has one version.
-- A prompt that starts after it uses no attention states of older weights. Nor does a request that
-  was running, unless `pause_mode` is `in_place`.
-- It resumes only if every tensor's checksum, computed from the learner's shards before they were
-  sent, equals the checksum of the parameters that the server's layers multiply with.
+- Between pause and resume the server samples nothing, so every token has one version.
+- A prompt that starts after a publish uses no attention states of older weights. Nor does a request
+  that was running, unless `pause_mode` is `in_place`.
+- The server resumes only if, for every tensor, the checksum of the parameters that its layers
+  multiply with equals the checksum that the learner computed from its shards before sending.
 
-A server that was verified to hold the version before gets a delta (`delta.py`): what changed since
-then. Every other server gets a key frame: all tensors. That is a server that joins, each server of
-a run that resumes, and each after a publish that no server was verified to hold. A server that
-refuses a delta, or does not hold the right weights after it, gets a key frame in the same publish.
-The checksums that are compared are always those of all tensors.
+A server that was verified to hold the previous version gets a delta (`delta.py`): the changes since
+then. Every other server gets a key frame with all tensors: a server that joins, each server of a
+run that resumes, and each server after a publish that no server was verified to hold. A server that
+refuses a delta, or holds wrong weights after it, gets a key frame in the same publish. The compared
+checksums always cover all tensors.
 
-Of a learner of adapters, whose base does not change, such a server gets the adapters: whole
-tensors, without the base that it holds.
+If a learner trains adapters over a frozen base, a server that holds the previous version gets the
+adapters as whole tensors, without the base.
 
-Servers fail one by one. A server that dies, hangs or holds other weights is dropped, and reported
-as lost. The others do not notice, because each has channels of its own (`transport.py`). Whatever a
-server is sent or asked has a time limit, `PEER_TIMEOUT_S`. If servers were reached, and not one of
-them holds what it was sent, then the fault is not theirs: the publish raises `PublishError`.
+Servers fail one by one. A server that dies, hangs or holds wrong weights is dropped, and reported
+as lost. The others do not notice, because each has its own channels (`transport.py`). Every request
+and transfer has a time limit, `PEER_TIMEOUT_S`. If servers were reached, but not one of them holds
+the weights that were sent, the fault is the learner's: the publish raises `PublishError`.
 
-A bucket is converted once, and goes to all servers at the same time, one copy to each. Meanwhile
-the next is converted, and the server loads the one before. A publish lasts as long as the slowest
-way (`transport.py`).
+A bucket is converted once and sent to all servers at the same time, one copy to each. Meanwhile
+the sender converts the next bucket, and the server loads the one before. A publish lasts as long as
+the slowest transport takes (`transport.py`).
 
 With transport `direct`, for servers on the learner's machines, nothing is sent: every rank writes
-into the parameters of the servers of its own machine (`direct.py`).
+into the parameters of the servers on its own machine (`direct.py`).
 
-The servers of a `ColocatedPublisher` (`colocation.py`) are on its GPUs: outside of `serving` they
-sleep.
+The servers of a `ColocatedPublisher` (`colocation.py`) share its GPUs: they sleep outside of
+`serving`.
 
 Example, on every learner rank:
 
@@ -73,8 +73,8 @@ from qurl_megatron.weight_sync.transport import Destination, Update
 
 T = TypeVar("T")
 
-# In mode `auto`, deltas that are larger than this part of a key frame are given up: to find and
-# pack that many changes takes longer than to send all tensors.
+# In mode `auto`, a delta larger than this fraction of a key frame ends the use of deltas: finding
+# and packing that many changes takes longer than sending all tensors.
 LARGEST_DELTA = 0.5
 
 
@@ -83,9 +83,9 @@ class Published:
     """The result of one publish; only global rank 0's is complete."""
 
     version: int  # the weight version the servers serve
-    num_servers: int  # servers that serve it
-    # Of a delta, of a key frame, or of both. A bucket that was compressed for some servers only
-    # counts as the most that one of them took.
+    num_servers: int  # servers that hold it
+    # Of the delta, the key frame, or both. Each bucket counts once, with the most bytes that one
+    # server took: it may be compressed for some servers only.
     sent_bytes: int
     conversion: Conversion  # `conversion.num_bytes` is the size of a key frame
 
@@ -110,10 +110,10 @@ class Publisher:
 
         Args:
             fleet: the servers, on global rank 0.
-            quantization: the run's, with the format and the layers in BF16 that the servers were
-                started with.
+            quantization: the run's; the servers were started with the same format and the same
+                layers in BF16.
             pause_mode: the run's `rollout.pause_mode`.
-            timeout_s: time that a server has for each answer and each transfer.
+            timeout_s: time limit of each answer and each transfer of a server, in seconds.
             releases: what these servers give back while a learner on their GPUs trains.
         """
         self.version = 0
@@ -133,20 +133,20 @@ class Publisher:
         self._links: dict[Member, Link] = {}  # on global rank 0
         self._senders = Senders(self._converter)
         self._sent: dict[str, int] = {}  # checksums of the current version
-        # The version of the codes that the converter keeps, or of the last publish over a frozen
-        # base, once a server was verified to hold it.
+        # The version that the next delta changes: that of the codes which the converter keeps, or
+        # of the last publish over a frozen base. None until a server was verified to hold it.
         self._base: int | None = None
 
     def publish(self) -> Published:
         """Send the current policy under the next version to all servers that answer.
 
-        Servers that fail are lost to the fleet; there may be none left.
+        Servers that fail are lost to the fleet; no server may be left.
 
         Raises:
-            PublishError: no server holds what was sent.
-            NonFinite: a weight holds NaN or infinity; the message names it, and its rank.
+            PublishError: no server holds the weights that were sent.
+            NonFinite: a weight holds NaN or infinity; the message names the weight and the rank.
         """
-        trim_heap()  # of what the step has used
+        trim_heap()  # gives memory that the step has freed back to the kernel
         self.version += 1
         self._sent = {}
         links = self._link(self._fleet.members("serving", "joining"))
@@ -165,8 +165,8 @@ class Publisher:
         """Send the current version to the servers that wait to join, and to no other.
 
         Raises:
-            PublishError: no server holds what was sent, or the learner's weights are not those of
-                the current version.
+            PublishError: no server holds the weights that were sent, or the learner's weights
+                have changed since the current version.
         """
         self._send_to(self._link(self._fleet.members("joining")))
 
@@ -179,7 +179,7 @@ class Publisher:
         """Return, on every rank, the result of rank 0's `work()`, which samples from the servers.
 
         Collective. Whenever `work` raises `AdmissionNeeded`, the joining servers are admitted and
-        it begins again.
+        `work` begins again.
 
         Raises:
             FleetTooSmall: too few servers serve.
@@ -200,21 +200,21 @@ class Publisher:
         """Leave the servers, which keep the last version."""
         self._wait(link.close() for link in self._links.values())
         self._links.clear()
-        self._senders.close()  # while the servers live
+        self._senders.close()  # while the servers still run
 
     @cached_property
     def _adapters(self) -> Manifest:
-        """What announces adapters alone, as `_key_frame`. Collective."""
+        """The announcement of the adapters alone, as `_key_frame`. Collective at the first call."""
         manifests = self._converter.manifests(without_base=True)
         return announce(to_rank_zero(manifests, self._converter.senders))
 
     @cached_property
     def _key_frame(self) -> Manifest:
-        """What announces all tensors; empty on all ranks but global rank 0. Collective."""
+        """The announcement of all tensors; empty except on rank 0. Collective at the first call."""
         return announce(to_rank_zero(self._converter.manifests(), self._converter.senders))
 
     def _link(self, members: list[Member]) -> list[Link]:
-        """Return the links to these servers, and close those to lost ones."""
+        """Return the links to these servers; close the links to lost servers."""
         lost = [member for member in self._links if member.state == "lost"]
         self._wait(self._links.pop(member).close() for member in lost)
         for member in members:
@@ -223,16 +223,16 @@ class Publisher:
         return [self._links[member] for member in members]
 
     def _send_to(self, links: list[Link], base: int | None = None) -> Published:
-        """Convert the weights once, and send them, or what changed since version `base`."""
-        self._base = None
+        """Convert the weights once, and send all of them, or the changes since version `base`."""
+        self._base = None  # from here on the converter overwrites the codes it keeps
         senders = self._converter.senders
         in_place = self._writes_to(links)
         if in_place:
             request = announce_in_place()
         else:
             if dist.get_rank() in senders:
-                import sglang.srt.utils  # noqa: F401  # takes seconds: servers would wait for it
-            # The first request is a key frame: it is complete when all senders are prepared.
+                import sglang.srt.utils  # noqa: F401  # takes seconds, so before servers pause
+            # Gathering the first key frame's manifests also waits until all senders are ready.
             if base is None:
                 request = self._key_frame
             elif self._converter.has_frozen_base:
@@ -284,7 +284,7 @@ class Publisher:
         return from_rank_zero(is_possible)
 
     def _commit(self, links: list[Link], update: Update, conversion: Conversion) -> int:
-        """Let each server serve that holds what was sent; return how many servers hold it."""
+        """Wait until each server has verified its weights; return how many hold this version."""
         if conversion.non_finite:
             raise NonFinite(f"{conversion.non_finite}; resume from a checkpoint")
         if self._sent and self._sent != conversion.checksums:

@@ -1,9 +1,9 @@
-"""Which learner rank writes which part on which machine, and what crosses between machines.
+"""Which learner rank writes which part on which machine, and which parts cross machines.
 
 A rank writes into the parameters of servers on its own machine only. Several ranks can hold the
-same part of a bucket: the data- and context-parallel replicas. On a machine where one of them is,
-that one writes. To any other machine the part crosses once, from one of its holders to one rank
-there, which writes it:
+same part of a bucket: the data- and context-parallel replicas. On a machine that has such a holder,
+the holder writes. To any other machine the part crosses once, from one holder to one rank there,
+which writes it:
 
     2 stages x 2 replicas, a machine for each replica    nothing crosses
     2 stages, a machine for each                         each stage's parts cross to the other
@@ -25,7 +25,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Routes:
-    """How the parts of all ranks reach all machines."""
+    """How the parts of all ranks reach all target machines."""
 
     writers: frozenset[int]  # global ranks that write their own part
     transfers: tuple[Transfer, ...]
@@ -39,17 +39,18 @@ class Routes:
 def find_routes(
     machines: Sequence[str], holders: Sequence[tuple[int, ...]], targets: Collection[str]
 ) -> Routes:
-    """Return the routes from all ranks to the machines `targets`, of which each has a rank.
+    """Return the routes from all ranks to the machines `targets`; each must have a rank.
 
     Args:
-        machines: that of each rank.
-        holders: for each rank, all ranks that hold the same part as it does.
+        machines: the machine of each rank.
+        holders: for each rank, all ranks that hold the same part, itself included.
     """
     writers: set[int] = set()
     transfers: list[Transfer] = []
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     ranks = range(len(machines))
+    # Every rank computes the routes itself, so their order must be the same everywhere.
     for part in sorted(set(holders)):
         for target in sorted(targets):
             here = [rank for rank in part if machines[rank] == target]

@@ -1,4 +1,4 @@
-"""What this rank sends to the servers: buckets through channels, or codes into parameters."""
+"""This rank's ways to the servers: buckets through channels, or codes into parameters."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Des
 
 
 class Senders:
-    """This rank's ways to the servers. Collective over learner ranks."""
+    """Sends this rank's weights to all servers. `send` is collective over learner ranks."""
 
     def __init__(self, converter: Converter) -> None:
         """Send nothing yet."""
@@ -28,22 +28,24 @@ class Senders:
     ) -> tuple[int, Conversion]:
         """Convert the weights and send them; return the bytes sent, on rank 0, and the measures.
 
+        Collective over learner ranks.
+
         Args:
-            destinations: of all servers that can be reached. Ways to others end.
-            tokens: of the destinations to which this update goes.
+            destinations: all servers that can be reached. Channels to others are closed.
+            tokens: the destinations to which this update goes.
         """
         if update.in_place:
             return 0, self._write(update, destinations, tokens)
         to_channels = [each for each in destinations if isinstance(each, ChannelDestination)]
         if dist.get_rank() in self._converter.senders:
             self._open_channels(to_channels)
-        sizes: list[int] = []  # of what was sent for each bucket
+        sizes: list[int] = []  # bytes sent for each bucket: the most that one server took
 
         def send(bucket: Bucket) -> Callable[[], None]:
             sending = [self.channels[token].send(bucket, update.version) for token in tokens]
             return lambda: sizes.append(max((future.result() for future in sending), default=0))
 
-        # Compressed deltas become much smaller if they are relative.
+        # Relative deltas compress much better.
         is_relative = any(destination.may_compress for destination in to_channels)
         conversion = self._converter.convert(send, base=update.base, is_relative=is_relative)
         own = {token: each.failure for token, each in self.channels.items() if each.failure}
@@ -54,12 +56,12 @@ class Senders:
         return sent_bytes, conversion
 
     def close(self) -> None:
-        """End all ways to servers, which keep running."""
+        """Disconnect from all servers, which keep running."""
         self._open_channels([])
         self._parameters.keep({}, [])
 
     def _open_channels(self, destinations: Sequence[ChannelDestination]) -> None:
-        """Have channels to these destinations and no other, as a sender."""
+        """Open channels to these destinations, and close all others; only senders call this."""
         tokens = {destination.token for destination in destinations}
         for token in self.channels.keys() - tokens:
             self.channels.pop(token).close()

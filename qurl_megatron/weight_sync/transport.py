@@ -1,12 +1,12 @@
-"""Transports: the ways on which weights reach a server, behind one interface.
+"""Transports: the ways in which weights reach a server, behind one interface.
 
     broadcast.py              a process group of each sender and the server
     direct.py                 the server's memory, which the ranks of its machine write
     elsewhere/transport.py    HTTP requests, to a server that somebody started elsewhere
 
 Global rank 0 has a `Transport` for each server. Its `destination` says how the other ranks reach
-it: there each sender opens a `Channel`, which sends buckets in order. Whether these are all
-tensors or a delta is not the transport's matter.
+the server: with it each sender opens a `Channel`, which sends buckets in order. The caller
+decides whether they carry all tensors or a delta.
 """
 
 import asyncio
@@ -18,39 +18,40 @@ from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.controller import end
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 
-# A server that ends a channel says why in its answer, which may come this much later.
+# A server that ends a channel says why in its answer, which may come this many seconds later.
 ANSWER_GRACE_S = 5.0
 
 
 class Channel:
-    """A sender's way to one server, with a thread. After a failure it sends nothing more."""
+    """A sender's connection to one server, with a thread. After a failure it sends nothing more."""
 
     def __init__(self, name: str) -> None:
-        """Send nothing yet; `name` is that of the channel's thread."""
+        """Start the channel's thread under this name; send nothing yet."""
         self.failure: RuntimeError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def send(self, bucket: Bucket, version: int) -> Future[int]:
-        """Send a bucket of a version, after all before; done when it may be released.
+        """Send a bucket of a version after all earlier ones.
 
-        The result is how many bytes that took; 0 after a failure.
+        The future is done when the bucket may be released. Its result is the number of bytes sent,
+        0 after a failure.
         """
         return self._do(lambda: self._send(bucket, version))
 
     def close(self) -> None:
-        """Leave the server, which keeps running."""
+        """Disconnect from the server, which keeps running, and end the thread."""
         self._thread.submit(self._leave).result()
         self._thread.shutdown()
 
     def _do(self, work: Callable[[], int]) -> Future[int]:
-        """Do work after all earlier work, unless that has failed; its result is then 0."""
+        """Queue work behind all earlier work; if any has failed, skip it with result 0."""
 
         def guarded() -> int:
             if self.failure is not None:
                 return 0
             try:
                 return work()
-            except RuntimeError as error:  # torch's errors of process groups among them
+            except RuntimeError as error:  # which includes torch's errors of process groups
                 self.failure = error
                 self._leave()
                 return 0
@@ -58,45 +59,45 @@ class Channel:
         return self._thread.submit(guarded)
 
     def _send(self, bucket: Bucket, version: int) -> int:
-        """Send a bucket; return how many bytes that took."""
+        """Send a bucket; return the number of bytes sent."""
         raise NotImplementedError
 
     def _leave(self) -> None:
-        """End what is connected."""
+        """Disconnect."""
 
 
 @dataclass(frozen=True)
 class Destination:
     """How the ranks reach a server; global rank 0 hands it to them."""
 
-    token: str  # a new one for each attempt, because servers refuse old names of groups
+    token: str  # new for each connection, because servers refuse the names of earlier groups
 
 
 class ChannelDestination(Destination):
-    """How senders reach a server, which loads what they send."""
+    """How senders reach a server that loads buckets from channels."""
 
     may_compress = False  # deltas
 
     def open(self, sender: int) -> Channel:
-        """Begin to connect the sender of this number."""
+        """Begin to connect the sender of this number; return its channel."""
         raise NotImplementedError
 
 
 @dataclass
 class Update:
-    """What is sent to servers at the same time, on global rank 0."""
+    """One version on its way to several servers at the same time, on global rank 0."""
 
-    request: Manifest  # announces it
+    request: Manifest  # the announcement
     version: int
     num_senders: int
-    base: int | None  # of a delta
-    in_place: bool  # into the parameters of the servers, which are on machines of the learner
+    base: int | None  # the version that the servers hold; None: everything is sent
+    in_place: bool  # ranks write into the servers' parameters
     sent: asyncio.Event = field(default_factory=asyncio.Event)
-    failed: dict[str, RuntimeError] = field(default_factory=dict)  # channels, by token
+    failed: dict[str, RuntimeError] = field(default_factory=dict)  # errors of channels, by token
     checksums: Mapping[str, int] = field(default_factory=dict)  # of all tensors
 
     async def end(self, checksums: Mapping[str, int]) -> None:
-        """Tell the ranks that wait for it that all was sent."""
+        """Wake the tasks that wait until everything was sent."""
         self.checksums = checksums
         self.sent.set()
 
@@ -107,22 +108,22 @@ class Transport:
     All methods may raise `ServerFailed`.
     """
 
-    # True if server and senders wait for each other, so that the senders need not wait before.
+    # True if server and senders wait for each other: then the senders may start before the server.
     meets_senders = False
 
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
-        """Take a server, which may have the learner's GPUs. This may wait for the network."""
+        """Take a server, which may share the learner's GPUs. This may wait for the network."""
         self.destination: Destination | None = None
         self._control = control
 
     async def connect(self, num_senders: int) -> None:
-        """Have the server take what comes from this many senders. It is paused."""
+        """Prepare the paused server to receive from this many senders."""
 
     async def load(self, update: Update) -> None:
-        """Have the server load what is sent, and wait until it has, and all was sent.
+        """Ask the server to load what is sent; wait until it has loaded, and all was sent.
 
         Raises:
-            ServerFailed: the server failed, or hung, or a channel to it was ended.
+            ServerFailed: the server failed or hung, or a channel to it ended.
         """
         assert self.destination is not None
         request, token = update.request, self.destination.token
@@ -153,5 +154,5 @@ class Transport:
             await self.leave()  # the next publish has new channels
 
     async def leave(self) -> None:
-        """End the channels, so that no sender waits for the server any longer."""
+        """End the channels, so that no sender goes on waiting for the server."""
         self.destination = None

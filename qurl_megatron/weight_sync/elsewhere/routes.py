@@ -1,10 +1,10 @@
-"""The routes by which a server that the learner reaches only by a URL takes weights.
+"""The routes by which a server takes weights over HTTP.
 
 The HTTP process writes the values of a bucket to a file that only this user can read. Then it asks
-the schedulers for an update, as for any bucket, and names the file where a process group would be.
-`weights.receive` reads it there. So pausing, versions and refusals are those of every other update.
-The file is gone when the learner gets its answer. What the model does not have, or a
-delta that cannot be read, is refused before the schedulers hear of it.
+the schedulers for an update, as for any bucket, with the file's path in place of a process group's
+name. `weights.receive` reads the file. So pauses, versions and refusals work as in every other
+update. The file is deleted before the learner gets the answer. Tensors that the model does not
+have, and a delta that cannot be read, are refused before the schedulers hear of them.
 """
 
 import dataclasses
@@ -28,25 +28,25 @@ from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 
 
 class Claimed(Protocol):
-    """What knows which run the server serves: its access control."""
+    """The part of a server's access control that knows which run it serves."""
 
     @property
     def run(self) -> str:
-        """The run; empty: none."""
+        """The run's name; empty if there is none."""
 
     def release(self, run: str) -> None:
-        """Forget the run, if it is this one."""
+        """End the claim of this run; do nothing if another run has it."""
 
 
 @dataclass(frozen=True)
 class Routes:
-    """The routes of `wire.py`, of a server that is known by what this is given."""
+    """The routes of `wire.py`, with functions that give the server's state."""
 
     claimed: Claimed
-    arguments: Callable[[], Any]  # SGLang's of the server
+    arguments: Callable[[], Any]  # the server's SGLang arguments
     kept: Callable[[], list[str]]  # layers in BF16
     held: Callable[[], Mapping[str, SentTensor]]  # the tensors that the server takes, by name
-    update: Callable[..., Awaitable[tuple[bool, str]]]  # whether the schedulers did, and why not
+    update: Callable[..., Awaitable[tuple[bool, str]]]  # whether it loaded, and if not, why
 
     async def release(self, request: Any) -> Any:
         """End the claim of the run that asks for it."""
@@ -68,7 +68,7 @@ class Routes:
         return JSONResponse(dataclasses.asdict(description))
 
     async def receive(self, request: Any) -> Any:
-        """Take a bucket from the body of a request, and have the schedulers load it."""
+        """Take a bucket from a request's body, and ask the schedulers to load it."""
         with tempfile.NamedTemporaryFile(prefix="weights-") as file:
             try:
                 header = await receive_body(request.stream(), file.file, self.held())
@@ -95,7 +95,7 @@ def check_delta(flat: Tensor, held: Mapping[str, SentTensor]) -> None:
     """Check that a delta, `[bytes]` uint8, changes only tensors that a server has.
 
     Raises:
-        ValueError, RuntimeError: it does not, or is none.
+        ValueError, RuntimeError: it changes another tensor, or is not a delta.
     """
     for change in unpack(flat):
         if change.name not in held:
@@ -105,7 +105,7 @@ def check_delta(flat: Tensor, held: Mapping[str, SentTensor]) -> None:
 async def receive_body(
     body: AsyncIterator[bytes], file: IO[bytes], held: Mapping[str, SentTensor]
 ) -> BucketHeader:
-    """Write the values that a body brings to `file`; return its header.
+    """Write the values in a body to `file`, decompressed; return the body's header.
 
     Args:
         held: the tensors that the server takes, by name.

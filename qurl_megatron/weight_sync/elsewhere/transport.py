@@ -1,9 +1,9 @@
 """Weights over HTTP, to a server that somebody started elsewhere.
 
-Each bucket is a request, and the server's answer says whether it has loaded it. Deltas are
-compressed on slow links. A link is slow if compressing a delta and reading it take less time than
-they save on the way. How fast it is, is measured with every bucket that is large enough to tell.
-The first is always all tensors.
+Each bucket is a request, and the server's answer says whether it has loaded the bucket. Deltas are
+compressed on slow links, where compressing and decompressing take less time than they save on the
+way. Every bucket that is large enough measures the rate of its link. The first publish to a server
+is a key frame, so the rate is known before the first delta.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport, Update
 
-# To compress and to read a delta of a 32B model takes a core about as long as a link of this rate
-# takes for the bytes that it saves (docs/findings/systems.md).
+# A core compresses and decompresses a delta of a 32B model in about the time that a link of this
+# rate takes for the bytes saved (docs/findings/systems.md).
 COMPRESSION_PAYS_BELOW_BYTES_PER_S = 25e6
-MEASURED_BYTES = 2**16  # smaller buckets say more of the latency than of the rate
+MEASURED_BYTES = 2**16  # smaller buckets measure the latency more than the rate
 _CHUNK_BYTES = 2**20  # copied from the device and written to the connection at once
 
 
@@ -41,10 +41,10 @@ class HttpDestination(ChannelDestination):
     server: Server
     timeout_s: float
     flush_cache: bool
-    may_compress = True  # where the rate of the link makes it pay
+    may_compress = True  # if the link is slow enough
 
     def open(self, sender: int) -> Channel:
-        """Return a channel, which connects with each bucket."""
+        """Return a channel, which opens a connection for each bucket."""
         return HttpChannel(self)
 
 
@@ -52,7 +52,7 @@ class HttpChannel(Channel):
     """A connection to one server over HTTP."""
 
     def __init__(self, destination: HttpDestination) -> None:
-        """Connect nothing yet."""
+        """Take the destination; connect only when a bucket is sent."""
         super().__init__(destination.token)
         self.rate = float("inf")  # of the link, in bytes per second
         self._destination = destination
@@ -61,8 +61,8 @@ class HttpChannel(Channel):
         """Send a bucket, and wait until the server has loaded it.
 
         Raises:
-            ServerFailed: the server did not take it.
-            UpdateRefused: the server answered that it did not load it.
+            ServerFailed: the server did not answer, or its answer makes no sense.
+            UpdateRefused: the server answered that it did not load the bucket.
         """
         destination = self._destination
         is_delta = base_version(bucket.names) is not None
@@ -87,10 +87,10 @@ class HttpChannel(Channel):
 
 
 class Http(Transport):
-    """Global rank 0's end of the way to a server that was started elsewhere, which listens."""
+    """Global rank 0's end of the way to a server that was started elsewhere."""
 
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
-        """Tell the senders where it listens."""
+        """Tell the senders the server's address."""
         super().__init__(control, shares_gpus=shares_gpus)
         self.destination = HttpDestination(
             token=f"weights-{secrets.token_hex(8)}",
@@ -100,22 +100,22 @@ class Http(Transport):
         )
 
     async def load(self, update: Update) -> None:
-        """Fail as the sender's channel did, which the server answers for each bucket."""
+        """Wait until all was sent; raise the error of a sender's channel, if one failed."""
         await update.sent.wait()
         if self.destination and self.destination.token in update.failed:
             raise update.failed[self.destination.token]
 
 
 def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload: Tensor) -> float:
-    """Send a bucket to a server; return for how many seconds it was on its way.
+    """Send a bucket to a server; return the transfer's seconds, without those of loading.
 
     Args:
-        timeout_s: how much longer this may take than the transfer.
+        timeout_s: time allowed beyond that of the transfer, in seconds.
         payload: `[bytes]` uint8, on any device.
 
     Raises:
-        UpdateRefused: the server answered that it did not load it.
-        ServerFailed: the server did not answer.
+        UpdateRefused: the server answered that it did not load the bucket.
+        ServerFailed: the server did not answer, or its `load_s` makes no sense.
     """
     start = header.pack()
     num_bytes = len(start) + len(payload)
