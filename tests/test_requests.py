@@ -245,7 +245,7 @@ def test_an_answer_that_is_no_completion_costs_the_server_or_the_run_if_it_is_it
     with server_that(saying(json.dumps(sampled))) as server:
         own = make_server(0, tmp_path, url=server.url)
         for each, error in ((server, ServerFailed), (own, RequestRefused)):
-            with pytest.raises(error, match="answered a prompt with something else") as failed:
+            with pytest.raises(error, match="answered a prompt with unexpected content") as failed:
                 client.fleet.controller.wait(client._post(ONE_PROMPT, each))
             assert failed.type is error
 
@@ -255,7 +255,7 @@ def test_the_experts_of_an_answer_must_be_of_each_token() -> None:
     for experts in (None, "", "AAAA", "!!!!"):
         sampled = {**RIGHT, "meta_info": {**META, "routed_experts": experts}}
         with server_that(saying(json.dumps(sampled))) as server:
-            with pytest.raises(ServerFailed, match="with something else"):
+            with pytest.raises(ServerFailed, match="with unexpected content"):
                 client.fleet.controller.wait(client._post(ONE_PROMPT, server))
 
 
@@ -286,10 +286,10 @@ def test_the_sampling_masks_of_an_answer_must_have_its_tokens() -> None:
     for each in wrong:
         sampled = {**RIGHT, "meta_info": {**META, **masks, **each}}
         with server_that(saying(json.dumps(sampled))) as server:
-            with pytest.raises(ServerFailed, match="with something else"):
+            with pytest.raises(ServerFailed, match="with unexpected content"):
                 client.fleet.controller.wait(client._post(asked, server))
     with server_that(saying(json.dumps(right))) as server:  # nobody asked for masks
-        with pytest.raises(ServerFailed, match="with something else"):
+        with pytest.raises(ServerFailed, match="with unexpected content"):
             client.fleet.controller.wait(client._post(ONE_PROMPT, server))
 
 

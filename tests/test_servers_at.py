@@ -158,8 +158,8 @@ def test_only_loopback_and_https_are_private() -> None:
     ("url", "message"),
     [
         ("http://192.0.2.1:2", "would carry the key and all completions in the clear"),
-        ("http://a:99999", "is no URL: "),
-        ("https://[:::]", "is no URL: "),
+        ("http://a:99999", "is not a URL: "),
+        ("https://[:::]", "is not a URL: "),
     ],
 )
 def test_a_url_that_must_not_or_cannot_be_asked_is_refused(

@@ -252,7 +252,7 @@ def test_layers_and_layouts_have_the_blocks_and_types_that_the_learner_quantizes
 def test_a_block_that_would_belong_to_two_fused_layers_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"\[256, 64\].*multiples of 128"):
         build_layer(Fp8BlockConfig(), 128, [256, 64])
-    with pytest.raises(ValueError, match="qurl_int4: 192 input channels.* no whole groups of 128"):
+    with pytest.raises(ValueError, match="qurl_int4: 192 input channels.* not divide into groups"):
         build_layer(Int4Config(), 192, [64])
 
 

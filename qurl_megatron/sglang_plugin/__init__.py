@@ -56,7 +56,7 @@ def add_layers() -> None:
 
 
 def add_hooks() -> list[str]:
-    """Register this package's hooks; return the names of what they replace or wrap."""
+    """Register this package's hooks; return the names of the functions they replace or wrap."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from qurl_megatron.sglang_plugin import delta_net, memory, platform, routes, sampling, weights
@@ -103,10 +103,10 @@ def add_hooks() -> list[str]:
 
 
 def check_applied(names: list[str]) -> None:
-    """Check that SGLang applied the hooks of these names.
+    """Check that SGLang applied the hooks with these names.
 
     Raises:
-        RuntimeError: it did not apply one.
+        RuntimeError: SGLang did not apply one of them.
     """
     from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""Access to a server: which requests reach SGLang's routes, for whom, and with what bodies.
+"""Access to a server: which requests reach SGLang's routes, from which run, with which bodies.
 
 SGLang has over a hundred routes, and each release adds some. `ROUTES` lists the routes that a
 run, or SGLang itself, asks for. All others are closed: they answer with status 404. SGLang's own
@@ -50,7 +50,7 @@ Token = Annotated[int, Ge(0), Le(2**31)]
 
 
 class Body(pydantic.BaseModel):
-    """A body in JSON, which has these fields only."""
+    """A JSON body, which must have no other fields."""
 
     model_config = pydantic.ConfigDict(extra="forbid", strict=True)
 
@@ -77,7 +77,7 @@ class JoinGroup(Body):
 
 
 class UpdateWeights(Body):
-    """Load what comes through a process group."""
+    """Load the weights that arrive through a process group."""
 
     names: list[str]
     dtypes: list[str]
@@ -124,7 +124,7 @@ class Generate(Body):
 
 @dataclass(frozen=True)
 class Route:
-    """Who may ask for a route, and with what body."""
+    """Which requests a route takes, and with which body."""
 
     is_open: bool = False  # without a key
     changes: bool = False  # the server or its weights: only the run with the claim may ask
@@ -157,7 +157,7 @@ class AccessControl:
     """Lets in the requests of one run, and knows which run that is."""
 
     def __init__(self, held: Callable[[], Mapping[str, SentTensor]]) -> None:
-        """Serve no run yet; `held` returns the tensors that the server takes."""
+        """Serve no run yet; `held` returns the tensors that the server takes, by name."""
         self._held = held
         self._run = ""
         self._num_running = 0  # requests of the run
@@ -170,12 +170,12 @@ class AccessControl:
         return self._run if self._num_running or silent_s < CLAIM_S else ""
 
     def release(self, run: str) -> None:
-        """Forget the run, if it is this one."""
+        """End the claim of this run; do nothing if another run has it."""
         if self._run == run:
             self._run = ""
 
     def guard(self, app: Application) -> Application:
-        """Return an ASGI application that gives `app` only what this module lets in."""
+        """Return an ASGI application that passes only admitted requests to `app`."""
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] == "websocket":

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, scaled_dot_product_attention
 
 # A group of several sequences has at most this many query-key pairs and keys, padding included.
-MAX_GROUP_PAIRS = 1 << 20  # which take time and memory
-MAX_GROUP_KEYS = 1 << 12  # so that those of a small model stay in a core's cache
+MAX_GROUP_PAIRS = 1 << 20  # they take time and memory
+MAX_GROUP_KEYS = 1 << 12  # so that a small model's keys stay in a core's cache
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SequenceGroup:
 def group_sequences(
     slots: Tensor, lengths: Tensor, num_new: Tensor, first: int = 0
 ) -> list[SequenceGroup]:
-    """Halve a batch until each group is small enough.
+    """Halve a batch until each group is small enough, or one sequence; return the groups in order.
 
     Args:
         slots: [sequences, max length] int64, each token's index into the key/value cache.
@@ -85,7 +85,7 @@ def attend(
         rows = embedding(group.slots, cache.flatten(1)).float()
         return rows.unflatten(-1, cache.shape[1:]).transpose(1, 2)
 
-    # Heads that share a key head are further queries of it: torch would copy its keys for each.
+    # Heads that share a key head become more queries of it: torch would copy the keys per head.
     shared = query.shape[1] // keys.shape[1]
     heads = padded.unflatten(2, (-1, shared)).permute(0, 2, 3, 1, 4)
     out = scaled_dot_product_attention(

@@ -1,8 +1,8 @@
 """Gated DeltaNet for machines without a GPU: torch in place of the kernels that SGLang calls.
 
-SGLang's own backend of hybrid models stays as it is, with its pools of states, its cache of
-prefixes and its bookkeeping. Only what it computes with Triton is replaced, function by function
-and with the same arguments (`KERNELS`). A sequence has a slot in two pools of each DeltaNet layer:
+SGLang's backend for hybrid models stays as it is, with its pools of states, its prefix cache and
+its bookkeeping. Only its Triton functions are replaced, one by one and with the same arguments
+(`KERNELS`). A sequence has a slot in two pools of each DeltaNet layer:
 
     convolution   [slots, channels, width - 1]                       inputs of its last tokens
     state         [slots, value heads, value channels, key channels] float32
@@ -36,7 +36,7 @@ def split_projections(
 
 
 def gates(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return the logarithms of decays, and the shares to write, [1, tokens, heads] float32."""
+    """Return the decays' logarithms, and beta, both [1, tokens, heads] float32."""
     decay = -A_log.float().exp() * softplus(a.float() + dt_bias.float())
     return decay[None], b.sigmoid().float()[None]
 
@@ -53,9 +53,9 @@ def gated_attention(x: Tensor, gate: Tensor, **_: Any) -> Tensor:
 
 
 def add_shared_expert(x: Tensor, gate: Tensor, shared: Tensor, out: Tensor) -> None:
-    """Add the shared expert's output [tokens, hidden], times its gate, to that of the others.
+    """Add the shared expert's output, times its gate, to the other experts' output in `out`.
 
-    `gate` is the weight [hidden] that gives each token its gate.
+    All are [tokens, hidden], but `gate` [hidden] is the weight that computes each token's gate.
     """
     share = (x.float() @ gate.float()).sigmoid()
     out.copy_(out.float() + share[:, None] * shared.float())
@@ -76,15 +76,15 @@ def convolve_prompts(
     Args:
         x: [channels, tokens].
         weight: [channels, width]; the last column is the token's own.
-        conv_states: the pool; the sequences' slots get their last inputs.
+        conv_states: the pool; each sequence's last inputs are written into its slot.
         query_start_loc: [sequences + 1], where each sequence begins.
-        cache_indices: [sequences], their slots.
+        cache_indices: [sequences], the slot of each.
         has_initial_state: [sequences] bool; others begin with zeros.
     """
     before = weight.shape[1] - 1
     starts, slots = query_start_loc.long(), cache_indices.long()
     lengths, sequences = starts.diff(), torch.arange(len(slots))
-    # In `padded`, each sequence follows the `before` inputs that its slot has.
+    # In `padded`, each sequence follows the `before` inputs from its slot.
     tokens = torch.arange(x.shape[1])
     tokens += before * (1 + torch.repeat_interleave(sequences, lengths))
     heads = (starts[:-1] + before * sequences)[:, None] + torch.arange(before)
@@ -109,7 +109,7 @@ def convolve_tokens(
     conv_state_indices: Tensor,
     **_: Any,
 ) -> Tensor:
-    """Return silu of the causal convolution [sequences, channels] of one more token each."""
+    """Return silu of the causal convolution [sequences, channels] for one new token of each."""
     slots = conv_state_indices.long()
     window = torch.cat([conv_state[slots], x[..., None].to(conv_state.dtype)], dim=-1)
     conv_state[slots] = window[..., 1:]
@@ -131,8 +131,8 @@ def extend(
     """Compute the delta rule of packed sequences [1, tokens, heads, ...], and update their slots.
 
     Returns:
-        Outputs [1, tokens, value heads, value channels], nothing, and the states before each chunk
-        of 64 tokens, [1, chunks, value heads, value channels, key channels], one sequence after
+        Outputs [1, tokens, value heads, value channels], None, and the state before each chunk of
+        64 tokens, [1, chunks, value heads, value channels, key channels], one sequence after
         another.
     """
     plan = chunk_plan(tuple(cu_seqlens.tolist()), q.device)
@@ -158,7 +158,7 @@ def decode(
     ssm_state_indices: Tensor,
     **_: Any,
 ) -> None:
-    """Compute one more token of each sequence into `out` [sequences, 1, heads, channels]."""
+    """Write the output of one new token per sequence to `out` [sequences, 1, heads, channels]."""
     heads, value_dim, key_dim = initial_state.shape[1:]
     keys = (mixed_qkv.shape[1] - heads * value_dim) // 2
     query, key, value = mixed_qkv.split([keys, keys, heads * value_dim], dim=-1)

@@ -21,7 +21,7 @@ With scales per channel they take any widths. With blocks or groups, a rank's hi
 intermediate channels must be whole ones. On a CPU, the experts that have tokens are computed one
 after another, by the linear layers' products, and summed in float32.
 
-The router is not quantized. An unquantized layer of experts is computed on a CPU by the same loop.
+The router is not quantized.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         """Register this rank's experts, with codes 0 and scales 1 until weights arrive.
 
         Raises:
-            ValueError: a block would belong to gate and up, or to two ranks.
+            ValueError: a block would span gate and up, or two ranks.
         """
         height, width = self.block
         if width and intermediate_size_per_partition % width:
             raise ValueError(
                 f"{self.linear.quant_config.get_name()}: a rank has "
-                f"{intermediate_size_per_partition} channels of each expert, which is no multiple "
-                f"of {width}, so a block would belong to two tensors; divide experts over ranks "
-                "(expert parallel), or use a format with one scale per channel"
+                f"{intermediate_size_per_partition} channels of each expert, which is not a "
+                f"multiple of {width}, so a block would belong to two tensors; divide experts over "
+                "ranks (expert parallel), or use a format with one scale per channel"
             )
         supported = FusedMoeWeightScaleSupported
         kind = (supported.BLOCK if width else supported.CHANNEL).value
@@ -110,12 +110,12 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
                 ),
             ):
                 parameter = torch.nn.Parameter(values, requires_grad=False)
-                # SGLang's loader reads from a scale's `quant_method` how it is divided over ranks.
+                # SGLang's loader reads from a scale's `quant_method` how ranks divide the scale.
                 set_weight_attrs(parameter, {"weight_loader": weight_loader, "quant_method": kind})
                 layer.register_parameter(f"{prefix}_{suffix}", parameter)
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: MoeRunnerConfig) -> None:
-        """Choose SGLang's Triton kernels for a GPU."""
+        """Choose SGLang's Triton kernels, which `apply` uses on a GPU."""
         self.runner = MoeRunner(MoeRunnerBackend.TRITON, moe_runner_config)
 
     def get_triton_quant_info(self, layer: Any) -> TritonMoeQuantInfo:
@@ -130,6 +130,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             use_fp8_w8a8=self.linear.code_dtype == torch.float8_e4m3fn,
             use_int4_w4a16=self.linear.code_dtype == torch.uint8,
             per_channel_quant=width is None,
+            # The W4A16 kernel wants 0 for the height of a group, which has one row.
             block_shape=[0 if height == 1 else height, width] if width else None,
         )
 
@@ -151,8 +152,7 @@ def apply_unquantized_experts(
 ) -> StandardCombineInput:
     """Compute unquantized experts on a CPU, in place of `UnquantizedFusedMoEMethod`.
 
-    SGLang's own loop takes a token of another rank's expert for an error, and multiplies in
-    bfloat16.
+    SGLang's own loop fails if a token's expert is on another rank, and it multiplies in bfloat16.
     """
     return sum_over_experts(
         dispatch_output,
@@ -167,7 +167,7 @@ def sum_over_experts(
 ) -> StandardCombineInput:
     """Compute the experts that have tokens, one after another; return their sums [tokens, hidden].
 
-    An expert's number is -1 where another rank holds it.
+    An expert's number is -1 if another rank holds the expert.
     """
     x = dispatch_output.hidden_states
     routing_weights, experts, _ = dispatch_output.topk_output
@@ -182,7 +182,7 @@ def sum_over_experts(
     return StandardCombineInput(hidden_states=out.to(x.dtype))
 
 
-_FUSED = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}  # SGLang knows the others
+_FUSED = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"]}  # SGLang knows the other fused layers
 
 
 class QurlConfig(QuantizationConfig):
@@ -190,8 +190,8 @@ class QurlConfig(QuantizationConfig):
 
     The name is given as `--quantization qurl_int8`, or in a model's config.json as
     `"quantization_config": {"quant_method": "qurl_int8"}`. Its `modules_to_not_convert` lists the
-    linear layers that stay in BF16. Its `adapters` has the `rank` and the `alpha` of adapters over
-    all linear layers but those of experts.
+    linear layers that stay in BF16. Its `adapters` has the `rank` and the `alpha` of adapters; all
+    linear layers have them, except those of experts.
     """
 
     name: str
@@ -230,7 +230,7 @@ class QurlConfig(QuantizationConfig):
         """Return the method of a linear layer or of experts; None for embeddings and lm_head."""
         if isinstance(layer, FusedMoE):
             if any(name.startswith(f"{prefix}.") for name in self.kept_layers):
-                return None  # all are kept, see `config.keep`
+                return None  # `config.keep` keeps all experts of a layer or none
             return QuantizedExpertsMethod(self.linear_method(self))
         if not isinstance(layer, LinearBase):
             return None
@@ -268,7 +268,7 @@ class Int4Group32Config(QurlConfig):
 
 
 class Fp8Config(QurlConfig):
-    """FP8 codes with a scale per output channel; of `fp8-tensor` all are equal."""
+    """FP8 codes with a scale per output channel; with `fp8-tensor` all scales are equal."""
 
     name = "qurl_fp8"
     linear_method = Fp8LinearMethod

@@ -1,4 +1,4 @@
-"""Linear layers on INT8, INT4 or FP8 weight codes, which can be loaded any number of times.
+"""Linear layers with INT8, INT4 or FP8 weight codes, which can be loaded any number of times.
 
 A layer holds exactly what the learner sends:
 
@@ -29,7 +29,7 @@ two products serve all projections:
     out = out + (alpha / rank) (x @ lora_a.T) @ lora_b.T
 
 SGLang's own W8A8 layers transpose and rebind their weights after the first load, and then refuse or
-lose a second one. These layers multiply by a transposed view and never replace a parameter.
+lose a second load. These layers multiply by a transposed view and never replace a parameter.
 
 On a GPU, sgl_kernel computes the products; it requires that view and divisible sizes (in by 16, out
 by 8). INT4 is the exception: SGLang's Marlin kernels take codes only in an order of their own, to
@@ -69,7 +69,8 @@ BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
 def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize activations `x` [tokens, in] token by token.
 
-    scale = absmax / largest code; codes are x / scale, rounded half to even; 0 for a row of zeros.
+    scale = absmax / largest code; codes = x / scale, rounded half to even. A row of zeros has
+    codes 0.
 
     Returns:
         The codes' values [tokens, in] float32, and the scales [tokens, 1] float32.
@@ -111,8 +112,8 @@ class QuantizedLinearMethod(LinearMethodBase):
         **attributes: Any,
     ) -> None:
         """Register this rank's shard, with codes 0 and scales 1 until weights arrive."""
-        # SGLang passes its older loader to methods it does not know. These parameters are written
-        # for the newer one, and block scales load with no other.
+        # SGLang passes its older loader to methods that it does not know. These parameter classes
+        # are made for the newer one, and block scales load only with that.
         weight_loader = getattr(layer, "weight_loader_v2", weight_loader)
         weight = ModelWeightParameter(
             data=self.zero_codes(sum(output_partition_sizes), input_size_per_partition),
@@ -131,7 +132,7 @@ class QuantizedLinearMethod(LinearMethodBase):
                 layer.register_parameter(name, torch.nn.Parameter(values, requires_grad=False))
 
     def zero_codes(self, *shape: int) -> Tensor:
-        """Return the codes, which are 0, of weights of this shape."""
+        """Return codes 0, packed, for weights of this shape."""
         *rows, columns = shape
         size = (*rows, columns // self.packing)
         return torch.full(size, self.zero, dtype=torch.uint8).view(self.code_dtype)
@@ -139,7 +140,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def create_scales(
         self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
     ) -> torch.nn.Parameter:
-        """Return the scales of this rank's shard, which are 1."""
+        """Return scales 1 for this rank's shard, [out, 1] float32."""
         return ChannelQuantScaleParameter(
             data=torch.ones(sum(output_sizes), 1, dtype=torch.float32),
             output_dim=0,
@@ -167,7 +168,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def multiply_codes(self, codes: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         """Multiply the values of activation codes [tokens, in] by a weight and its scale.
 
-        Returns [tokens, out] float32.
+        Return [tokens, out] float32.
         """
         return sum_bfloat16(codes, weight).mul_(scale.t())
 
@@ -190,7 +191,7 @@ class Int8LinearMethod(QuantizedLinearMethod):
     def multiply_cuda(
         self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     ) -> Tensor:
-        # Differs from the CPU where x / scale lies half-way: this kernel rounds that away from 0.
+        # Differs from the CPU if x / scale ends in .5: this kernel rounds it away from 0.
         from sgl_kernel import int8_scaled_mm
         from sglang.kernels.ops.quantization.int8_kernel import per_token_quant_int8
 
@@ -225,7 +226,7 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
     def create_scales(
         self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
     ) -> torch.nn.Parameter:
-        """Return the scales of blocks, which are 1.
+        """Return scales 1 for blocks, [ceil(out/128), ceil(in/128)] float32.
 
         Raises:
             ValueError: a block would belong to two of the layers fused on this rank.
@@ -284,7 +285,7 @@ class Int4LinearMethod(QuantizedLinearMethod):
     def create_scales(
         self, input_size: int, output_sizes: list[int], weight_loader: Callable[..., None]
     ) -> torch.nn.Parameter:
-        """Return the scales of groups, which are 1.
+        """Return scales 1 for groups, [out, in / group size] bfloat16.
 
         Raises:
             ValueError: a group would belong to two ranks, or be smaller than the others.
@@ -292,8 +293,8 @@ class Int4LinearMethod(QuantizedLinearMethod):
         group_size = self.block[1]
         if input_size % group_size:
             raise ValueError(
-                f"{self.quant_config.get_name()}: {input_size} input channels of this rank are no "
-                f"whole groups of {group_size}"
+                f"{self.quant_config.get_name()}: {input_size} input channels of this rank do "
+                f"not divide into groups of {group_size}"
             )
         shape = sum(output_sizes), input_size // group_size
         return GroupQuantScaleParameter(

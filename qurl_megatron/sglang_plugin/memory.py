@@ -1,10 +1,10 @@
-"""Memory that a sleeping server gives back, so that a learner can have it.
+"""Memory that a sleeping server gives back, so that a learner can use it.
 
-SGLang gives memory back by what it is for: keys, values and states of linear attention
-(`kv_cache`), CUDA graphs, and weights. On a GPU torch_memory_saver unmaps it, and maps other memory
-at the same addresses later. This module does the same without a GPU: the kernel takes the pages of
-a tensor, and gives empty ones when the tensor is used next. Either way nothing that was in the
-memory comes back.
+SGLang gives memory back by tag: `kv_cache` (keys, values and states of linear attention),
+`cuda_graph`, and `weights`. On a GPU torch_memory_saver unmaps the memory, and later maps other
+memory at the same addresses. Without a GPU this module does the same: the kernel takes the pages
+of a tensor, and provides pages of zeros when the tensor is used again. Either way the contents are
+lost.
 
 CUDA cannot make inter-process handles of memory that torch_memory_saver maps. Weights that stay in
 a sleeping server, into which the learner's ranks write, are therefore allocated outside of it.
@@ -44,7 +44,7 @@ def region(
     tag: str,
     enable_cpu_backup: bool = False,
 ) -> AbstractContextManager[None]:
-    """Return the context in which memory of a tag is allocated, around torch_memory_saver's.
+    """Return the context that allocates memory of a tag, around torch_memory_saver's.
 
     Memory that SGLang would copy to the host before a sleep stays where it is instead.
     """
@@ -70,7 +70,7 @@ def create_states(original: Callable[..., None], pool: Any, **sizes: Any) -> Non
 
 
 def _unwritten(device: str) -> AbstractContextManager[Any]:
-    """Return the context in which a device's tensors of zeros are created."""
+    """Return the context in which `torch.zeros` on a CPU takes no memory yet."""
     return _Unwritten() if torch.device(device).type == "cpu" else nullcontext()
 
 
@@ -89,7 +89,7 @@ class _Unwritten(TorchFunctionMode):
 
 
 def give_back(tensor: Tensor) -> None:
-    """Give the pages of a CPU tensor's storage back to the kernel; it then holds zeros.
+    """Give the pages of a CPU tensor's storage back to the kernel; they then read as zeros.
 
     Pages that it fills only in part may belong to other tensors too, and stay.
     """

@@ -87,7 +87,7 @@ def compute_lm_head(
 ) -> Any:
     """Return logits [tokens, vocabulary] float32, in place of `LogitsProcessor._compute_lm_head`.
 
-    SGLang's own converts the weight for every token.
+    SGLang's own function converts the whole weight at every call.
     """
     from qurl_megatron.quantization.products import sum_bfloat16
 
@@ -111,8 +111,8 @@ def resume(original: Callable[..., None], scheduler: Any, request: Any) -> None:
 def rest(original: Callable[..., None], scheduler: Any) -> None:
     """Wait for a request, around a method that `Scheduler` calls in each round while paused.
 
-    SGLang waits with sleep-on-idle while it is idle, but not while it is paused: its loop would
-    take a core from the learner, whose turn it is. Without sleep-on-idle this does not wait either.
+    With sleep-on-idle SGLang waits while it is idle, but not while it is paused: its loop would
+    take a core from the learner, whose turn it is. Without sleep-on-idle this returns at once.
     """
     original(scheduler)
     scheduler.maybe_sleep_on_idle()

@@ -35,7 +35,7 @@ def _look_up(weights: Tensor) -> Tensor:
     total = ends[:, -1:]
     # A random number just below 1, times the total, may be rounded to the total: past the end.
     drawn = (torch.rand_like(total) * total).minimum(total.nextafter(torch.zeros_like(total)))
-    # A row of NaN has no index either; its log-prob will say so.
+    # A row with NaN has no valid index; its log-prob, which is NaN too, reveals that.
     return torch.searchsorted(ends, drawn, right=True).clamp_(max=ends.shape[1] - 1)
 
 

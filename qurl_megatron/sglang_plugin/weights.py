@@ -1,7 +1,7 @@
 """The weights that a server's layers hold: receiving them, their version, and their checksums.
 
-A server can receive weights while requests wait in the middle of their answers. Its scheduler, one
-process per tensor-parallel rank, therefore keeps the version of the weights it has loaded:
+A server can receive weights while requests are half sampled. Each scheduler, one process per
+tensor-parallel rank, therefore keeps the version of the weights it has loaded:
 
 - `update_weights` takes it from the request that brings a bucket. A publish pauses the server
   first, so no token is sampled between two buckets. A delta of a version that the scheduler does
@@ -25,8 +25,8 @@ Requests without this project's markers go to SGLang's own code.
 
 `POST /weights_checker {"action": "checksum"}` returns, for each tensor-parallel rank, the checksum
 of every part of a tensor that the rank holds, by `checksum.part_key`. `checksum.combine` adds them
-up to full tensors' checksums. They are computed from the parameters that the layers multiply with,
-after SGLang's own loaders have fused and sharded what was sent.
+up to the checksums of full tensors. They are computed from the fused and sharded parameters with
+which the layers multiply.
 """
 
 import itertools
@@ -73,9 +73,9 @@ from qurl_megatron.weight_sync.direct import describe
 LEARNER_TIMEOUT_S = 120.0
 
 _ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # and the names that are sent
-# SGLang's Qwen3.5 has the modules of its full attention in the layer itself.
+# SGLang's Qwen3.5 keeps the modules of full attention in the layer, without `self_attn`.
 _IN_ATTENTION = re.compile(r"(?<=\d)\.(qkv_proj|o_proj|q_norm|k_norm)$")
-_MIXED = ("query", "key", "value")  # what a DeltaNet layer convolves, behind each other
+_MIXED = ("query", "key", "value")  # the inputs of a DeltaNet layer's convolution, in this order
 _MERGED = {  # the projections that SGLang holds as one
     "gate_up_proj": ("gate_proj", "up_proj"),
     "in_proj_qkvz": (*(f"in_proj_qkv:{part}" for part in _MIXED), "in_proj_z"),
@@ -86,19 +86,22 @@ HeldPart = tuple[str, Part]  # the name of a Hugging Face tensor, and the part t
 
 
 def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Load weights and their version, around SGLang's `update_weights_from_distributed`."""
+    """Load weights and note their version, around SGLang's `update_weights_from_distributed`.
+
+    Refuse a delta of a version that this scheduler does not hold.
+    """
     scheduler = updater.scheduler
     base, held = base_version(request.names), loaded_version(scheduler)
     # After the first bucket of a delta, the scheduler holds the version that the others bring too.
     if base is not None and held not in (base, int(request.weight_version)):
         if not request.group_name.startswith(FILE_PREFIX):
-            # The senders would otherwise wait for their time limit.
+            # Otherwise the senders would wait until their time limit.
             leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
         return UpdateWeightsFromDistributedReqOutput(
             success=False, message=f"it holds version {held}, and was sent a delta of {base}"
         )
     scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
-    forget()
+    forget()  # copies of these weights that CPU products have made
     if request.names == [IN_PLACE]:
         success, message = updater.flush_cache_after_weight_update(request, True, "Written.")
         answer = UpdateWeightsFromDistributedReqOutput(success=success, message=message)
@@ -139,7 +142,7 @@ def enqueue(
 def keep_newest(original: Callable[..., None], context: Any, source: str, **fields: Any) -> None:
     """Drop records that a new one replaces, around `RuntimeContext.override`.
 
-    SGLang keeps a record of each request's version for as long as the server runs.
+    SGLang would keep a record of every update's version for as long as the server runs.
     """
     original(context, source, **fields)
     log = context._overrides_log
@@ -152,14 +155,14 @@ def loaded_version(scheduler: Any) -> int:
 
 
 def cache_key(scheduler: Any) -> str:
-    """Return the part of a cached prefix's key that keeps versions apart."""
+    """Return the part of a prefix's cache key that separates weight versions."""
     return f"weights {loaded_version(scheduler)}"
 
 
 def join_group(original: Callable[..., Any], **options: Any) -> Any:
     """Join a process group for weights, as SGLang's `original` does, but with a time limit.
 
-    A learner that was forked from a process with this plugin comes here too, with its own limit.
+    A learner that is forked from a process with this plugin also calls this, with its own limit.
     """
     return original(**{"timeout": timedelta(seconds=LEARNER_TIMEOUT_S), **options})
 
@@ -208,7 +211,7 @@ def receive(
 
 
 def _begin(updater: Any, channel: str, num_bytes: int) -> tuple[Tensor, Any]:
-    """Begin to receive a bucket; return its buffer, `[bytes]` uint8, and what to wait for."""
+    """Begin to receive a bucket; return its buffer, `[bytes]` uint8, and the pending broadcast."""
     flat = torch.empty(num_bytes, dtype=torch.uint8, device=updater.device)
     group = updater._model_update_group[channel]
     return flat, dist.broadcast(flat, src=0, group=group, async_op=True)
@@ -229,7 +232,7 @@ def _receive_delta(updater: Any, channel: str) -> Iterator[Tensor]:
 
 
 def _receive_key_frame(updater: Any, request: Manifest, group_name: str) -> None:
-    """Receive a key frame, and write each bucket while the next is received."""
+    """Receive a key frame; write each bucket while the next one arrives."""
     model, last = updater.get_model(), None
     for sender, manifest in read_key_frame(request):
         channel = channel_name(group_name, sender)
@@ -251,9 +254,10 @@ def leave(updater: Any, group_name: str) -> None:
         group = groups.pop(channel_name(group_name, sender), None)
         if group is None:
             return
-        with suppress(RuntimeError):  # the learner may have closed it
+        with suppress(RuntimeError):  # the learner may have closed its end
             backend = dist.get_backend(group)
             kind = torch.device(updater.device if backend == "nccl" else "cpu")
+            # Destroying a group closes no connection while an operation is under way.
             group._get_backend(kind).abort()
             dist.destroy_process_group(group)
 
@@ -283,7 +287,8 @@ def compute_checksum(
 ) -> dict[str, Any]:
     """Return this rank's checksums, in place of `WeightChecker._compute_checksum`.
 
-    SGLang's own are of the fused and sharded tensors. No tensor is skipped.
+    SGLang's own checksums are of the fused and sharded tensors, so they depend on the layout.
+    `skip_tensor_list` is ignored: every tensor is checked.
     """
     parts = _parts_by_key(checker)
     values = dict(zip(parts, checksums(parts.values()), strict=True))
@@ -297,7 +302,7 @@ def compute_checksum(
 def handle(
     original: Callable[..., Any], checker: Any, action: str, *, role: str, **options: Any
 ) -> Any:
-    """Do an action of SGLang's weights checker, around `WeightChecker.handle`.
+    """Run an action of SGLang's weights checker, around `WeightChecker.handle`.
 
     The action `parameters` hands out the parameters to processes of this machine. Its answer has
     the form of `compute_checksum`, with texts of `direct.describe` in place of checksums.
@@ -322,7 +327,7 @@ def _parts_by_key(checker: Any) -> dict[str, Part]:
 
 
 def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
-    """Return this rank's parameters, cut into the Hugging Face tensors they were fused from.
+    """Return this rank's parameters, cut into the Hugging Face tensors they fuse, by name.
 
     Each name of a tensor has a list of parts. The lists are made once for a model, because its
     parameters stay where they are.
@@ -338,7 +343,7 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
 
 
 def _parts_of(module: torch.nn.Module, path: str) -> Iterator[HeldPart]:
-    """Yield the parts of a module's own parameters; it is at `path` in the model."""
+    """Yield the parts of the parameters of the module at `path`, without its submodules'."""
     if isinstance(getattr(module, "attn", None), RadixLinearAttention):
         yield from _cut_delta_net(module, path)
     elif not isinstance(module, RadixLinearAttention) and not path.endswith(".conv1d"):
@@ -368,7 +373,7 @@ def _cut_delta_net(layer: Any, path: str) -> Iterator[HeldPart]:
 
 
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
-    """Yield the parts of one parameter of a module that is at `path` in the model."""
+    """Yield the parts of one parameter of the module at `path`."""
     if name in _ADAPTERS:
         yield from _cut_adapters(module, path, name, tensor)
         return
@@ -395,7 +400,7 @@ def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Itera
 
 
 def _projections(module: torch.nn.Module, path: str) -> list[tuple[str, int, int]]:
-    """Return what is fused in a module: path, rows on a rank, and number of this rank's part."""
+    """Return a module's fused projections: path, rows on a rank, number of this rank's part."""
     parent, _, last = path.rpartition(".")
     rank, size = get_group_rank_size(getattr(module, "tp_group", None))
     if isinstance(module, QKVParallelLinear):
@@ -466,6 +471,6 @@ def _cut_experts(
                 row = layer.moe_tp_rank * len(part)
                 yield f"{path}.{expert}.{projection}.{sent_name}", Part(part, row, 0)
         else:
-            # Ranks share the columns, but each has all scales of whole rows.
+            # Ranks divide the columns; but if a scale covers a whole row, each rank has all scales.
             column = layer.moe_tp_rank * values.shape[1] if shares_columns else 0
             yield f"{path}.{expert}.down_proj.{sent_name}", Part(values, 0, column)

@@ -28,15 +28,15 @@ _GIVEN_UP = "given up"  # a key of the store
 _POLL_S = 0.001
 _STORE_POLL_S = 0.05
 
-# Rank 0 keeps a store this long after it has given its channels up, so that senders which wait for
-# a transfer can read why. Otherwise they would learn only that the store has gone, and torch would
-# print a page of C++ frames about that.
+# Rank 0 keeps a store for this many seconds after it has given the channels up, so that senders in
+# the middle of a transfer can read the reason. Otherwise they would only find the store gone, and
+# torch would print a page of C++ frames about that.
 NOTICE_S = 4 * _STORE_POLL_S
 
 
 @dataclass(frozen=True)
 class GroupDestination(ChannelDestination):
-    """The store in which the senders and a server meet, to form process groups."""
+    """The store through which the senders and a server form process groups."""
 
     address: str  # of the store, as server and senders reach it
     port: int
@@ -61,7 +61,7 @@ class GroupDestination(ChannelDestination):
 
 
 def give_up(store: dist.TCPStore, why: str) -> None:
-    """End the channels that met in this store."""
+    """End the channels of this store; their senders fail with the reason `why`."""
     with contextlib.suppress(RuntimeError):
         store.set(_GIVEN_UP, why)
 
@@ -87,7 +87,7 @@ class GroupChannel(Channel):
         # Each channel has its own connection, even where this process hosts the store: one that
         # waits for the server would block others.
         self._store = destination.store()
-        # Forming a group over gloo waits for the server; over NCCL the first transfer does.
+        # Over gloo, forming a group waits for the server; over NCCL, the first transfer waits.
         with surviving_errors() if destination.backend == "nccl" else contextlib.nullcontext():
             self._group = init_custom_process_group(
                 backend=destination.backend,
@@ -111,9 +111,12 @@ class GroupChannel(Channel):
         return len(bucket.flat)
 
     def _broadcast(self, tensor: Tensor) -> None:
-        """Send a tensor to all ranks of the server, unless rank 0 gives the channel up.
+        """Send a tensor to all ranks of the server.
 
         Over NCCL nothing else limits the time, see `surviving_errors`.
+
+        Raises:
+            RuntimeError: the transfer failed, took too long, or rank 0 gave the channel up.
         """
         assert self._store is not None
         work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
@@ -130,7 +133,7 @@ class GroupChannel(Channel):
         work.wait()
 
     def _leave(self) -> None:
-        """Abort the group, so that neither side waits for the other any longer."""
+        """Abort the group, so that neither side goes on waiting for the other."""
         if self.failure is not None and self._store is not None:
             give_up(self._store, f"learner rank {rank()}: {self.failure}")
         group, self._group = self._group, None
@@ -142,12 +145,12 @@ class GroupChannel(Channel):
 
 
 class Broadcast(Transport):
-    """Global rank 0's end of one server's process groups: the store in which they are formed."""
+    """Global rank 0's end of one server's process groups: the store that forms them."""
 
     meets_senders = True
 
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
-        """Open a store in which the senders and the server meet."""
+        """Open a store for the senders and the server."""
         super().__init__(control, shares_gpus=shares_gpus)
         server = control.server
         destination = GroupDestination(

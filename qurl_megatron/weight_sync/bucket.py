@@ -1,4 +1,4 @@
-"""Buckets: full tensors in one flat buffer, as weights leave the learner, and their announcement.
+"""Buckets: full tensors in one flat buffer, as weights leave the learner, and how to announce them.
 
 An unquantized weight is sent as one tensor, a quantized one as two: codes and scales. Each is
 assembled from the parts of the tensor-parallel ranks, in one of two ways:
@@ -7,33 +7,34 @@ assembled from the parts of the tensor-parallel ranks, in one of two ways:
     0 or 1          one per rank   the ranks' parts, one after another along `partition_dim`
     None            None           the same on every rank; rank 0 sends it
 
-Scales are divided like the codes if the boundaries between ranks fall between blocks of one scale.
-If such a block lies on several ranks (as a row of a row-parallel layer does), every rank computes
-all scales from a shared absmax, and rank 0 sends them.
+Scales are divided like the codes if no block of one scale crosses the boundary between two ranks.
+If a block lies on several ranks (as a row of a row-parallel layer does), every rank computes all
+scales from a shared absmax, and rank 0 sends them.
 
-A bucket is sent as two things. A manifest lists the name, dtype and shape of each tensor. A flat
-uint8 buffer holds their values, one tensor after another, without gaps and each in row-major order:
+A bucket has two parts. A manifest lists the name, dtype and shape of each tensor. A flat uint8
+buffer holds the values, one tensor after another, without gaps and each in row-major order:
 
     names    [q_proj.weight_scale,  q_proj.weight,     k_proj.weight   ]
     dtypes   [float32,              int8,              int8            ]
     flat     |256 x 4 bytes        |256 x 512 bytes   |64 x 512 bytes  |
 
-The widest element types come first. Each tensor then starts at a multiple of its element size, so
-the reader takes views of the buffer and copies nothing. This is the layout of SGLang's
-`flattened_bucket` load format.
+The widest element types come first. So each tensor starts at a multiple of its element size, and
+the reader takes views of the buffer without copying. SGLang's load format `flattened_bucket` has
+the same layout.
 
 A server has a process group with each sender (`gather.py`); see `channel_name`. One request
-announces all that comes through them. It is a manifest in one of three forms:
+announces everything that arrives through them. It is a manifest in one of three forms:
 
-    key frame        for each bucket a marker, which has the sender's number, and then the tensors:
+    key frame        for each bucket a marker with the sender's number, then the tensors:
         names   [bucket of sender 0, q_proj.weight_scale, q_proj.weight, bucket of sender 1, ...]
         dtypes  [uint8,              float32,             int8,          uint8,              ...]
         shapes  [[bytes],            [256, 1],            [256, 512],    [bytes],            ...]
     delta            names [delta of version 7], shapes [[number of senders]]
-    in place         names [written in place]: nothing comes
+    in place         names [written in place]: nothing is sent
 
-Each bucket of a key frame is broadcast by its sender, in the order of the request. A delta is as
-many buckets as a sender needs: each is preceded by its size, and an empty one is the last.
+The senders broadcast the buckets of a key frame in the order of the request. For a delta, each
+sender broadcasts as many buckets as it needs: first the size of each, then its bytes. A size of 0
+ends the delta.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Manifest:
     def read(
         cls, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> Manifest:
-        """Read the lists of a request, which has the names of dtypes, such as "int8"."""
+        """Read the lists of a request, in which dtypes are names such as "int8"."""
         return cls(names, [getattr(torch, dtype) for dtype in dtypes], shapes)
 
     @property
@@ -151,7 +152,7 @@ class SentTensor:
     rank_slices: list[slice] | None = None  # one per rank, along `partition_dim`
 
     def index_on(self, tp_rank: int) -> tuple[slice, ...]:
-        """Return where a rank's part lies in the full tensor; empty if it sends nothing."""
+        """Return where a rank's part lies in the full tensor; an empty part if it sends nothing."""
         index = [slice(0, size) for size in self.shape]
         if self.partition_dim is not None and self.rank_slices is not None:
             index[self.partition_dim] = self.rank_slices[tp_rank]
@@ -180,7 +181,7 @@ class SentWeight:
 
     part: TensorPart
     tensors: Sequence[SentTensor]  # the weight, or its codes and then its scales
-    is_frozen: bool = False  # the same in every pass
+    is_frozen: bool = False  # unchanged from pass to pass
     is_adapter: bool = False  # over a frozen base
     scales: Tensor | None = None  # if the learner holds codes, which `part` then has
 
@@ -232,7 +233,7 @@ class PlannedBucket:
 
     @property
     def is_frozen(self) -> bool:
-        """True if the bucket is the same in every pass; it has no other weights then."""
+        """True if the bucket is the same in every pass: all of its weights are frozen."""
         return self.weights[0].is_frozen
 
     @cached_property
@@ -246,7 +247,7 @@ class PlannedBucket:
         return Manifest.of((tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors)
 
     def manifest_on(self, tp_rank: int) -> Manifest:
-        """Return the manifest of a smaller bucket, with the rank's part of each tensor."""
+        """Return the manifest of a rank's part of the bucket."""
         return Manifest.of(
             (tensor.name, tensor.dtype, tensor.shape_on(tp_rank)) for tensor in self.tensors
         )
@@ -272,7 +273,7 @@ def scale_shape(part: TensorPart, weight_format: str) -> tuple[int, ...]:
 
 
 def scale_index(part: TensorPart, weight_format: str) -> tuple[slice, ...]:
-    """Return where the blocks that a part touches lie among those of the full tensor."""
+    """Return which of the full tensor's blocks a part touches, as an index into its scales."""
     return tuple(
         slice(None) if block is None else slice(start // block, -(-(start + size) // block))
         for start, size, block in zip(
@@ -299,7 +300,7 @@ def channel_name(token: str, sender: int) -> str:
 
 
 def announce(senders: Sequence[Sequence[Sequence[Manifest]]]) -> Manifest:
-    """Announce a key frame: the buckets of each sender's teams, in the order of its teams.
+    """Announce a key frame: for each sender, for each of its teams, the buckets.
 
     A server receives them in this order, so no sender may wait for one that comes later. All
     senders' buckets of the first team come before any of the second, since a rank may have to help
@@ -340,11 +341,11 @@ def model_tensors(
     """Return every full tensor that a server of a model takes, by name.
 
     Args:
-        weight_format: of the layers that are quantized; "bf16": none is.
+        weight_format: of the quantized layers; "bf16" if no layer is quantized.
         kept: layers that stay in BF16, as `keep.layers_of` returns them.
     """
     tensors: dict[str, SentTensor] = {}
-    nothing = torch.empty(0)  # a server has no shard of the learner's
+    nothing = torch.empty(0)  # only names, dtypes and shapes are needed, not a learner's shard
     for rule in weight_map.rules(architecture):
         for layer in rule.layers(architecture):
             for tensor, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
@@ -365,7 +366,7 @@ def check_manifest(
     shapes: Sequence[Sequence[int]],
     held: Mapping[str, SentTensor],
 ) -> None:
-    """Check that the lists of a request announce only what a server holds.
+    """Check that the lists of a request announce only tensors that a server holds.
 
     Raises:
         ValueError: an entry is neither a marker nor one of the tensors `held`; the first is named.
@@ -388,7 +389,7 @@ def check_manifest(
 
 
 def read_key_frame(request: Manifest) -> Iterator[tuple[int, Manifest]]:
-    """Yield the buckets that `announce` was given, as they come, each with its sender's number."""
+    """Yield sender number and manifest of each bucket that `announce` listed, in its order."""
     starts = [index for index, name in enumerate(request.names) if name.startswith(_MARKER)]
     for start, end in itertools.pairwise([*starts, len(request.names)]):
         run = slice(start + 1, end)

@@ -1,4 +1,4 @@
-"""Whose turn it is on the GPUs that a learner and its servers share.
+"""Turns on the GPUs that a learner and its servers share.
 
 While the servers sample, the learner's memory is in the host's. While the learner trains, the
 servers sleep. A server that starts takes a part of the memory it finds free, so it may start only
@@ -31,7 +31,7 @@ class Resident(Protocol):
 
 
 class Colocation:
-    """A learner on the GPUs of servers, which has them first. Collective over learner ranks."""
+    """A learner that shares GPUs with servers and has the first turn. Collective over its ranks."""
 
     def __init__(self, directory: Path) -> None:
         """Take the node's lock in `directory`, the servers' log directory."""
@@ -40,11 +40,11 @@ class Colocation:
         self._take()
 
     def hold(self, residents: Sequence[Resident]) -> None:
-        """Note the learner's models, in the order in which they come back."""
+        """Take the learner's models, in the order in which they come back."""
         self._residents = list(residents)
 
     def release(self) -> None:
-        """Leave, and let servers wake and start."""
+        """Leave the GPUs, and let servers wake and start."""
         for resident in reversed(self._residents):
             resident.leave()
         device.release_memory()
@@ -53,7 +53,7 @@ class Colocation:
             self._lock.release()
 
     def acquire(self) -> None:
-        """Come back, once all servers of this node sleep."""
+        """Come back to the GPUs, once all servers of this node sleep."""
         self._take()
         for resident in self._residents:
             resident.come_back()
@@ -66,14 +66,14 @@ class Colocation:
     def _take(self) -> None:
         if self._lock:
             self._lock.take()
-        dist.barrier()
+        dist.barrier()  # the other ranks wait until the first of their node has the lock
 
 
 class ColocatedPublisher(Publisher):
     """Publishes to servers on the learner's GPUs, which sleep outside of `serving`."""
 
     def __init__(self, colocation: Colocation, *arguments: Any, **named: Any) -> None:
-        """Take the rest as `Publisher` does."""
+        """Take the other arguments as `Publisher` does."""
         super().__init__(*arguments, **named)
         self._colocation = colocation
 
@@ -88,7 +88,7 @@ class ColocatedPublisher(Publisher):
         self._begin_serving()
         try:
             yield
-        except SharedError:  # on every rank
+        except SharedError:  # on every rank, as ending a turn is collective
             self._end_serving()
             raise
         self._end_serving()
@@ -103,6 +103,6 @@ class ColocatedPublisher(Publisher):
         from_rank_zero(lambda: self._wait(link.wake() for link in links if not link.is_lost))
 
     def _end_serving(self) -> None:
-        """Let the servers sleep, and the learner come back."""
+        """Put the servers to sleep, and bring the learner back."""
         from_rank_zero(lambda: self._wait(link.sleep() for link in self._links.values()))
         self._colocation.acquire()

@@ -1,21 +1,21 @@
-"""What a pass over the weights measures: checksums, drift, NaN and infinity.
+"""Measures of a pass over the weights: checksums, drift, NaN and infinity.
 
 All of it stays on the device until the pass ends, and then reaches the host in one transfer, so the
 host waits for a GPU once.
 
-Drift is updates and quantization errors. For a weight W, its quantized value Q(W) = codes * scale,
-and V, the value of W one pass earlier:
+Drift means updates and quantization errors. For a weight W, its quantized value
+Q(W) = codes * scale, and V, the value of W one pass earlier:
 
     update_norm          |W - V|^2 / |V|^2        QuRL Eq. 13, normalized weight update
     quant_error          |Q(W) - W|^2 / |W|^2     QuRL Eq. 14, normalized weight quantization error
     code_flip_fraction   codes that changed since the last pass / codes
 
-Each is a ratio of sums over elements. The sums are added up over the shards of a weight and over
-weights before they are divided, so the ratio of a whole model counts all its elements equally.
+Each is a ratio of sums over elements. The sums are added up over shards and over weights before
+they are divided, so the ratio of a whole model counts all its elements equally.
 
-The sums are estimated from a sample of each weight's rows. Measuring all rows would need the last
-pass's weights and codes: one and a half models in memory. At most `MEASURED_ROWS` evenly spaced
-rows of each shard stand for the rest. A shard with no more rows than that is measured whole.
+The sums are estimated from a sample of each weight's rows: at most `MEASURED_ROWS` evenly spaced
+rows of each shard stand for the rest. A shard with no more rows is measured whole. Measuring all
+rows would keep the last pass's weights and codes: one and a half models in memory.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from qurl_megatron.quantization.quantize import QuantizedTensor
 from qurl_megatron.weight_sync.bucket import PlannedBucket
 from qurl_megatron.weight_sync.gather import Team
 
-BATCH_ELEMENTS = 2**22  # that are compared together at most: 16 MiB in float32
-WAITING_ELEMENTS = 2**25  # that wait on a GPU, so that more of one shape are compared together
+BATCH_ELEMENTS = 2**22  # compared at once at most: 16 MiB in float32
+WAITING_ELEMENTS = 2**25  # may wait on a GPU until more of the same shape have come
 _TINY = 1e-300  # keeps 0 / 0 at 0
 
 
 class WeightDrift(NamedTuple):
-    """Sums over the elements of quantized weights; the last two are 0 in the first pass.
+    """Sums over the elements of quantized weights; flips and the last two are 0 in the first pass.
 
     An adapter counts as quantized: its codes are the BF16 values that servers get.
     """
@@ -66,7 +66,7 @@ class WeightDrift(NamedTuple):
 
     @property
     def update_norm(self) -> float:
-        """Normalized weight update since the last pass, QuRL Eq. 13; 0 if nothing was before."""
+        """Normalized weight update since the last pass, QuRL Eq. 13; 0 in the first pass."""
         return self.update_squares / self.previous_squares if self.previous_squares else 0.0
 
     @property
@@ -82,12 +82,12 @@ class Conversion:
     checksums: dict[str, int] = field(default_factory=dict)  # every sent tensor's, by name
     drift: dict[str, WeightDrift] = field(default_factory=dict)  # every quantized weight's, by name
     num_bytes: int = 0  # of all full tensors
-    # Rank, name and place of a weight that holds NaN or infinity. What was sent is then worthless.
+    # Rank, name and place of a weight with NaN or infinity; empty: none. Its codes are worthless.
     non_finite: str = ""
 
     @classmethod
     def merged(cls, parts: Iterable[Conversion]) -> Conversion:
-        """Join the measurements of different tensors."""
+        """Join the measurements of disjoint sets of tensors."""
         total = cls()
         for part in parts:
             total.checksums |= part.checksums
@@ -103,13 +103,13 @@ class Conversion:
 
 
 class Measures:
-    """Collects, on the device, what this rank measures of its parts of a team's tensors."""
+    """Collects, on the device, measurements of this rank's parts of a team's tensors."""
 
     def __init__(self, meter: DriftMeter, weight_format: str) -> None:
         """Begin a pass; `meter` measures drift from one pass to the next."""
         self.meter = meter
         self._format = weight_format
-        self._summed: list[str] = []  # names of tensors, one for each of `_sums`' elements
+        self._summed: list[str] = []  # one tensor's name for each element of `_sums`
         self._sums: list[Tensor] = []  # [parts] int64
         self._absmaxes: list[tuple[TensorPart, Tensor]] = []
         self._names: list[str] = []  # of all tensors of the pass
@@ -132,11 +132,11 @@ class Measures:
         self._sums.append(checksums)
 
     def add_absmax(self, part: TensorPart, absmax: Tensor) -> None:
-        """Note the absmax of a part, which says whether it holds NaN or infinity."""
+        """Note the absmax of a part, which is not finite if the part holds NaN or infinity."""
         self._absmaxes.append((part, absmax))
 
     def finish(self, team: Team) -> Conversion:
-        """Return what was measured. Collective over the team; complete on each of its ranks."""
+        """Return the measurements. Collective over the team; complete on each of its ranks."""
         names, drifting = self._names, self._drifting
         at = {name: number for number, name in enumerate(names)}
         nothing = torch.zeros(0, dtype=torch.int64, device=device())
@@ -175,22 +175,22 @@ class Measures:
 
 
 def _scatter(values: Tensor, positions: list[int], length: int) -> Tensor:
-    """Return [length, ...] with `values` added up at their positions."""
+    """Return zeros [length, ...] to which `values` are added at their positions."""
     total = torch.zeros(length, *values.shape[1:], dtype=values.dtype, device=values.device)
     index = torch.tensor(positions, dtype=torch.int64).to(values.device, non_blocking=True)
     return total.index_add_(0, index, values)
 
 
 class DriftMeter:
-    """Measures the drift of each weight between passes; keeps the rows it measures.
+    """Measures the drift of each weight between passes; keeps the rows that it measures.
 
-    A pass gives each weight to `measure`, bucket by bucket, and reads all sums from `results`.
+    A pass calls `measure` for each weight, bucket by bucket, and reads all sums from `results`.
     """
 
     def __init__(self, measured_rows: int = MEASURED_ROWS) -> None:
         """Measure at most this many rows of a part of a weight."""
         self._measured_rows = measured_rows
-        # Rows of weights and of their codes, by name and by where the weight's part begins.
+        # Measured rows of weights and of their codes, by name and by the offset of the part.
         self._previous: dict[tuple[str, tuple[int, int]], tuple[Tensor, Tensor]] = {}
         self._waiting: list[_Sample] = []
         self._names: list[str] = []  # of the weights that were added up
@@ -198,9 +198,9 @@ class DriftMeter:
         self._sums: list[Tensor] = []  # [samples, 5]
 
     def measure(self, name: str, weight: Tensor, sent: QuantizedTensor | Tensor) -> None:
-        """Take rows of a part of a weight, [out, in], to compare with those of the pass before.
+        """Sample rows of a part of a weight, [out, in], to compare with the last pass's rows.
 
-        `sent` is what servers get of it: codes and scales, or an adapter's values.
+        `sent` has the codes and scales that servers get, or an adapter's values.
         """
         num_rows = weight.shape[0]
         step = -(-num_rows // self._measured_rows)
@@ -209,12 +209,12 @@ class DriftMeter:
         if isinstance(sent, QuantizedTensor):
             key, codes = (name, sent.offset), quantize.code_values(sent, rows).clone()
             scale = quantize.spread_scale(sent, rows).expand(len(kept), -1)
-        else:  # a rank has one part of an adapter
+        else:  # a rank has only one part of an adapter
             key, codes = (name, (0, 0)), sent[rows].clone()
             scale = torch.ones(len(kept), 1, device=sent.device)
         previous = self._previous.get(key)
         if previous is not None and previous[0].shape != kept.shape:
-            previous = None  # the weight was measured in other parts
+            previous = None  # the weight was divided in another way
         self._waiting.append(_Sample(name, kept, codes, scale, num_rows / len(kept), previous))
         self._previous[key] = kept, codes
 
@@ -244,8 +244,8 @@ class DriftMeter:
     def results(self) -> tuple[list[str], Tensor]:
         """Return the names measured since the last call, and their drift, [names, 6] float64.
 
-        A weight that was measured in parts has a name for each. A row has the fields of
-        `WeightDrift`. No GPU is waited for.
+        The name of a weight occurs once for each of its parts. A row has the fields of
+        `WeightDrift`. The host does not wait for the GPU.
         """
         self.add_up(may_wait=False)
         names, factors, sums = self._names, self._factors, self._sums
@@ -269,12 +269,12 @@ class _Sample(NamedTuple):
 
 
 def _elements_at_once(tensor: Tensor) -> int:
-    """Return how many elements are compared at once: on a CPU 2^17, which stay in its cache."""
+    """Return how many elements to compare at once: on a CPU 2^17, which stay in its cache."""
     return min(BATCH_ELEMENTS, quantize.elements_at_once(tensor) // 2)
 
 
 def _sums(samples: list[_Sample]) -> Tensor:
-    """Return [samples, 5] float64: all fields of `WeightDrift` but the first, of measured rows."""
+    """Return the fields of `WeightDrift` but the first, of measured rows, [samples, 5] float64."""
     num_rows, columns = samples[0].kept.shape
     step = max(1, _elements_at_once(samples[0].kept) // max(1, len(samples) * columns))
     starts = range(0, num_rows, step)

@@ -1,4 +1,4 @@
-"""Deltas: what has changed in tensors since an earlier version of them, as bytes.
+"""Deltas: the changes of tensors since an earlier version, as bytes.
 
 A rank compares its part of each tensor with the part it sent before. For a part it sends either
 the elements that changed or, if that takes no more bytes, all of it:
@@ -7,17 +7,17 @@ the elements that changed or, if that takes no more bytes, all of it:
     before     7  7  7  7  7  7  7  7
     after      7  7  9  7  7  7  5  7      gaps [2, 3], values [9, 5]
 
-A gap counts the elements between two changes and takes two bytes. A gap of 65,535 or more is an
-escape for each 65,535 elements, and then the rest. Values are absolute, and elements are compared
-and copied as bits. So applying a delta twice gives what applying it once gives, and -0.0 and NaN
-need no care.
+A gap counts the elements between two changes and takes two bytes. A gap of 65,535 or more is
+written as one escape word for each 65,535 elements, and then the rest. Values are absolute, and
+elements are compared and copied as bits. So a delta can be applied twice with the same result, and
+-0.0 and NaN need no care.
 
-A change can also be relative: a value then says by how much the element's bits, as an integer,
-moved. That is mostly 1 or -1, and compresses well. Only a relative delta must not be applied twice.
+A change can also be relative: a value is then the difference of the element's bits, taken as an
+integer. It is mostly 1 or -1, and compresses well. A relative delta must not be applied twice.
 
-A message holds the changes of one rank, and messages stand one behind another in a buffer:
+A message holds the changes of one rank. A buffer holds messages one after another:
 
-    | bytes of the header, and of what follows: two int64
+    | bytes of the header, and bytes of the payload after it: two int64
     | header: JSON, name, place and counts of each change
     | values of 4 bytes | gaps and values of 2 bytes | values of 1 byte
 
@@ -45,8 +45,8 @@ from torch import Tensor
 
 from qurl_megatron.quantization.checksum import INTEGERS, as_integers
 
-ESCAPE = 65535  # a gap word that stands for as many elements, without a change behind them
-CHUNK_ELEMENTS = 2**23  # compared at once, which bounds the memory for their positions
+ESCAPE = 65535  # a gap word for 65,535 elements without a change after them
+CHUNK_ELEMENTS = 2**23  # compared at once, to bound the memory of positions
 _ALIGNMENT = 8
 _WIDTHS = (4, 2, 1)  # bytes of the values, in their order in a message
 PREFIX = "delta of version "
@@ -59,14 +59,14 @@ _ENTRIES = pydantic.TypeAdapter(
 
 @dataclass(frozen=True)
 class Change:
-    """What changed in one rectangular part of a tensor."""
+    """The changes of one rectangular part of a tensor."""
 
     name: str  # of the tensor
     offset: tuple[int, int]  # row and column of the full tensor at which the part begins
     shape: tuple[int, int]  # rows and columns of the part
     gaps: Tensor | None  # [words] int16, the bits of unsigned words; None: all elements are sent
     values: Tensor  # [changes] or [elements], the elements' bits as integers
-    is_relative: bool = False  # values are to be added to the elements' bits
+    is_relative: bool = False  # values are added to the elements' bits
 
     @classmethod
     def whole(cls, name: str, offset: tuple[int, int], part: Tensor) -> Change:
@@ -82,7 +82,7 @@ class Change:
     def write_to(self, held: Tensor, row: int, column: int) -> None:
         """Write the change into `held`, the part of the same tensor that begins at `row, column`.
 
-        Elements outside of `held` are left out.
+        Changes outside of `held` are skipped.
         """
         target = as_integers(held)
         target = target.unsqueeze(1) if target.dim() == 1 else target
@@ -112,10 +112,10 @@ class Change:
 def compare(
     name: str, offset: tuple[int, int], old: Tensor, new: Tensor, *, is_relative: bool = False
 ) -> Change | None:
-    """Return what changed from `old` to `new`; None if no bit did.
+    """Return the change from `old` to `new`; None if no bit changed.
 
     Args:
-        name: the tensor's.
+        name: the name of the tensor.
         offset: row and column of the full tensor at which `old` and `new` begin.
         old, new: contiguous, of one dtype and shape, `[rows, columns]` or `[rows]`.
         is_relative: values say by how much each element moved, unless all of the part is sent.
@@ -124,7 +124,7 @@ def compare(
     gaps: list[Tensor] = []
     values: list[Tensor] = []
     whole = Change.whole(name, offset, new)
-    left_bytes = whole.num_bytes
+    left_bytes = whole.num_bytes  # until the changes take as much as the whole part
     last = -1
     for start in range(0, len(after), CHUNK_ELEMENTS):
         chunk = after[start : start + CHUNK_ELEMENTS]
@@ -149,16 +149,17 @@ def compare(
 def _changed(old: Tensor, new: Tensor) -> Tensor:
     """Return the positions `[changes]` int64 at which flat tensors of integers differ."""
     per_word = 8 // old.element_size()
+    # Views of int64 need whole and aligned words.
     if len(old) % per_word or (old.data_ptr() | new.data_ptr()) % 8:
         return torch.nonzero(old != new).view(-1)
-    # Few words of eight bytes hold a change: this is five times as fast.
+    # Few words of eight bytes hold a change, so comparing words first is five times as fast.
     words = torch.nonzero(old.view(torch.int64) != new.view(torch.int64)).view(-1)
     within = torch.nonzero(old.view(-1, per_word)[words] != new.view(-1, per_word)[words])
     return words[within[:, 0]] * per_word + within[:, 1]
 
 
 def encode_gaps(positions: Tensor, last: int = -1) -> Tensor:
-    """Return the gaps `[words]` int16 of ascending `positions` behind a change at `last`."""
+    """Return the gaps `[words]` int16 of ascending `positions` after a change at `last`."""
     gaps = positions.diff(prepend=positions.new_tensor([last])) - 1
     escapes = gaps // ESCAPE
     words = gaps.new_full((len(gaps) + int(escapes.sum()),), ESCAPE)
@@ -167,14 +168,14 @@ def encode_gaps(positions: Tensor, last: int = -1) -> Tensor:
 
 
 def decode_gaps(gaps: Tensor) -> Tensor:
-    """Return the positions `[changes]` int64 that `encode_gaps` was given."""
+    """Return the positions `[changes]` int64 from the gaps of `encode_gaps`."""
     words = gaps.to(torch.int64) & ESCAPE
     is_change = words != ESCAPE
     return ((words + is_change).cumsum(0) - 1)[is_change]
 
 
 def pack(changes: Sequence[Change], device: torch.device) -> Tensor:
-    """Return the message of some changes: `[bytes]` uint8, a multiple of eight."""
+    """Return the message with these changes, `[bytes]` uint8, a multiple of eight."""
     entries = []
     streams: dict[int, list[Tensor]] = {width: [] for width in _WIDTHS}
     for change in changes:

@@ -1,17 +1,17 @@
 """Write weights straight into the parameters of servers on the learner's machine.
 
 A server hands out its parameters once: each of its processes names the parts of tensors that it
-holds, and describes where their memory is, in a text to which the learner's ranks attach. On a GPU
+holds, and describes their memory in texts, with which the learner's ranks attach to it. On a GPU
 this is CUDA's inter-process memory, through PyTorch's own sharing of tensors. Without a GPU it is a
-file in shared memory. The server must keep its parameters meanwhile.
+file in shared memory. The server must not replace its parameters afterwards.
 
-From then on every learner rank copies what it has quantized into that memory. Nothing is gathered,
+From then on every learner rank copies its quantized parts into that memory. Nothing is gathered,
 and nothing is sent. The learner's parts and the server's may be cut differently:
 
     learner, 1 rank       q_proj [0:256]
     server, 2 ranks       [0:128] | [128:256]
 
-The servers must not sample meanwhile.
+The servers must be paused while ranks write.
 """
 
 import base64
@@ -45,9 +45,9 @@ def describe(tensor: Tensor) -> str:
 
 
 def attach(text: str) -> Tensor:
-    """Return the tensor that `describe` was given, in another process of this machine.
+    """Return the tensor of a text from `describe`, in another process of the same machine.
 
-    The text is unpickled, so its sender must be trusted.
+    The two tensors share memory. The text is unpickled, so its sender must be trusted.
     """
     on_gpu, described = pickle.loads(base64.b64decode(text))
     if on_gpu:
@@ -66,7 +66,7 @@ class ServerParameters:
         self.machines: frozenset[str] = frozenset()  # of all servers to write to
 
     def attach(self, servers: Mapping[str, Sequence[Mapping[str, str]]]) -> None:
-        """Attach to the parameters of servers of this machine, each under a name of its own.
+        """Attach to the parameters of servers on this machine.
 
         A server has a mapping for each of its ranks, from keys of `checksum.part_key` to texts of
         `describe`.
@@ -84,8 +84,8 @@ class ServerParameters:
         """Detach from all servers but these, and write to the `paused` ones only.
 
         Args:
-            machines: that of each server, by its name. This process is attached to those of its
-                own machine.
+            machines: each server's machine, by the server's name. This process stays attached only
+                to servers on its own machine.
         """
         self._servers = {name: held for name, held in self._servers.items() if name in machines}
         self._paused = [name for name in paused if name in self._servers]

@@ -41,14 +41,14 @@ from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.reshard import Converter
 
 ADAPTERS = "final_adapters"  # beside final_model
-FILE_BYTES = 4 * 1024**3  # size in float32; half as much on disk if the source is BF16
+FILE_BYTES = 4 * 1024**3  # of a file in float32; half as much on disk if the source is BF16
 
 
 def export(learner: Learner, source: Path, destination: Path, config: UaqConfig) -> None:
     """Write the policy to `destination`, replacing an earlier export.
 
-    The dtype, the tokenizer and the other files beside the weights are those of `source`.
-    Collective over all learner ranks; every sender writes what it gathers.
+    The dtype, the tokenizer and the other files beside the weights come from `source`. Collective
+    over all learner ranks; every sender writes the tensors that it gathers.
     """
     if learner.adapters:
         tensors = _gather_adapters(learner)
@@ -71,12 +71,14 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
 
 
 def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -> None:
-    """Write a run's checkpoint to `destination`, holding one layer in memory at a time.
+    """Write a run's checkpoint to `destination`; hold one layer in memory at a time.
 
     `progress` is called with the bytes read so far and the bytes to read. Needs no process group.
+    Adapters are all held in memory.
 
     Raises:
-        CheckpointError: `checkpoint` is not a checkpoint, or `destination` exists; one line.
+        CheckpointError: `checkpoint` is not a checkpoint, `destination` exists, or the disk is
+            too small for it.
     """
     config = checkpoints.read_config(checkpoint)
     adapters = Adapters.of(config)
@@ -108,7 +110,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
 
 
 def _gather_adapters(learner: Learner) -> dict[str, Tensor]:
-    """Return float32 A's and B's by name, on global rank 0. Collective."""
+    """Return the adapters' float32 A's and B's by name, on global rank 0. Collective."""
     tensors: dict[str, Tensor] = {}
 
     def keep(bucket: Bucket) -> None:
@@ -156,13 +158,13 @@ class _Writer:
     def __init__(self, source: Path, directory: Path, config: UaqConfig, infix: str = "") -> None:
         self._source = source
         self._directory = directory
-        self._infix = infix  # tells the files of several writers apart
+        self._infix = infix  # keeps the files of several writers apart
         self._dtype = stored_dtype(source)
         self._architecture = Architecture.from_directory(source)
         self._unscale = uaq.inverse(config, is_hybrid=self._architecture.is_hybrid)
         self.file_of: dict[str, str] = {}
         self._num_files = 0
-        # Stored tensors that hold several full tensors, and how many of their values are missing.
+        # Stored tensors made of several full tensors, with the number of values still missing.
         self._unfinished: dict[str, tuple[Tensor, int]] = {}
 
     def write_file(self, masters: Iterable[tuple[str, Tensor]]) -> None:

@@ -1,8 +1,8 @@
 """Gather buckets from the parts that several ranks hold.
 
-A team is a set of ranks that hold the parts of the same tensors: the tensor-parallel ranks of a
-pipeline stage, say. Its first rank gathers the tensors, or what changed in them, and sends them to
-the servers, so it is a *sender*. A learner has one sender for each team that converts.
+A team is a set of ranks that hold parts of the same tensors, such as the tensor-parallel ranks of a
+pipeline stage. Its first rank gathers the tensors, or their changes, and sends them to the servers:
+it is a *sender*. A learner has one sender for each team that converts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 Release = Callable[[], None] | None
 Send = Callable[[Bucket], Release]
-"""Takes a bucket, and returns a function that waits until the bucket may be released, or None."""
+"""Sends a bucket; returns a function that waits until the bucket may be released, or None."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Team:
     """The ranks that hold the parts of the same tensors, as this rank sees them."""
 
     group: dist.ProcessGroup
-    rank: int  # of this process in the group; rank 0 sends
+    rank: int  # of this process in the group, whose rank 0 sends
     size: int
     holders: tuple[int, ...]  # global ranks that hold this rank's parts, or copies of them
-    of_experts: bool = False  # whether its tensors are those of experts, or all the others
+    of_experts: bool = False  # True for experts' tensors, False for all others
 
     @classmethod
     def tensor_parallel(cls) -> Team:
-        """Return this rank's tensor-parallel group, which converts on the first replica."""
+        """Return this rank's tensor-parallel team; only the first replica's converts."""
         return cls(
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_tensor_model_parallel_rank(),
@@ -52,9 +52,9 @@ class Team:
 
     @classmethod
     def expert_tensor_parallel(cls) -> Team:
-        """Return the ranks that share this rank's experts, which convert on the first copy.
+        """Return the team that shares this rank's experts; only the first copy's converts.
 
-        They are one team for each expert-parallel rank of a stage.
+        A stage has one such team for each of its expert-parallel ranks.
         """
         return cls(
             parallel_state.get_expert_tensor_parallel_group(),
@@ -81,7 +81,7 @@ class Team:
 
 
 def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
-    """Return the values of the senders, in their order, on global rank 0; nothing elsewhere."""
+    """Return the senders' values, in their order, on global rank 0; an empty list elsewhere."""
     rank = dist.get_rank()
     if rank != 0:
         if rank in senders:
@@ -124,7 +124,7 @@ class Gatherer:
             self._release = self._send(_assemble(planned, parts))
 
     def finish(self) -> None:
-        """Wait until all that was sent may be released."""
+        """Wait until the last bucket may be released."""
         if self._release:
             self._release()
         self._release = None
@@ -144,7 +144,7 @@ class DeltaGatherer(Gatherer):
         self._num_bytes = 0  # of all ranks
 
     def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Collect what changed in a bucket. Send what was collected before, if both are too much.
+        """Collect the changes of a bucket; first send the earlier ones if both exceed the limit.
 
         Collective over the team.
         """
@@ -169,12 +169,12 @@ class DeltaGatherer(Gatherer):
         self._num_bytes += num_bytes
 
     def finish(self) -> None:
-        """Send what is left, and wait until all may be released."""
+        """Send the remaining changes, and wait until their bucket may be released."""
         self._flush()
         super().finish()
 
     def _flush(self) -> None:
-        """Send what was collected; nothing if no rank has a change."""
+        """Send the collected changes; send nothing if no rank has any. Collective over the team."""
         changes, num_bytes = self._changes, self._num_bytes
         self._changes, self._num_bytes = [], 0
         if not num_bytes:
@@ -197,7 +197,7 @@ class PartOfBucket:
 
     @classmethod
     def on(cls, planned: PlannedBucket, rank: int) -> PartOfBucket:
-        """Describe the part that a rank of a team has."""
+        """Describe the part that a rank of the team has."""
         offsets = [tensor.offset_on(rank) for tensor in planned.tensors]
         return cls(planned.manifest_on(rank), offsets)
 
@@ -232,7 +232,7 @@ class ParameterWriter:
         self._number = 0  # of the bucket that comes next
 
     def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Write `own`, this rank's part of a bucket, whatever it was `before`, and let parts cross.
+        """Write `own`, this rank's part of a bucket, and let parts cross; `before` is not used.
 
         Collective over the ranks that send to each other.
         """
@@ -241,7 +241,7 @@ class ParameterWriter:
         self._exchange(own)
 
     def finish(self) -> None:
-        """Receive the buckets that are left; other ranks may have more than this one."""
+        """Receive the remaining buckets: other ranks may have more than this rank."""
         senders = [each.sender for some in self._transfers.values() for each in some]
         while self._number < max((len(self._parts[rank]) for rank in senders), default=0):
             self._exchange(None)
@@ -251,10 +251,10 @@ class ParameterWriter:
             self._parameters.write(delta.Change.whole(name, offset, tensor))
 
     def _exchange(self, own: Bucket | None) -> None:
-        """Send the bucket that `own` is a part of, and receive and write those of other ranks."""
+        """Send `own` if a transfer says so; receive and write the parts of other ranks."""
         number, rank = self._number, dist.get_rank()
         self._number += 1
-        for _, transfers in sorted(self._transfers.items()):
+        for _, transfers in sorted(self._transfers.items()):  # rounds, in one order on all ranks
             exchanged, arriving = [], []  # at most one arrives
             for transfer in transfers:
                 buckets = self._parts[transfer.sender]
@@ -278,14 +278,14 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def delta_bucket(base: int, flat: Tensor) -> Bucket:
-    """Return the bucket of messages `[bytes]` uint8 that change version `base`."""
+    """Return a bucket of delta messages, `[bytes]` uint8, that change version `base`."""
     return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
 
 
 def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None:
-    """Return the flat uint8 tensors of all ranks, of these sizes, on the team's first rank.
+    """Return the flat uint8 tensors of all ranks on the team's first rank; None on the others.
 
-    One collective; its first tensor is `own` itself.
+    Collective over the team. `sizes` are all ranks' bytes. The first tensor is `own`, not a copy.
     """
     ranks = dist.get_process_group_ranks(team.group)
     flats = None

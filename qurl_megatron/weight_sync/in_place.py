@@ -8,9 +8,9 @@ from qurl_megatron.weight_sync.transport import Destination, Transport, Update
 
 @dataclass(frozen=True)
 class ParametersDestination(Destination):
-    """The parameters that a server has handed out, see `ServerControl.parameters`."""
+    """The parameters that a server has handed out; see `ServerControl.parameters`."""
 
-    machine: str  # whose ranks can attach to them
+    machine: str  # only its ranks can attach to the parameters
     ranks: list[dict[str, str]]
 
 
@@ -26,7 +26,7 @@ class InPlace(Transport):
         )
 
     async def load(self, update: Update) -> None:
-        """Tell the server once all was written."""
+        """Announce the new weights to the server once all ranks have written them."""
         await update.sent.wait()
         await super().load(update)
         # The ranks have attached now, and need the long texts no more.

@@ -18,8 +18,8 @@ from qurl_megatron.weight_sync.elsewhere.transport import Http
 from qurl_megatron.weight_sync.in_place import InPlace
 from qurl_megatron.weight_sync.transport import Destination, Transport, Update
 
-# A server that dies is noticed at once; this is for one that hangs. A weight of 1.5 GB takes 12 s
-# over 1 Gb/s, and a server compiles its kernels in the first publish.
+# A server's death is noticed at once; this limit is for a server that hangs. A weight of 1.5 GB
+# takes 12 s over 1 Gb/s, and a server compiles its kernels in the first publish.
 PEER_TIMEOUT_S = 60.0
 LOST_TIMEOUT_S = 30.0  # for a lost server to end: the learner needs its memory
 
@@ -29,14 +29,14 @@ class PublishError(SharedError, RuntimeError):
 
 
 def transport_to(server: Server, *, in_place: bool) -> type[Transport]:
-    """Return the transport of weights to a server; `in_place`: its machine has a learner rank."""
+    """Return the transport to a server; with `in_place`, ranks write into its parameters."""
     if in_place:
         return InPlace
     return Http if server.is_remote else Broadcast
 
 
 class Link:
-    """Global rank 0's connection to one server. All of it is done in the controller's loop.
+    """Global rank 0's connection to one server. Its coroutines run in the controller's loop.
 
     If something fails, the server is lost, unless it refuses a delta or holds other weights after
     one: then it can still get a key frame.
@@ -55,9 +55,9 @@ class Link:
         self._reachable = asyncio.Event()  # `destination` is set if the ranks can reach it
         self._updating: asyncio.Task[None] | None = None
         self._transport: Transport | None = None
-        self._version: int | None = None  # that the server was verified to hold
+        self._version: int | None = None  # the version that the server was verified to hold
         self._tags = list(RELEASED[releases]) if releases else []
-        self._asleep = list(self._tags)  # what the server has given back
+        self._asleep = list(self._tags)  # tags of memory that the server has given back
         self._fleet = fleet
         self._member = member
         self._control = ServerControl(member.server, pause_mode, timeout_s)
@@ -122,7 +122,7 @@ class Link:
             await self._resume()
 
     async def close(self) -> None:
-        """Leave the server as it is."""
+        """Disconnect, and leave the server as it is."""
         if self._updating:
             await end([self._updating])
         await self._leave()
@@ -141,7 +141,7 @@ class Link:
                         await self._resume()
                     self._fleet.joined(self._member)
         finally:
-            self._reachable.set()
+            self._reachable.set()  # after a failure too: `begin` waits for it
 
     async def _reach(self, update: Update) -> Transport:
         """Pause the server, and connect it with the senders unless it is connected."""
@@ -171,7 +171,7 @@ class Link:
 
     @contextlib.asynccontextmanager
     async def _losing(self, *, unless_refused: bool = False) -> AsyncIterator[None]:
-        """Lose the server if something fails in this context."""
+        """Lose the server if this context raises; with `unless_refused`, keep one that refuses."""
         try:
             yield
         except RuntimeError as error:

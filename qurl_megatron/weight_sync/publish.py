@@ -7,11 +7,11 @@ pauses the servers, tells them in one request which bucket comes from which send
 compares the checksums and resumes them.
 
 For each server a publish is all or nothing:
-- Between pause and resume it samples nothing, so every token has one version.
-- A prompt that starts after it uses no attention states of older weights. Nor does a request that
-  was running, unless `pause_mode` is `in_place`.
-- It resumes only if every tensor's checksum, computed from the learner's shards before they were
-  sent, equals the checksum of the parameters that the server's layers multiply with.
+- Between pause and resume the server samples nothing, so every token has one version.
+- A prompt that starts after a publish uses no attention states of older weights. Nor does a request
+  that was running, unless `pause_mode` is `in_place`.
+- The server resumes only if, for every tensor, the checksum of the parameters that its layers
+  multiply with equals the checksum that the learner computed from its shards before sending.
 
 A server that was verified to hold the version before gets a delta (`delta.py`): what changed since
 then. Every other server gets a key frame, all tensors: one that joins, all of a run that resumes,
@@ -32,10 +32,10 @@ the next is converted, and the servers load the one before. A publish lasts as l
 channel (`transport.py`).
 
 With transport `direct`, for servers on the learner's machines, nothing is sent: every rank writes
-into the parameters of the servers of its own machine (`direct.py`).
+into the parameters of the servers on its own machine (`direct.py`).
 
-The servers of a `ColocatedPublisher` (`colocation.py`) are on its GPUs: outside of `serving` they
-sleep.
+The servers of a `ColocatedPublisher` (`colocation.py`) share its GPUs: they sleep outside of
+`serving`.
 
 Example, on every learner rank:
 
@@ -110,10 +110,10 @@ class Publisher:
 
         Args:
             fleet: the servers, on global rank 0.
-            quantization: the run's, with the format and the layers in BF16 that the servers were
-                started with.
+            quantization: the run's; the servers were started with the same format and the same
+                layers in BF16.
             pause_mode: the run's `rollout.pause_mode`.
-            timeout_s: time that a server has for each answer and each transfer.
+            timeout_s: time limit of each answer and each transfer of a server, in seconds.
             releases: what these servers give back while a learner on their GPUs trains.
         """
         self.version = 0
@@ -133,18 +133,18 @@ class Publisher:
         self._links: dict[Member, Link] = {}  # on global rank 0
         self._senders = Senders(self._converter)
         self._sent: dict[str, int] = {}  # checksums of the current version
-        # The version of the codes that the converter keeps, or of the last publish over a frozen
-        # base, once a server was verified to hold it.
+        # The version that the next delta changes: that of the codes which the converter keeps, or
+        # of the last publish over a frozen base. None until a server was verified to hold it.
         self._base: int | None = None
 
     def publish(self) -> Published:
         """Send the current policy under the next version to all servers that answer.
 
-        Servers that fail are lost to the fleet; there may be none left.
+        Servers that fail are lost to the fleet; no server may be left.
 
         Raises:
-            PublishError: no server holds what was sent.
-            NonFinite: a weight holds NaN or infinity; the message names it, and its rank.
+            PublishError: no server holds the weights that were sent.
+            NonFinite: a weight holds NaN or infinity; the message names the weight and the rank.
         """
         trim_heap()  # gives back what the step has freed
         self.version += 1
@@ -165,8 +165,8 @@ class Publisher:
         """Send the current version to the servers that wait to join, and to no other.
 
         Raises:
-            PublishError: no server holds what was sent, or the learner's weights are not those of
-                the current version.
+            PublishError: no server holds the weights that were sent, or the learner's weights
+                have changed since the current version.
         """
         self._send_to(self._link(self._fleet.members("joining")))
 
@@ -179,7 +179,7 @@ class Publisher:
         """Return, on every rank, the result of rank 0's `work()`, which samples from the servers.
 
         Collective. Whenever `work` raises `AdmissionNeeded`, the joining servers are admitted and
-        it begins again.
+        `work` begins again.
 
         Raises:
             FleetTooSmall: too few servers serve.
@@ -200,7 +200,7 @@ class Publisher:
         """Leave the servers, which keep the last version."""
         self._wait(link.close() for link in self._links.values())
         self._links.clear()
-        self._senders.close()  # while the servers live
+        self._senders.close()  # while the servers still run
 
     @cached_property
     def _adapters(self) -> Manifest:
@@ -214,7 +214,7 @@ class Publisher:
         return announce(to_rank_zero(self._converter.manifests(), self._converter.senders))
 
     def _link(self, members: list[Member]) -> list[Link]:
-        """Return the links to these servers, and close those to lost ones."""
+        """Return the links to these servers; close the links to lost servers."""
         lost = [member for member in self._links if member.state == "lost"]
         self._wait(self._links.pop(member).close() for member in lost)
         for member in members:
@@ -284,7 +284,7 @@ class Publisher:
         return from_rank_zero(is_possible)
 
     def _commit(self, links: list[Link], update: Update, conversion: Conversion) -> int:
-        """Let each server serve that holds what was sent; return how many servers hold it."""
+        """Wait until each server has verified its weights; return how many hold this version."""
         if conversion.non_finite:
             raise NonFinite(f"{conversion.non_finite}; resume from a checkpoint")
         if self._sent and self._sent != conversion.checksums:

@@ -1,40 +1,41 @@
 """From a learner's shards to the tensors that servers load.
 
-What happens to one weight, of which each tensor-parallel rank has a shard in Megatron's layout:
+Each tensor-parallel rank has a shard of a weight in Megatron's layout. A weight takes these steps:
 
 1. The shard is split into this rank's parts of the weights that Hugging Face names.
 2. The absmax of each block of one scale is taken. If a block lies on several ranks (as a row of a
    row-parallel layer does), they share the largest.
 3. The part is quantized. Codes and scales go into this rank's part of a bucket.
-4. Its checksum, its drift, and whether it holds NaN or infinity are measured.
-5. The ranks' parts are gathered on their first rank, which sends the full bucket. Or each rank
-   compares its part with what it sent last, and only changes (`delta.py`) are gathered. Or it
-   writes its part into servers' parameters (`direct.py`), on other machines by a rank there.
+4. Its checksum and its drift are measured, and whether it holds NaN or infinity.
+5. The first rank gathers all ranks' parts and sends the full bucket. For a delta (`delta.py`), each
+   rank compares its part with the one it sent last, and only the changes are gathered. With
+   `direct.py`, each rank writes its part into servers' parameters; to a machine without a holder
+   of the part it goes through a rank there.
 
 Invariants, each with a test:
 - Quantize before gather. Only codes, scales and unquantized tensors cross ranks, never a linear
   layer in full precision.
-- The codes do not depend on the layout: they are those of quantizing the full tensor, byte for
-  byte. So a delta holds what turns the tensors of the last pass into those of this one.
+- The codes do not depend on the layout: byte for byte, they equal the codes of the full tensor. So
+  a delta turns the tensors of the last pass into the tensors of this one.
 - A bucket holds at most `bucket_bytes`, or a single larger weight with its scales.
-- Beside the model, a rank holds at most two buckets and one tensor: while it converts, the bucket
-  that is on its way and its own part of the next; while it gathers, the full bucket and the parts
-  of all ranks. A bucket is released before the next is gathered.
+- Beside the model, a rank holds at most two buckets and one tensor. While it converts, these are
+  the bucket on its way and its own part of the next. While it gathers, they are the full bucket and
+  the parts of all ranks. A bucket is released before the next is gathered.
 - A converter that keeps codes, for deltas, also keeps this rank's parts of all buckets.
 - Checksums are computed from the shards, before anything is sent.
 - If the learner trains adapters, the base is sent as the codes that the learner holds, and only to
   servers that lack it. Its checksums are those of the last pass that sent it.
 - A GPU is waited for once in a pass: what is measured stays on it until the end (`conversion.py`).
 - Every sender (`gather.py`), such as the first tensor-parallel rank of each pipeline stage, sends
-  what it gathered itself.
+  the buckets that it gathered itself.
 
 Example, on every learner rank:
 
     converter = Converter(learner, "int8", bucket_bytes=512 * 2**20, keeps_codes=True)
     conversion = converter.convert(send)  # each sender calls send(bucket) for each of its buckets
-    conversion.checksums                  # the servers' must be equal; complete on global rank 0
-    converter.convert(send, base=1)       # what changed since the last pass, which was version 1
-    converter.write(parameters)           # or into the parameters of servers on these machines
+    conversion.checksums                  # the servers' must equal these; complete on global rank 0
+    converter.convert(send, base=1)       # only changes since the last pass, which sent version 1
+    converter.write(parameters)           # or write into the servers' parameters
 """
 
 import functools
@@ -107,16 +108,16 @@ class Converter:
         self._format = weight_format
         self._bucket_bytes = bucket_bytes
         num_experts = learner.architecture.num_experts
-        # The rows of experts that are measured are as many as those of one weight, if possible.
+        # All experts together have as many measured rows as one weight, if that leaves each enough.
         self._meters = {
             False: DriftMeter(),
             True: DriftMeter(max(EXPERT_ROWS, MEASURED_ROWS // max(1, num_experts))),
         }
         self._is_exact = weight_format == "masters"
         is_quantized = not self._is_exact and weight_format != "bf16"
-        # Whether adapters are sent over a base that does not change.
+        # True if only adapters are sent after the base, which does not change.
         self.has_frozen_base = learner.adapters is not None and is_quantized
-        self._base: dict[bool, Conversion] = {}  # by `Team.of_experts`, what the base measured
+        self._base: dict[bool, Conversion] = {}  # by `Team.of_experts`, measures of the base
         # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass.
         self._plans: dict[bool, list[PlannedBucket]] = {}
         self._kept: dict[bool, list[Bucket]] = {False: [], True: []}
@@ -125,7 +126,7 @@ class Converter:
 
     @cached_property
     def teams(self) -> list[Team]:
-        """The teams that this rank belongs to; their tensors are different ones."""
+        """The teams of this rank; no tensor belongs to two of them."""
         teams = [Team.tensor_parallel()]
         if self._learner.architecture.num_experts:
             teams.append(Team.expert_tensor_parallel())
@@ -133,7 +134,7 @@ class Converter:
 
     @cached_property
     def senders(self) -> list[int]:
-        """The global ranks that send, in order. All learner ranks must ask at the same time."""
+        """The global ranks that send, in order. Collective at the first call."""
         flags: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(flags, any(team.sends for team in self.teams))
         return [rank for rank, sends in enumerate(flags) if sends]
@@ -152,9 +153,9 @@ class Converter:
     ) -> Conversion:
         """Convert the current weights, and return their checksums and drift.
 
-        Collective: every learner rank calls it. `send` is called on each sender, with one bucket
-        after another. Only global rank 0's result is complete; that of another rank covers its own
-        tensors or less. If a quantized weight holds NaN or infinity, `non_finite` says so.
+        Collective: every learner rank calls it. Each sender calls `send` with one bucket after
+        another. Only global rank 0's result is complete; another rank's covers its own tensors or
+        less. If a quantized weight holds NaN or infinity, `non_finite` of the result says so.
 
         Args:
             base: the version of the last pass. Only what changed since is sent, in buckets of
@@ -181,9 +182,9 @@ class Converter:
     def write(self, parameters: ServerParameters, *, without_base: bool = False) -> Conversion:
         """Write the current weights into servers' parameters, and return checksums and drift.
 
-        Collective, as `convert` is. Nothing is gathered. A part crosses between learner ranks if no
-        rank of a server's machine holds it (`routes.py`). If the servers hold a frozen base, it may
-        be left out.
+        Collective, as `convert` is. Nothing is gathered. A part crosses between learner ranks only
+        if no rank of a server's machine holds it (`routes.py`). `without_base` leaves a frozen
+        base out, for servers that hold it.
         """
         conversions = []
         for team, holders in zip(self.teams, self._holders, strict=True):
@@ -197,21 +198,21 @@ class Converter:
 
     @cached_property
     def machines(self) -> list[str]:
-        """The machine of each learner rank. All learner ranks must ask at the same time."""
+        """The hostname of each learner rank's machine. Collective at the first call."""
         names: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(names, socket.gethostname())
         return names
 
     @cached_property
     def _holders(self) -> list[list[tuple[int, ...]]]:
-        """For each team, the `Team.holders` of each rank. Collective."""
+        """For each team, the `Team.holders` of each rank. Collective at the first call."""
         by_rank: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
         dist.all_gather_object(by_rank, [team.holders for team in self.teams])
         return [list(holders) for holders in zip(*by_rank, strict=True)]
 
     @functools.cache  # noqa: B019  a run has few converters, and keeps them
     def _parts(self, without_base: bool) -> dict[bool, list[list[PartOfBucket]]]:
-        """By `Team.of_experts`, each rank's parts of its team's buckets. Collective."""
+        """By `Team.of_experts`, each rank's parts of its buckets. Collective at the first call."""
         by_team = {}
         for team in self.teams:
             parts: list[list[PartOfBucket]] = [[]] * dist.get_world_size()
@@ -229,9 +230,10 @@ class Converter:
         *,
         without_base: bool,
     ) -> Conversion:
-        """Convert this rank's parts of a team's tensors, and return what was measured of them.
+        """Convert this rank's parts of a team's tensors, and return their measures.
 
-        The first replica converts, and every team that has one of the ranks `converting`.
+        Teams of the first replica convert, and every team with one of the ranks `converting`: the
+        collectives within a team need all of its ranks.
         """
         if not (team.converts or team.ranks & set(converting)):
             destination.finish()
@@ -249,7 +251,7 @@ class Converter:
             self._convert_bucket(planned, own, team, of_base if planned.is_frozen else measures)
             destination.add(planned, own, kept[number] if number < len(kept) else None)
             if self.keeps_codes:
-                kept[number : number + 1] = [own]
+                kept[number : number + 1] = [own]  # replaces, or appends in the first pass
             del own  # before the next is allocated
         destination.finish()
         if self.has_frozen_base and not without_base:
@@ -258,7 +260,7 @@ class Converter:
         return Conversion.merged([base, measures.finish(team)])
 
     def _complete(self, conversions: list[Conversion]) -> Conversion:
-        """Return what was measured of all tensors; on rank 0 also what other senders measured."""
+        """Return the measures of all teams, on rank 0 those of all senders. Collective."""
         own = Conversion.merged(conversions)
         return Conversion.merged(to_rank_zero(own, self.senders) or [own])
 
@@ -286,7 +288,7 @@ class Converter:
             yield PlannedBucket(bucket)
 
     def _weights(self, team: Team) -> Iterator[SentWeight]:
-        """Yield what is sent of a team's tensors; a frozen base comes first."""
+        """Yield the weights that a team sends; a frozen base comes first."""
         architecture = self._learner.architecture
 
         def split(rule: Rule, layer: int | None, shard: Tensor) -> list[TensorPart]:
@@ -314,7 +316,7 @@ class Converter:
                     )
 
     def _shards(self, team: Team) -> Iterator[tuple[Rule, int | None, Tensor]]:
-        """Yield this rank's shards of what is converted. Collective if they are gathered."""
+        """Yield this rank's shards to convert. Collective if shards must be gathered first."""
         learner, of_experts = self._learner, team.of_experts
         if self._is_exact:
             masters = learner.masters(of_experts=of_experts)
@@ -360,12 +362,12 @@ class Converter:
     ) -> bool:
         """Write this rank's codes and scales of a weight, and measure them.
 
-        Return whether the codes' checksum was measured on the way.
+        Return whether quantizing also took the codes' checksum.
 
         Args:
-            views: where the tensors go, by name.
+            views: the tensors to write, by name.
             shared: if blocks of the weight lie on several ranks, the absmax of the blocks
-                in this rank's part, and the scales of all.
+                in this rank's part, and the scales of all blocks.
         """
         absmax, scale = shared or (None, None)
         codes_view, scale_view = (views[tensor.name] for tensor in weight.tensors)

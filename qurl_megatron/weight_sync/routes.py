@@ -1,4 +1,4 @@
-"""Which learner rank writes which part on which machine, and what crosses between machines.
+"""Which learner rank writes which part on which machine, and which parts cross machines.
 
 A rank writes into the parameters of servers on its own machine only. Several ranks can hold the
 same part of a bucket: the data- and context-parallel replicas. On a machine that has one of them,
@@ -25,7 +25,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Routes:
-    """How the parts of all ranks reach all machines."""
+    """How the parts of all ranks reach all target machines."""
 
     writers: frozenset[int]  # global ranks that write their own part
     transfers: tuple[Transfer, ...]
@@ -42,14 +42,15 @@ def find_routes(
     """Return the routes from all ranks to the machines `targets`, each of which has a rank.
 
     Args:
-        machines: that of each rank.
-        holders: for each rank, all ranks that hold the same part as it does.
+        machines: the machine of each rank.
+        holders: for each rank, all ranks that hold the same part, itself included.
     """
     writers: set[int] = set()
     transfers: list[Transfer] = []
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     ranks = range(len(machines))
+    # Every rank computes the routes itself, so their order must be the same everywhere.
     for part in sorted(set(holders)):
         for target in sorted(targets):
             here = [rank for rank in part if machines[rank] == target]

@@ -1,4 +1,4 @@
-"""What this rank sends to the servers: buckets through channels, or codes into parameters."""
+"""This rank's ways to the servers: buckets through channels, or codes into parameters."""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -28,6 +28,8 @@ class Senders:
     ) -> tuple[int, Conversion]:
         """Convert the weights and send them; return the bytes sent, on rank 0, and the measures.
 
+        Collective over learner ranks.
+
         Args:
             destinations: of all servers that can be reached. Channels to others are closed.
             tokens: of the destinations to which this update goes.
@@ -37,13 +39,13 @@ class Senders:
         to_channels = [each for each in destinations if isinstance(each, ChannelDestination)]
         if dist.get_rank() in self._converter.senders:
             self._open_channels(to_channels)
-        sizes: list[int] = []  # of what was sent for each bucket
+        sizes: list[int] = []  # bytes sent for each bucket: the most that one server took
 
         def send(bucket: Bucket) -> Callable[[], None]:
             sending = [self.channels[token].send(bucket, update.version) for token in tokens]
             return lambda: sizes.append(max((future.result() for future in sending), default=0))
 
-        # Compressed deltas become much smaller if they are relative.
+        # Relative deltas compress much better.
         is_relative = any(destination.may_compress for destination in to_channels)
         conversion = self._converter.convert(send, base=update.base, is_relative=is_relative)
         own = {token: each.failure for token, each in self.channels.items() if each.failure}

@@ -1,4 +1,4 @@
-"""Transports: the ways on which weights reach a server, behind one interface.
+"""Transports: the ways in which weights reach a server, behind one interface.
 
     broadcast.py              a process group of each sender and the server
     in_place.py, direct.py    the server's memory, which the ranks of its machine write
@@ -18,15 +18,15 @@ from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.controller import end
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 
-# A server that ends a channel says why in its answer, which may come this much later.
+# A server that ends a channel says why in its answer, which may come this many seconds later.
 ANSWER_GRACE_S = 5.0
 
 
 class Channel:
-    """A sender's way to one server, with a thread. After a failure it sends nothing more."""
+    """A sender's connection to one server, with a thread. After a failure it sends nothing more."""
 
     def __init__(self, name: str) -> None:
-        """Send nothing yet; `name` is that of the channel's thread."""
+        """Start the channel's thread under this name; send nothing yet."""
         self.failure: RuntimeError | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
@@ -38,19 +38,19 @@ class Channel:
         return self._do(lambda: self._send(bucket, version))
 
     def close(self) -> None:
-        """Leave the server, which keeps running."""
+        """Disconnect from the server, which keeps running, and end the thread."""
         self._thread.submit(self._leave).result()
         self._thread.shutdown()
 
     def _do(self, work: Callable[[], int]) -> Future[int]:
-        """Do work after all earlier work, unless that has failed; its result is then 0."""
+        """Queue work behind all earlier work; if any has failed, skip it with result 0."""
 
         def guarded() -> int:
             if self.failure is not None:
                 return 0
             try:
                 return work()
-            except RuntimeError as error:  # torch's errors of process groups among them
+            except RuntimeError as error:  # which includes torch's errors of process groups
                 self.failure = error
                 self._leave()
                 return 0
@@ -62,23 +62,23 @@ class Channel:
         raise NotImplementedError
 
     def _leave(self) -> None:
-        """End what is connected."""
+        """Disconnect."""
 
 
 @dataclass(frozen=True)
 class Destination:
     """How the ranks reach a server; global rank 0 hands it to them."""
 
-    token: str  # a new one for each attempt, because servers refuse old names of groups
+    token: str  # new for each connection, because servers refuse the names of earlier groups
 
 
 class ChannelDestination(Destination):
-    """How senders reach a server, which loads what they send."""
+    """How senders reach a server that loads buckets from channels."""
 
     may_compress = False  # whether channels may compress deltas
 
     def open(self, sender: int) -> Channel:
-        """Begin to connect the sender of this number."""
+        """Begin to connect the sender of this number; return its channel."""
         raise NotImplementedError
 
 
@@ -89,8 +89,8 @@ class Update:
     request: Manifest  # announces them
     version: int
     num_senders: int
-    base: int | None  # of a delta
-    in_place: bool  # into the parameters of the servers, which are on machines of the learner
+    base: int | None  # the version that the servers hold; None: everything is sent
+    in_place: bool  # ranks write into the servers' parameters
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     failed: dict[str, RuntimeError] = field(default_factory=dict)  # why channels failed, by token
     checksums: Mapping[str, int] = field(default_factory=dict)  # of all tensors
@@ -122,7 +122,7 @@ class Transport:
         """Let the server load what is sent; wait until it has done so and all was sent.
 
         Raises:
-            ServerFailed: the server failed, or hung, or a channel to it was ended.
+            ServerFailed: the server failed or hung, or a channel to it ended.
         """
         assert self.destination is not None
         request, token = update.request, self.destination.token
@@ -153,5 +153,5 @@ class Transport:
             await self.leave()  # the next publish has new channels
 
     async def leave(self) -> None:
-        """End the channels, so that no sender waits for the server any longer."""
+        """End the channels, so that no sender goes on waiting for the server."""
         self.destination = None

@@ -1,1 +1,1 @@
-"""Servers that somebody started elsewhere, which the run reaches by a URL and a key only."""
+"""Servers that somebody started elsewhere; the run has only their URLs and a key."""

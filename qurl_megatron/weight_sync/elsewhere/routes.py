@@ -1,4 +1,4 @@
-"""The routes by which a server that the learner reaches only by a URL takes weights.
+"""The routes by which a server takes weights over HTTP.
 
 The HTTP process writes the values of a bucket to a file that only this user can read. Then it asks
 the schedulers for an update, as for any bucket, and names the file where a process group would be.
@@ -32,10 +32,10 @@ class Claimed(Protocol):
 
     @property
     def run(self) -> str:
-        """The run; empty: none."""
+        """The run's name; empty if there is none."""
 
     def release(self, run: str) -> None:
-        """Forget the run, if it is this one."""
+        """End the claim of this run; do nothing if another run has it."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class Routes:
     """The routes of `wire.py` on a server; the fields tell what it is and holds."""
 
     claimed: Claimed
-    arguments: Callable[[], Any]  # SGLang's of the server
+    arguments: Callable[[], Any]  # the server's SGLang arguments
     kept: Callable[[], list[str]]  # layers in BF16
     held: Callable[[], Mapping[str, SentTensor]]  # the tensors that the server takes, by name
-    update: Callable[..., Awaitable[tuple[bool, str]]]  # whether the schedulers did, and why not
+    update: Callable[..., Awaitable[tuple[bool, str]]]  # whether it loaded, and if not, why
 
     async def release(self, request: Any) -> Any:
         """End the claim of the run that asks for it."""

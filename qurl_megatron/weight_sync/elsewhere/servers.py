@@ -1,4 +1,4 @@
-"""Servers that somebody started elsewhere, with `qurl serve`: what they are, and whether they fit.
+"""Servers that somebody started elsewhere, with `qurl serve`: their descriptions and checks.
 
 The run reaches such a server by its URL and a key only: it has no process, log, shared file system
 or process group of it.
@@ -28,7 +28,7 @@ RELEASE_TIMEOUT_S = 5.0
 
 
 def remote_server(url: str, key: str, run: str = "") -> Server:
-    """Return a server that somebody started elsewhere, of which only URL and key are known.
+    """Return a server that somebody started elsewhere, from its URL and key.
 
     `run` names the run that the server is asked to serve.
     """
@@ -55,8 +55,8 @@ def check_servers(
     """Check that each server of `rollout.servers_at` answers, and can sample for the run.
 
     Args:
-        run: names the run, if it has begun; a server that serves another is refused.
-        without: called for each that does not answer; None: that is an error too.
+        run: the run's name, if it has begun; a server that serves another run is refused.
+        without: called for each server that does not answer; None: that is an error too.
 
     Raises:
         ConfigError: one does not answer or fit; the message names it and says why.
@@ -66,7 +66,7 @@ def check_servers(
             _ = urlsplit(url).port  # raises if it is not a port
             is_safe = is_private(url)
         except ValueError as error:
-            raise ConfigError(f"rollout.servers_at: {url} is no URL: {error}") from None
+            raise ConfigError(f"rollout.servers_at: {url} is not a URL: {error}") from None
         if not (config.rollout.servers_plain_http or is_safe):
             raise ConfigError(
                 f"rollout.servers_at: {url} would carry the key and all completions in the clear; "
@@ -85,7 +85,7 @@ def check_servers(
 async def _problems(
     urls: Sequence[str], key: str, needed: Description
 ) -> list[BaseException | None]:
-    """Ask all servers at once; return what is wrong with each, or None."""
+    """Ask all servers at once; return an error, or None, for each."""
 
     async def check(url: str) -> None:
         description = await describe(url, key)
@@ -98,7 +98,7 @@ async def _problems(
 
 
 def is_private(url: str) -> bool:
-    """Return whether nobody between this machine and the server can read what is sent."""
+    """Return True if nobody between this machine and the server can read the traffic."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.scheme == "https" or host == "localhost":
@@ -110,11 +110,11 @@ def is_private(url: str) -> bool:
 
 
 async def describe(url: str, key: str) -> Description:
-    """Ask a server what it is.
+    """Ask a server for its description.
 
     Raises:
-        Unreachable: it does not answer.
-        ConfigError: it takes another key, or was not started by `qurl serve`.
+        Unreachable: the server does not answer.
+        ConfigError: the server takes another key, or was not started by `qurl serve`.
     """
     server = f"rollout.servers_at: the server at {url}"
     try:

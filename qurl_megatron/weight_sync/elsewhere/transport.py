@@ -41,7 +41,7 @@ class HttpDestination(ChannelDestination):
     server: Server
     timeout_s: float
     flush_cache: bool
-    may_compress = True  # where the rate of the link makes it pay
+    may_compress = True  # if the link is slow enough
 
     def open(self, sender: int) -> Channel:
         """Return a channel, which connects anew for each bucket."""
@@ -52,7 +52,7 @@ class HttpChannel(Channel):
     """A connection to one server over HTTP."""
 
     def __init__(self, destination: HttpDestination) -> None:
-        """Connect nothing yet."""
+        """Take the destination; connect only when a bucket is sent."""
         super().__init__(destination.token)
         self.rate = float("inf")  # of the link, in bytes per second
         self._destination = destination
@@ -61,8 +61,8 @@ class HttpChannel(Channel):
         """Send a bucket, and wait until the server has loaded it.
 
         Raises:
-            ServerFailed: the server did not take it.
-            UpdateRefused: the server answered that it did not load it.
+            ServerFailed: the server did not answer, or its answer makes no sense.
+            UpdateRefused: the server answered that it did not load the bucket.
         """
         destination = self._destination
         is_delta = base_version(bucket.names) is not None
@@ -87,10 +87,10 @@ class HttpChannel(Channel):
 
 
 class Http(Transport):
-    """Global rank 0's end of the way to a server that was started elsewhere, which listens."""
+    """Global rank 0's end of the way to a server that was started elsewhere."""
 
     def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
-        """Tell the senders where it listens."""
+        """Tell the senders the server's address."""
         super().__init__(control, shares_gpus=shares_gpus)
         self.destination = HttpDestination(
             token=f"weights-{secrets.token_hex(8)}",
@@ -114,8 +114,8 @@ def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload
         payload: `[bytes]` uint8, on any device.
 
     Raises:
-        UpdateRefused: the server answered that it did not load it.
-        ServerFailed: the server did not answer.
+        UpdateRefused: the server answered that it did not load the bucket.
+        ServerFailed: the server did not answer, or its `load_s` makes no sense.
     """
     start = header.pack()
     num_bytes = len(start) + len(payload)

@@ -1,13 +1,13 @@
-"""What travels over HTTP to a server that somebody started elsewhere, and what it says of itself.
+"""The HTTP messages of a server that somebody started elsewhere: buckets and its description.
 
 `GET /qurl` gives a `Description`. `POST /qurl/weights` takes a bucket. Its body is
 
     header: one line of JSON, see `BucketHeader` | payload: the bucket's values, maybe compressed
 
 and its answer is `{"success": ..., "message": ..., "load_s": ...}`, with the seconds that loading
-took. `DELETE /qurl/run` ends the claim of the run that asks for it. All need the server's key.
+took. `DELETE /qurl/run` ends the claim of the run that sends it. All routes need the server's key.
 
-A server serves one run at a time, whose weights it has (`sglang_plugin/access.py`).
+A server serves one run at a time, and holds this run's weights (`sglang_plugin/access.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class BucketHeader:
     shapes: Sequence[Sequence[int]]
     version: Annotated[int, Ge(0), Lt(10**18)]  # of the weights
     flush_cache: bool  # empty the cache of prefixes
-    num_bytes: int  # of the values
-    is_compressed: bool  # the payload is a stream of zlib
+    num_bytes: int  # of the values, uncompressed
+    is_compressed: bool  # the payload is a zlib stream
 
     def pack(self) -> bytes:
         """Return the line at the beginning of a body."""
@@ -52,21 +52,21 @@ class BucketHeader:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a server must have in common with the run that uses it."""
+    """The properties in which a server must match the run that uses it."""
 
     version: str  # of qurl-megatron
     method: str | None  # SGLang's name of the weight format, as in `quantize.ENGINE_METHODS`
     context_length: int  # maximum prompt plus completion length, in tokens
     model: dict[str, Any]  # the fields of its `Architecture`
     kept: list[str]  # layers in BF16, as `keep.layers_of` returns them
-    records_routing: bool  # answers with the experts that were chosen
-    run: str = ""  # that it serves, as the run names itself; empty: none
+    records_routing: bool  # answers list the experts that the router chose
+    run: str = ""  # name of the run that it serves; empty: none
 
     def check(self, url: str, needed: Description) -> None:
         """Check that the server at `url` can sample for a run that needs the other description.
 
         Raises:
-            ConfigError: it cannot; the message names the first thing that differs.
+            ConfigError: it cannot; the message names the first difference.
         """
         server = f"rollout.servers_at: the server at {url}"
         if self.run not in ("", needed.run):
