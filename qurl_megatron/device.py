@@ -2,8 +2,8 @@
 
 In this process, only this module asks torch which devices there are; in a server's processes
 `sglang_plugin` does. Some files ask this module, and code that handles a tensor looks at that
-tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. With `cli`,
-`launch` and `rollout/toolkit`, this is also the only module that reads environment variables.
+tensor instead: `tests/test_rooms.py` lists every file that branches on CPU or GPU. Beside `cli`,
+`launch` and `rollout/toolkit`, only this module reads environment variables.
 """
 
 import functools
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 LOGIT_CHUNK_ELEMENTS = 2**26  # logits that a GPU computes at once, 256 MiB in float32
 
-# The other ranks wait in a collective while rank 0 samples, which can take hours. What notices a
-# rank that died is the launcher.
+# The other ranks wait in a collective while rank 0 samples, which can take hours. The launcher
+# notices a rank that died.
 COLLECTIVE_TIMEOUT_S = 48 * 3600.0
 
 
 class SharedError(Exception):
-    """An error of rank 0 that `from_rank_zero` raises on every rank as it is."""
+    """An error of rank 0 that `from_rank_zero` raises unchanged on every rank."""
 
 
 @functools.cache
@@ -56,7 +56,7 @@ def num_gpus() -> int:
 
 
 def unusable_gpus() -> str:
-    """Return what is wrong if the machine has GPUs and torch sees none; else an empty string.
+    """Return a message if the machine has GPUs and torch sees none; else an empty string.
 
     A run would silently compute on the CPU. CUDA_VISIBLE_DEVICES may hide the GPUs on purpose.
     """
@@ -72,8 +72,8 @@ def unusable_gpus() -> str:
 def memory_bytes() -> int:
     """Return the memory that this process has taken.
 
-    On a GPU that is the most that torch's allocator has reserved; without one it is the resident
-    set of the process.
+    On a GPU this is the most that torch's allocator has reserved, else the resident set of the
+    process.
     """
     if accelerator() == "cuda":
         return torch.cuda.max_memory_reserved()
@@ -81,7 +81,7 @@ def memory_bytes() -> int:
 
 
 def machine_memory_bytes() -> int:
-    """Return the memory of this machine, or what its container may use of it."""
+    """Return the memory of this machine, or the limit of its container."""
     total = int(psutil.virtual_memory().total)
     return min([total, *(limit for limit, _ in memory_limits())])
 
@@ -120,9 +120,10 @@ def backend_to(gpus: Collection[int] = ()) -> Literal["gloo", "nccl"]:
 
 
 def can_attach(stays: bool) -> bool:
-    """Return whether other processes can write into a server's memory, which `stays` in its sleep.
+    """Return whether other processes can write into a server's memory.
 
-    On a GPU nobody attaches to what torch_memory_saver maps.
+    `stays`: the server keeps this memory while it sleeps. Otherwise torch_memory_saver maps it on a
+    GPU, and no other process can attach to it.
     """
     return stays or accelerator() == "cpu"
 
@@ -140,11 +141,11 @@ def lacks_flash_attention() -> bool:
 
 
 def logit_tile(rows: int, whole: bool) -> tuple[int, int]:
-    """Return of how many tokens, and rows of the vocabulary, to compute the logits at once.
+    """Return for how many tokens, and rows of the vocabulary, to compute the logits at once.
 
-    On a CPU they fit in a core's cache. Where they must be of the `whole` vocabulary, of which a
-    rank holds `rows`, they cover at least 64 tokens, because each tile reads all of the weight. On
-    a GPU they are at most `LOGIT_CHUNK_ELEMENTS`, of all rows.
+    On a CPU such a tile fits in a core's cache. If it must cover the `whole` vocabulary, of which a
+    rank holds `rows`, it has at least 64 tokens, because each tile reads all of the weight. On a
+    GPU a tile covers all rows, and has at most `LOGIT_CHUNK_ELEMENTS` logits.
     """
     if accelerator() == "cuda":
         return LOGIT_CHUNK_ELEMENTS // rows, rows
@@ -153,7 +154,7 @@ def logit_tile(rows: int, whole: bool) -> tuple[int, int]:
 
 
 def rank() -> int:
-    """Return the rank of this process among all learner ranks, as torchrun's variables have it."""
+    """Return the rank of this process among all learner ranks, by torchrun's variables."""
     return int(os.environ.get("RANK", 0))
 
 
@@ -163,7 +164,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this process among those on its machine."""
+    """Return the rank of this process among the learner ranks on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -181,7 +182,7 @@ def child_environment(
 
 
 def extend_environment(additions: Mapping[str, str], without: Collection[str] = ()) -> None:
-    """Add variables to this process's environment, and remove those of the names `without`."""
+    """Add variables to this process's environment; remove the ones named in `without`."""
     for name in without:
         os.environ.pop(name, None)
     os.environ.update(additions)
@@ -198,11 +199,11 @@ def initialize_distributed() -> None:
     """
     if accelerator() == "cuda":
         # Megatron starts an exchange before the product that it overlaps with, and relies on one
-        # queue to keep that order. Read when CUDA begins.
+        # queue to keep that order. CUDA reads this when it begins.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device())
     bind_stores()
-    # What SGLang sets in its servers. Where the two sides differ, NCCL's weight transfers fail.
+    # As SGLang sets it in its servers. If the two sides differ, NCCL's weight transfers fail.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
         # Without these, gloo resolves the hostname, which may not be reachable, and gloo and NCCL
@@ -229,11 +230,11 @@ _creating_group = threading.Lock()  # the environment belongs to all threads
 
 @contextmanager
 def surviving_errors() -> Iterator[None]:
-    """Let groups over NCCL that are created in this context fail without ending the process.
+    """Let NCCL groups that are created in this context fail without ending the process.
 
-    By default torch's watchdog ends it when an operation of a group fails or takes too long, or
-    when aborting one takes long. A group reads these settings when it is created. Whoever uses it
-    has to limit the time, and to abort the group after a failure.
+    By default torch's watchdog ends the process when an operation of a group fails or takes too
+    long, or when aborting one takes long. A group reads these settings when it is created. Its user
+    must limit the time of operations, and abort the group after a failure.
     """
     settings = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
     with _creating_group:
@@ -250,7 +251,7 @@ def surviving_errors() -> Iterator[None]:
 
 
 def from_rank_zero(work: Callable[[], T]) -> T:
-    """Run `work()` on global rank 0 and return its result on every rank.
+    """Run `work()` on global rank 0 and return its result on every rank; collective.
 
     Raises:
         SharedError: `work()` raised it.
@@ -262,6 +263,7 @@ def from_rank_zero(work: Callable[[], T]) -> T:
             outcome[0] = work()
         except Exception as error:
             told = RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+            # The other ranks wait in the broadcast below.
             dist.broadcast_object_list([None, error if isinstance(error, SharedError) else told])
             raise
     dist.broadcast_object_list(outcome)

@@ -1,8 +1,8 @@
 """Files that are complete or absent, even if the process dies or the disk fills.
 
 Every file that a run or a command rewrites goes through `write_whole`, and every line that it adds
-through `append_lines`. What a run's directory holds is read with `read_json_lines` and
-`read_json_object`, which name the file and the line that cannot be read, and go on.
+through `append_lines`. Files of a run's directory are read with `read_json_lines` and
+`read_json_object`, which name a file or line that they cannot read, and go on.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from typing import Any
 import pydantic
 
 PARTIAL = ".partial"
-LARGEST = 2.0**128  # as float32 has it
-# What is below them belongs to the system. Memory that processes share is ordinary space.
+LARGEST = 2.0**128  # just above the largest float32
+# Paths below these belong to the system, apart from shared memory, which is ordinary space.
 SYSTEM = "bin boot dev etc lib lib32 lib64 proc sbin sys usr/bin usr/include usr/lib usr/lib32 \
 usr/lib64 usr/libexec usr/sbin usr/share".split()
 SHARED_MEMORY = Path("/dev/shm")
@@ -48,10 +48,10 @@ def is_of_system(path: Path) -> bool:
 def check_output(path: Path) -> None:
     """Check that a file or directory may be renamed to `path`: nothing or a regular file is there.
 
-    A link is refused too: renaming would replace it, and not what it leads to.
+    A link is refused too: renaming would replace the link, and not its target.
 
     Raises:
-        OSError: something else is there, or the system's directories hold the path.
+        OSError: something else is there, or the path is in a directory of the system.
     """
     if is_of_system(path):
         raise PermissionError(errno.EPERM, "belongs to the system; choose another place", path)
@@ -69,10 +69,10 @@ def read_json_lines(
     """Return the objects of a JSON Lines file; an empty list if the file does not exist.
 
     A last line without a line break is dropped: its writer was interrupted. Any other line that is
-    no object of the form `kind` is left out.
+    not an object of `kind` is left out.
 
     Args:
-        kind: dictionary, or dataclass, which says which fields a line must have and their types.
+        kind: a dictionary type, or a dataclass with the fields that a line must have.
         tell: called with a text that names the first line that is left out.
     """
     objects, wrong = [], []
@@ -82,7 +82,7 @@ def read_json_lines(
         except (ValueError, RecursionError) as error:
             wrong.append(f"{path}, line {number}: {_reason(error)}; left out")
     if wrong:
-        others = f", and {len(wrong) - 1} other lines of it" if len(wrong) > 1 else ""
+        others = f", and {len(wrong) - 1} more of its lines" if len(wrong) > 1 else ""
         tell(f"{wrong[0]}{others}")
     return objects
 
@@ -90,8 +90,8 @@ def read_json_lines(
 def read_json_object(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
     """Return the object of a JSON file; an empty one if the file holds no `kind`.
 
-    `write_whole` leaves no such file, but a full disk that loses what was written, or a copy that
-    was interrupted, may. A line on standard error then says so, unless the file is empty or absent.
+    `write_whole` leaves no such file, but a full disk that loses data may, or an interrupted copy.
+    A line on standard error then says so, unless the file is empty or absent.
     """
     text = _text(path, _print_error)
     try:
@@ -102,7 +102,7 @@ def read_json_object(path: Path, kind: Any = dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(path: Path, tell: Callable[[str], object]) -> str:
-    """Return the text of a file; empty if it does not exist, or would never end, as a pipe."""
+    """Return the text of a regular file, empty if there is none; a pipe would never end."""
     if path.exists() and not path.is_file():
         tell(f"{path}: not a regular file; left out")
     return path.read_text(errors="replace") if path.is_file() else ""
@@ -112,7 +112,7 @@ def _parse(text: str, kind: Any) -> dict[str, Any]:
     """Return a JSON object.
 
     Raises:
-        ValueError, RecursionError: it is not of that form.
+        ValueError, RecursionError: the text is not an object of `kind`.
     """
     content: dict[str, Any] = json.loads(
         text,
@@ -127,7 +127,7 @@ def _number(convert: Callable[[str], float], text: str) -> float:
     """Return a number that sums and plots can hold.
 
     Raises:
-        ValueError: it is larger than every float32.
+        ValueError: the number is larger than every float32.
     """
     number = convert(text)
     if abs(number) > LARGEST:
@@ -153,7 +153,7 @@ def _reason(error: Exception) -> str:
 def append_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
     """Append objects to a JSON Lines file: all of them, or none if the disk is full.
 
-    The remains of a writer that was killed in a line are cut off first.
+    Half a line, left by a writer that was killed, is cut off first.
 
     Raises:
         OSError: writing failed; the file is as it was.
@@ -174,7 +174,7 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def _write_behind(end: int, data: bytes, file: Any, path: Path) -> None:
-    """Write data behind the first `end` bytes of an unbuffered file, in place of what is there."""
+    """Write data behind the first `end` bytes of an unbuffered file, in place of the rest."""
     try:
         file.truncate(end)
         while data:
@@ -185,7 +185,7 @@ def _write_behind(end: int, data: bytes, file: Any, path: Path) -> None:
 
 
 def _end_of_last_line(file: Any) -> int:
-    """Return the place behind the last line break of a file."""
+    """Return the offset behind the last line break of a file."""
     end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - 65536)
@@ -207,7 +207,7 @@ def write_whole(
         private: only this user may read the file.
 
     Raises:
-        OSError: writing failed, or `check_output` refuses the path; what was there is as it was.
+        OSError: writing failed, or `check_output` refuses the path; an old file is as it was.
     """
     check_output(path)
     unfinished = path.with_name(path.name + ".unfinished")
@@ -219,7 +219,7 @@ def write_whole(
             unfinished.write_text(content)
         else:
             content(unfinished)
-        unfinished.chmod(stat.S_IMODE(mode))  # some libraries put a file of their own there
+        unfinished.chmod(stat.S_IMODE(mode))  # some libraries replace it by a file of their own
         rename_whole(unfinished, path)
     except OSError as error:
         raise _of(path, error) from None
@@ -229,7 +229,7 @@ def write_whole(
 
 
 def _of(path: Path, error: OSError) -> OSError:
-    """Return an error that names the file it is about, which a failed write does not."""
+    """Return the error with the name of its file, which a failed write lacks."""
     return OSError(error.errno, error.strerror or str(error), path)
 
 
@@ -248,7 +248,7 @@ def rename_whole(unfinished: Path, path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space of the file system that a path is on, or will be on when it is made.
+    """Return the free space, in bytes, of the file system of a path that may not exist yet.
 
     A quota may leave less to this user.
     """

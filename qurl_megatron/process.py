@@ -23,11 +23,11 @@ from typing import Any
 
 LOG_TAIL_LINES = 20
 LOG_LINE_LENGTH = 500
-LOG_LINE_BYTES = 2**16  # that are read for a line; most are far shorter
+LOG_LINE_BYTES = 2**16  # read for each line; most are far shorter
 LOG_TAIL_BYTES = 2**27
 CONSOLE_LOG = "console.log"  # in a run's directory
 LOCK = "lock"  # in a directory of `scratch_directory`
-NEW_S = 60.0
+NEW_S = 60.0  # age below which an unlocked directory may still be in the making
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
 TIDY_UP_S = 1.5  # from a signal to the end of a command
@@ -67,12 +67,12 @@ def free_port() -> int:
 
 
 def make_key() -> str:
-    """Return a key of 256 bits for servers; it begins with no dash, as an option would."""
+    """Return a key of 256 bits for servers; it does not begin with a dash, as an option would."""
     return secrets.token_hex(32)
 
 
 def raise_open_file_limit() -> int:
-    """Let this process have as many open files as it may, up to `OPEN_FILES`; return the number.
+    """Let this process open as many files as it may, up to `OPEN_FILES`; return the number.
 
     Many systems begin with 1,024 and permit more on request.
     """
@@ -83,21 +83,21 @@ def raise_open_file_limit() -> int:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine under which another one can reach it."""
+    """Return the address at which the machine `host` can reach this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # chooses a route, sends nothing; any port will do
         return str(probe.getsockname()[0])
 
 
 def bind_stores() -> None:
-    """Let torch's stores in this process listen on the address that they are reached at only.
+    """Let torch's stores in this process listen only on the address that clients connect to.
 
     A `torch.distributed.TCPStore` listens on all addresses of a machine, and answers everybody who
-    connects. Those of a run on one machine then listen on loopback.
+    connects. With this, the stores of a run on one machine listen on loopback.
     """
     import torch.distributed as dist
 
-    # torch.distributed.rendezvous is a function of this module, which hides it.
+    # A function of this name hides the module as an attribute of torch.distributed.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
 
     class Store(dist.TCPStore):
@@ -122,8 +122,8 @@ def bind_stores() -> None:
 def _listen(host: str, port: int) -> socket.socket | None:
     """Return a socket that listens on one address of this machine.
 
-    None lets torch listen on all addresses: if the host's name is that of no address here, and if
-    it is that of loopback here only, as Debian writes it into /etc/hosts.
+    Return None to let torch listen on all addresses: if the host's name has no address here, or if
+    only this machine takes it for loopback, as Debian writes it into /etc/hosts.
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     is_name = not host.startswith("127.") and host != "localhost"
@@ -152,10 +152,10 @@ def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def outlive_output(run_dir: Path) -> None:
-    """Have standard output and error go on in a run's console.log once they cannot be written.
+    """Continue standard output and error in a run's console.log once they cannot be written.
 
-    So a reader that ends, such as `head` or a terminal, or a full disk, ends no run. Forks of this
-    process inherit it.
+    So the run survives a full disk, and the end of a reader such as `head` or a terminal. Forks of
+    this process inherit this.
     """
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         stream.flush()
@@ -165,7 +165,7 @@ def outlive_output(run_dir: Path) -> None:
 
 
 class _Lasting(io.FileIO):
-    """An open file that becomes another one when it cannot be written, and at last none."""
+    """An open file that becomes `log_file` when it cannot be written, and finally /dev/null."""
 
     def __init__(self, descriptor: int, log_file: Path) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -186,14 +186,14 @@ class _Lasting(io.FileIO):
             os.dup2(other, self.fileno())
             os.close(other)
             reason = f"file descriptor {self.fileno()} cannot be written: {error.strerror}"
-            os.write(self.fileno(), f"{reason}; what would have been there follows\n".encode())
+            os.write(self.fileno(), f"{reason}; its further output follows\n".encode())
 
 
 def scratch_directory(prefix: str) -> tuple[str, int]:
     """Make a directory for temporary files of this process, and remove what others left behind.
 
-    Return its path, and a file descriptor that marks it as in use until it is closed, by whoever
-    has the directory removed. The kernel closes that of a process that is killed.
+    Return its path, and a file descriptor with a lock, which marks it as in use. Close it after
+    removing the directory. If the process is killed, the kernel closes it.
     """
     for leftover in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or just removed
@@ -208,12 +208,12 @@ def _remove_unused(directory: Path) -> None:
     """Remove a directory of `scratch_directory` that no process uses.
 
     Raises:
-        OSError: it is none, or a process uses it.
+        OSError: it is not such a directory, or a process uses it.
     """
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         status = os.fstat(lock)
-        # One that is being made is not locked yet.
+        # A directory in the making is not locked yet.
         if status.st_uid == os.getuid() and time.time() - status.st_mtime > NEW_S:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory)
@@ -222,20 +222,19 @@ def _remove_unused(directory: Path) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; call it in the child before exec."""
+    """Let the kernel kill this process when its parent ends; call it in the child, before exec."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def contain() -> None:
     """Fork, and return in the child; this process ends everything that the child starts.
 
-    It does so when the child ends, when its own parent does, and on `END_CONTAINED`: also with
-    processes in other sessions, and with those whose parents have ended, which become its children.
-    It ends with the child's exit code.
+    It does so when the child ends, when its own parent ends, and on `END_CONTAINED`. Processes in
+    other sessions end too, and orphans, which become its children. Its exit code is the child's.
     """
     import psutil
 
-    os.setsid()  # what kills the group of its parent leaves it to do its work
+    os.setsid()  # a signal that kills its parent's group must not stop its work
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, END_CONTAINED)
     events = {END_CONTAINED, signal.SIGCHLD}
@@ -252,12 +251,12 @@ def contain() -> None:
     while new := {*psutil.Process().children(recursive=True)} - found:
         for process in new:
             with contextlib.suppress(psutil.Error):
-                process.suspend()  # what is stopped starts no others
+                process.suspend()  # a stopped process starts no others
         found |= new
     for process in found:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(found, timeout=TIDY_UP_S)  # whoever waits for this end may count on theirs
+    psutil.wait_procs(found, timeout=TIDY_UP_S)  # who waits for this process may count on their end
     if code is not None and code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -275,13 +274,13 @@ def _reap() -> dict[int, int]:
 
 @contextlib.contextmanager
 def starting_a_worker() -> Iterator[None]:
-    """Have what the body starts block, from its first instruction, the signals that stop a run.
+    """Let processes that the body starts block the signals that stop a run, from the beginning.
 
-    They are for the learner, which finishes its step with its workers. A terminal sends Ctrl-C to
-    all processes, and a Python that still imports would answer with a traceback.
+    These signals are for the learner, which finishes its step with its workers. A terminal sends
+    Ctrl-C to all processes, and a Python that still imports would answer with a traceback.
 
-    No other thread forks meanwhile: the fork would hold the pipe that Popen reads until it is
-    closed, and Popen would wait for the fork's end.
+    No other thread forks meanwhile: the fork would inherit the pipe that Popen reads until all
+    writers close it, and Popen would wait for the fork's end.
     """
     blocked = LAUNCHER_SIGNALS | {signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
@@ -299,7 +298,7 @@ os.register_at_fork(
 
 
 def ending_signals() -> set[signal.Signals]:
-    r"""Return what ends a command in order: Ctrl-C, Ctrl-\, SIGTERM, and SIGHUP of its terminal.
+    r"""Return the signals that end a command: Ctrl-C, Ctrl-\, SIGTERM, and SIGHUP of its terminal.
 
     `nohup` starts a command with SIGHUP ignored, and then it stays ignored.
     """
@@ -309,11 +308,11 @@ def ending_signals() -> set[signal.Signals]:
 
 @contextlib.contextmanager
 def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
-    """Have the first of these signals end the process, with a line, once the body has tidied up.
+    """End the process on the first of these signals, with a line, once the body has tidied up.
 
-    The body gets SystemExit; what it and libraries say from then on is not shown, because it is of
-    work that is abandoned. Later signals are ignored: a terminal that closes sends SIGHUP twice, by
-    the kernel and by the shell. If the body takes longer than `TIDY_UP_S`, or Python has lost the
+    The body gets SystemExit. Later output of the body and of libraries is not shown, because it is
+    about abandoned work. Later signals are ignored: when a terminal closes, the kernel and the
+    shell each send SIGHUP. If the body takes longer than `TIDY_UP_S`, or Python has lost the
     exception, as it does in a destructor, the process ends at once.
     """
     ended_with: list[int] = []
@@ -345,22 +344,22 @@ def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
 
 
 class GpuLock:
-    """A lock in a directory, of this machine's processes; see `weight_sync/colocation.py`.
+    """A lock between this machine's processes, in a directory; see `weight_sync/colocation.py`.
 
-    A fork does not have it, and the kernel releases that of a process that ends.
+    A fork does not hold it. When a process ends, the kernel releases its lock.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open the lock's file; it is not taken yet."""
+        """Open the lock's file, without taking the lock."""
         self._file = (directory / f"turn_{socket.gethostname()}.lock").open("a")
         os.register_at_fork(after_in_child=self._file.close)
 
     def take(self) -> None:
-        """Wait until nobody has it, and take it."""
+        """Wait until nobody has the lock, and take it."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def try_to_take(self) -> bool:
-        """Take it and return True, unless somebody has it."""
+        """Take the lock and return True; return False if somebody has it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -368,24 +367,24 @@ class GpuLock:
         return True
 
     def release(self) -> None:
-        """Let others take it."""
+        """Let others take the lock."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 def trim_heap() -> None:
     """Give the memory that this process has freed back to the kernel.
 
-    glibc keeps what lies between pieces still in use. Where large temporary tensors of changing
-    sizes come and go, as in a server that computes on a CPU, that becomes more and more.
+    glibc keeps freed memory that lies between pieces still in use. This memory grows where large
+    tensors of changing sizes come and go, as in a server on a CPU.
     """
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_limits() -> list[tuple[int, int]]:
-    """Return what each cgroup around this process may take, and what is free of it, in bytes.
+    """Return the limit of each cgroup around this process, and what is free of it, in bytes.
 
-    In a container the own cgroup is the root of what is mounted. What the kernel has in memory of
-    files counts as free, because it gives that up.
+    In a container the process's own cgroup is the root of the mounted ones. Cached files count as
+    free, because the kernel drops them when memory is short.
     """
     limits = []
     for line in OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []:
@@ -411,7 +410,7 @@ def memory_limits() -> list[tuple[int, int]]:
 def oom_kills() -> int | None:
     """Return how many processes the kernel has killed since boot because memory ran out.
 
-    None if it does not say so.
+    Return None if it has no count.
     """
     lines = KERNEL_EVENTS.read_text().splitlines() if KERNEL_EVENTS.exists() else []
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)

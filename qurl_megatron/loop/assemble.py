@@ -51,7 +51,11 @@ class Run:
     log: RunLog
 
     def resume(self) -> int:
-        """Restore the newest checkpoint; return its step, or 0 if the run has no checkpoint."""
+        """Restore the newest checkpoint; return its step, or 0 if the run has no checkpoint.
+
+        Raises:
+            CheckpointError: the base under the checkpoint's adapters has changed.
+        """
         newest = device.from_rank_zero(self.checkpoints.newest)
         if newest is None:
             return 0
@@ -78,7 +82,7 @@ class Run:
     ) -> None:
         """Complete a save that has been written, and start another if `now` or if one is due.
 
-        One is also due if `evaluation`, that of this step, is the best so far.
+        A save is also due if `evaluation`, of this step, is the best so far.
         """
         self.checkpoints.poll()
         accuracy = evaluation.score if evaluation else None
@@ -101,7 +105,7 @@ class Run:
     def saving_what_is_done(self) -> Iterator[None]:
         """Save a checkpoint of the last step when the next one gets no rewards.
 
-        End this context if too few servers are left to go on.
+        If too few servers are left to go on, end the context without an error.
 
         Raises:
             NothingScored: completions cannot be scored.
@@ -121,7 +125,7 @@ class Run:
             self.say_stopped_early()
 
     def say_stopped_early(self) -> None:
-        """Wait until the last checkpoint is written; the launcher says how to resume."""
+        """Say so once the last checkpoint is written; the launcher says how to resume."""
         self.checkpoints.poll(wait=True)
         self.log.say(f"stopped early after step {self.log.steps_done}, with a checkpoint")
 
@@ -219,7 +223,7 @@ def _load_learner(config: Config) -> Learner:
         adapters=Adapters.of(config),
     )
     if config.objective.kl_coefficient:
-        learner.keep_reference()  # before a checkpoint is restored
+        learner.keep_reference()  # now: a checkpoint would replace the initial policy
     return learner
 
 
@@ -231,7 +235,7 @@ def _client(
     tokenizer: Any,
     agents: Agents | None,
 ) -> RolloutClient:
-    """Return the client of a set of servers, which records experts if `rollout.routing` asks it."""
+    """Return the client of a server set; it asks for experts if `rollout.routing` needs them."""
     architecture = learner.architecture
     records = name == "rollout" and config.rollout.routing != "ignore"
     shape = (architecture.num_layers, architecture.experts_per_token) if records else None
@@ -261,11 +265,11 @@ def _fleet(
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
     is_colocated = config.rollout.placement == "colocated"
-    # Colocated servers are listed once they are up, and sleep.
+    # Colocated servers are up when they are listed, and sleep.
     own = [server for server in servers.values() if not (server.is_remote or is_colocated)]
     wait_ready(own, start_timeout_s, ready=say_ready)
     for server in revive(server for server in servers.values() if server.is_remote):
-        say_ready(server)  # the fleet asks the others again
+        say_ready(server)  # the fleet asks the others again later
     fleet = Fleet(
         name,
         servers,

@@ -1,7 +1,8 @@
-"""A run proves its rollouts: what servers say of their samples, against what the learner computes.
+"""Prove a run's rollouts: compare the servers' log-probs of their samples with the learner's.
 
-Before the first step, after a resume, and before a step is trained on that a new server has sampled
-for, the train-inference mismatch is measured. A run ends there if its format does not explain it.
+This measures the train-inference mismatch before the first step, after a resume, and before
+training on samples of a new server. If the weight format does not explain the mismatch, the run
+ends.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,13 +47,13 @@ class Proof:
         self._proven: set[Member] = set()  # rollout servers that were compared
 
     def before_training(self) -> None:
-        """Compare each set with one completion of a step's prompts; write mismatch.json.
+        """Compare each server set on one completion for each prompt of a step; write mismatch.json.
 
         The BF16 evaluation servers show the noise of the engine alone. Any larger mismatch of the
         rollout servers comes from quantization. All sets hold the learner's weights.
 
         Raises:
-            NothingScored: every episode has failed.
+            NothingScored: every episode of an agent has failed.
             WrongRollouts: the format of a set does not explain its mismatch.
         """
         measured = {name: self._measure(name, self._sample) for name in self._clients}
@@ -61,7 +62,7 @@ class Proof:
             self._check(name, statistics)
 
     def of_new_servers(self) -> None:
-        """Compare rollout servers that serve since the last call, if there are any.
+        """Compare rollout servers that are new since the last call, if there are any.
 
         Raises:
             WrongRollouts: the format does not explain their mismatch.
@@ -86,7 +87,7 @@ class Proof:
     def _measure(
         self, name: str, sample: Callable[[RolloutClient], list[RolloutGroup]]
     ) -> dict[str, float]:
-        """Return the `rollout_statistics` of what rank 0 samples; without samples, nothing."""
+        """Return the `rollout_statistics` of what rank 0 samples; an empty one without samples."""
         rollout = self._config.rollout
         batches = [TrainBatch.empty()]
 
@@ -127,7 +128,7 @@ class Proof:
         return groups
 
     def _sample_from_new(self, client: RolloutClient) -> list[RolloutGroup]:
-        """Ask the new servers, also of an agent's run for answers: tokens are tokens."""
+        """Sample from the new servers; an agent's run needs no episodes to compare log-probs."""
         new = [each for each in client.fleet.members("serving") if each not in self._proven]
         by_server = {id(member.server): member for member in new}
         sampling = client.sampling(**self._settings)
@@ -137,7 +138,7 @@ class Proof:
         )
         groups = []
         for prompt, (completions, server) in zip(self._prompts, answers, strict=False):
-            if id(server) in by_server:  # another server answers for one that is lost, or busy
+            if id(server) in by_server:  # another answers for a lost or busy one
                 groups.append(RolloutGroup(prompt, completions, [0.0]))
                 self._proven.add(by_server[id(server)])
         return groups
@@ -159,8 +160,8 @@ class Proof:
             return
         ends = ", ".join(f"{number} {text!r}" for number, text in client.ends())
         self._log.say(
-            f"warning: all {len(answers)} answers before the first step were cut off after "
-            f"{self._config.rollout.max_completion_length} tokens. These tokens end an answer: "
-            f"{ends}. Should the model end with another, set rollout.stop_token_ids; else raise "
+            f"warning: all {len(answers)} completions before the first step were cut off after "
+            f"{self._config.rollout.max_completion_length} tokens. These tokens end one: "
+            f"{ends}. If the model ends with another token, set rollout.stop_token_ids; else raise "
             "rollout.max_completion_length"
         )

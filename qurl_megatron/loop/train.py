@@ -90,7 +90,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             is_last = step == config.steps or device.from_rank_zero(log.time_is_up)
             try:
                 with clock("evaluation"):
-                    # It may take longer than who asked to stop waits.
+                    # An evaluation may take longer than the sender of a stop signal waits.
                     stopping = asked_to_stop()
                     if evaluation_is_due(config, step) and not stopping:
                         evaluation = run.evaluate(step)
@@ -112,7 +112,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         if device.rank() == 0:
             write_report([config.run_dir], config.run_dir / "report" / "index.html")
         return True
-    return False  # without servers
+    return False  # too few servers were left
 
 
 def start_or_resume(config: Config, run: Run) -> int:
@@ -129,7 +129,7 @@ def start_or_resume(config: Config, run: Run) -> int:
 def score_before_updates(config: Config, learner: Learner, shares: Sequence[Share]) -> None:
     """Score a step's shares with the policy before its updates, and with the reference, if used."""
     score = partial(learner.score, temperature=config.rollout.temperature)
-    for share in shares[1:]:  # of the first, the update's own pass is before any update
+    for share in shares[1:]:  # the update's own pass scores the first, before it changes the policy
         score(share, ["proximal_logprobs", "entropy"])
     if config.objective.kl_coefficient:
         with learner.as_reference():
@@ -162,8 +162,9 @@ def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
     except WrongRollouts as error:  # on every rank
         print(f"\nqurl: {error}", flush=True)
         return SAID_WHY
-    except (CheckpointError, OSError) as error:  # perhaps on one, for which others would wait
-        # To the console if there is one: the logs may be on the disk that is full.
+    except (CheckpointError, OSError) as error:
+        # Perhaps on this rank only: others wait for it until the launcher ends them.
+        # To the console if there is one: the logs may be on the full disk.
         print(f"\nqurl: {error_line(error, run_dir)}", flush=True)
         return 1
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it would kill the process while Python exits
@@ -172,8 +173,8 @@ def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
 
 
 def error_line(error: CheckpointError | OSError, run_dir: Path) -> str:
-    """Return a line about a file that could not be written, with the last checkpoint's name."""
-    if isinstance(error, CheckpointError):  # it names that
+    """Return a line about a file that could not be written, and the last checkpoint's path."""
+    if isinstance(error, CheckpointError):  # its text names the checkpoint
         return str(error)
     if error.errno not in FULL:
         traceback.print_exception(error)  # to the log

@@ -23,14 +23,13 @@ from qurl_megatron.rollout.server import POLL_S, Server
 
 T = TypeVar("T")
 
-# The largest sizes in the JSON of an answer.
+# Upper bounds in the JSON of an answer, in bytes.
 TOKEN_BYTES = 2**10  # a token's id, log-prob and version
 EXPERT_BYTES = 6  # the number of an expert in base64
 MASK_ID_BYTES = 2**4  # a token of a sampling mask
 
 LARGEST_MASK = 512
-"""Most tokens that a token with a sampling mask is drawn from. SGLang records no mask without a
-limit."""
+"""The most tokens in a sampling mask. SGLang records masks only for requests with such a limit."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,8 @@ class _End:
     type: str
 
 
-# Kept are the numbers alone: a tuple of each token would be what Python's collector visits most.
+# Only the numbers are kept: with a tuple for each token, Python's garbage collector would mostly
+# visit these tuples.
 _Logprobs = Annotated[
     list[float],
     pydantic.ValidateAs(
@@ -69,7 +69,7 @@ class _Meta:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What a server says of one completion; of one that it aborted it may leave out the rest."""
+    """One completion in a server's answer; an aborted one may lack the fields with defaults."""
 
     output_ids: list[CountOrZero]
     meta_info: _Meta
@@ -81,7 +81,7 @@ _SAMPLED: pydantic.TypeAdapter[_Sampled | list[_Sampled]] = pydantic.TypeAdapter
 
 
 class RolloutClient:
-    """Samples completions from a fleet of servers; a server that dies costs no completion."""
+    """Samples completions from a fleet of servers, and loses none when a server dies."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RolloutClient:
         """Store the settings.
 
         Args:
-            routing_shape: layers and experts per token, if the servers record routing.
+            routing_shape: (layers, experts per token) if the servers record routing.
         """
         self.fleet = fleet
         self._routing_shape = routing_shape
@@ -111,8 +111,8 @@ class RolloutClient:
         """Return the completions of each prompt, in the order of `prompts`.
 
         Args:
-            answered: called once for each prompt, when its completions are there.
-            settings: of `sampling`.
+            answered: called once for each prompt, when its completions have arrived.
+            settings: the arguments of `sampling`.
 
         Raises:
             AdmissionNeeded: nothing can be sampled before servers get the current weights.
@@ -129,7 +129,7 @@ class RolloutClient:
         return self.gather(map(ask, prompts))
 
     def gather(self, answers: Iterable[Awaitable[T]]) -> list[T]:
-        """Wait for answers of the fleet, in order; the exceptions are those of `generate`."""
+        """Return the results of `answers`, in order; raise what `generate` raises."""
         return self.fleet.controller.wait(self._gather(answers))
 
     def sampling(
@@ -141,13 +141,13 @@ class RolloutClient:
         top_p: float = 1.0,
         records_masks: bool = False,
     ) -> dict[str, Any]:
-        """Return the settings of `group`, in SGLang's words.
+        """Return the settings of `group`, which are SGLang's `sampling_params`.
 
         Args:
             temperature: sampling temperature; 0 decodes greedily.
             max_completion_length: maximum number of sampled tokens.
-            records_masks: have completions with `sampling_masks`, and log-probs over these. A token
-                is then drawn from `LARGEST_MASK` tokens at the most, the likeliest.
+            records_masks: completions get `sampling_masks`, and log-probs over them. Each token is
+                then drawn from at most the `LARGEST_MASK` likeliest tokens.
         """
         return {
             "n": completions_per_prompt,
@@ -159,7 +159,7 @@ class RolloutClient:
         }
 
     def ends(self) -> list[tuple[int, str]]:
-        """Return the tokens that end an answer: ids and texts."""
+        """Return the ids and texts of the tokens that end a completion."""
         texts = self._tokenizer.convert_ids_to_tokens(self.stop_token_ids)
         return list(zip(self.stop_token_ids, texts, strict=True))
 
@@ -171,14 +171,14 @@ class RolloutClient:
     async def complete(
         self, token_ids: list[int], sampling: dict[str, Any], prefer: Server | None = None
     ) -> tuple[list[Completion], Server]:
-        """Return what follows some tokens, and the server that sampled it.
+        """Return the completions of `token_ids`, and the server that sampled them.
 
-        That is the one with the fewest tokens outstanding; see `Fleet.ask` for `prefer`. If it is
-        lost, another answers all of the request. If none serves, this waits.
+        `Fleet.ask` chooses the server, by `prefer` and by load. If the server is lost, another
+        answers the whole request. If no server serves, this waits.
 
         Raises:
             FleetTooSmall: too few servers serve.
-            RequestRefused: a server refused the request.
+            RequestRefused: a server refused the request, or its KV cache is too small for it.
         """
         asked: list[Server] = []
 
@@ -234,8 +234,8 @@ class RolloutClient:
         if server.is_remote and (
             not answer.is_json or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT)
         ):
-            # A proxy answers for a server that does not, or a server with another key is there, or
-            # it serves another run.
+            # A proxy answered in the server's place, or the server requires another key, or it
+            # serves another run.
             raise server.failed(f"answered a prompt with status {status}")
         if status == HTTPStatus.SERVICE_UNAVAILABLE:
             raise ServerBusy
@@ -248,61 +248,63 @@ class RolloutClient:
                 raise ServerBusy  # the answer is not complete
             self._check(answers, body)
         except ValueError:
-            what = f"answered a prompt with something else: {answer.text}"
+            what = f"answered a prompt with unexpected content: {answer.text}"
             if server.is_remote:
                 raise server.failed(what) from None
-            raise RequestRefused(f"server {server.url} {what}") from None  # so would another
+            raise RequestRefused(f"server {server.url} {what}") from None  # all would
         if server.is_remote and any(0 in each.meta_info.token_versions for each in answers):
-            # Nothing else tells the run, as a roster does of a server that its launcher restarts.
+            # Only this shows that a remote server was restarted; for others the roster shows it.
             raise server.failed("was started again, and answered without weights")
         return answers
 
     def _most_bytes(self, body: dict[str, Any]) -> int:
-        """Return the largest size of what answers a request."""
+        """Return the largest size of an answer to this request, in bytes."""
         sampling = body["sampling_params"]
         layers, experts = self._routing_shape or (0, 0)
         of_token = TOKEN_BYTES + layers * experts * EXPERT_BYTES
         of_token += max(0, sampling["top_k"]) * MASK_ID_BYTES
+        # The experts of the prompt's tokens are in the answer too.
         tokens = len(body["input_ids"]) + sampling["max_new_tokens"]
         num_bytes: int = sampling["n"] * tokens * of_token
         return LARGEST_ANSWER_BYTES + num_bytes
 
     def _check(self, answers: Sequence[_Sampled], body: dict[str, Any]) -> None:
-        """Check that there are as many completions, and of each token as much, as was asked for.
+        """Check that all requested completions are there, with all values of each token.
 
         Raises:
-            ValueError: something is missing, or there is too much.
+            ValueError: something is missing, or was not asked for.
         """
         sampling = body["sampling_params"]
         if len(answers) != sampling["n"]:
-            raise ValueError("another number of completions")
+            raise ValueError("wrong number of completions")
         for answer in answers:
             meta, length = answer.meta_info, len(answer.output_ids)
             per_token: list[Sequence[Any]] = [meta.token_versions, meta.output_token_logprobs]
             masks = meta.output_token_sampling_mask
             if (masks is not None) != (sampling["top_k"] > 0):
-                raise ValueError("other masks than asked for")
+                raise ValueError("sampling masks are missing, or were not asked for")
             if masks is not None:
                 per_token += [masks.sizes.tolist(), meta.output_token_sampling_logprobs]
             if not 0 < length <= sampling["max_new_tokens"]:
-                raise ValueError("another number of tokens")
+                raise ValueError("wrong number of tokens")
             if any(len(values) != length for values in per_token):
-                raise ValueError("not something of each token")
+                raise ValueError("not one value for each token")
             if masks is not None:
+                # Each mask has its own token, exactly once.
                 drawn = torch.tensor(answer.output_ids).repeat_interleave(masks.sizes)
                 if int((drawn == masks.token_ids).sum()) != length:
-                    raise ValueError("a token that was not drawn from its mask")
+                    raise ValueError("a token is not in its sampling mask")
             if self._routing_shape is not None:
                 layers, experts = self._routing_shape
-                read = len(body["input_ids"]) + length - 1
+                read = len(body["input_ids"]) + length - 1  # the last token is never read
                 numbers = b64decode(meta.routed_experts or "", validate=True)
                 if len(numbers) != read * layers * experts * torch.int32.itemsize:
-                    raise ValueError("not the experts of each token")
+                    raise ValueError("not all experts of each token")
 
     @cached_property
     def _connector(self) -> aiohttp.TCPConnector:
-        """What opens the connections, in the controller's loop."""
-        # A prompt takes a connection, which is an open file. Those over the limit wait.
+        """The connector of all requests; it is made in the controller's loop, and bound to it."""
+        # Each prompt has a connection, which is an open file. Prompts over the limit wait.
         return connect(raise_open_file_limit() // 2)
 
     def _completion(self, answer: _Sampled, prompt_length: int) -> Completion:

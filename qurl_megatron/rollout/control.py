@@ -18,7 +18,7 @@ CONTROL_TIMEOUT_S = 600.0
 
 _CACHE = ("kv_cache", "cuda_graph")
 RELEASED: Mapping[Releases, Sequence[str]] = {"cache": _CACHE, "all": (*_CACHE, "weights")}
-"""SGLang's tags of the memory that a sleeping server gives back, by `ServerConfig.releases`."""
+"""SGLang's tags for the memory that a sleeping server releases, by `ServerConfig.releases`."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ _RANKS = pydantic.TypeAdapter(list[_Rank])
 
 
 class UpdateRefused(ServerFailed):
-    """A server answered that it did not do what it was asked for."""
+    """A server answered that it did not carry out a request."""
 
 
 class ServerControl:
@@ -42,20 +42,20 @@ class ServerControl:
         pause_mode: PauseMode = "retract",
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
-        """Take a server that has `timeout_s` seconds for every answer.
+        """Store the server, which has `timeout_s` seconds for each answer.
 
         `pause_mode` is the run's `rollout.pause_mode`.
         """
         self.server = server
         self.timeout_s = timeout_s
-        self.flushes_cache = pause_mode == "retract"  # SGLang cannot while requests run
+        self.flushes_cache = pause_mode == "retract"  # SGLang cannot flush it while requests run
         self._pause_mode = pause_mode
 
     async def pause(self) -> None:
         """Stop sampling. Running requests wait where they are, and continue after `resume`.
 
-        In mode `retract` they give up their keys and values, which `resume` has computed again from
-        their tokens. In mode `in_place` they keep them.
+        In mode `retract` they give up their keys and values. After `resume` SGLang computes these
+        again from the tokens. In mode `in_place` the requests keep them.
         """
         await self._post("/pause_generation", {"mode": self._pause_mode})
 
@@ -64,7 +64,7 @@ class ServerControl:
         await self._post("/continue_generation", {})
 
     async def sleep(self, tags: Sequence[str]) -> None:
-        """Stop sampling, and give back the memory that these tags of SGLang's stand for.
+        """Stop sampling, and release the memory that these SGLang tags name.
 
         Running requests wait without keys and values, whatever the run's `rollout.pause_mode` is.
         """
@@ -72,11 +72,11 @@ class ServerControl:
         await self._post("/release_memory_occupation", {"tags": list(tags)})
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Take the memory of these tags again, which holds nothing; `resume` goes on sampling."""
+        """Allocate the memory of these tags again, still without content; `resume` then samples."""
         await self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     async def init_weights_group(self, **group: str | int) -> None:
-        """Join the process group that carries weights, as all of its ranks but the first.
+        """Join the process group that carries weights; the server has all ranks but rank 0.
 
         `group` has its `master_address`, `master_port`, `world_size`, `group_name` and `backend`.
         """
@@ -91,13 +91,13 @@ class ServerControl:
         group_name: str,
         weight_version: int,
     ) -> None:
-        """Receive and load what these lists announce, in the form of `weight_sync.bucket`.
+        """Receive and load the tensors that these lists announce, as `weight_sync.bucket` defines.
 
         The server must be paused. Tokens sampled after it resumes carry `weight_version`. There is
-        no time limit: the answer comes after all transfers, whose senders have limits.
+        no time limit: the answer comes after all transfers, and their senders have limits.
 
         Raises:
-            UpdateRefused: the server could not load it; a delta, because it holds another version.
+            UpdateRefused: the server could not load them, or a delta is for another version.
         """
         await self._post(
             "/update_weights_from_distributed",
@@ -122,23 +122,23 @@ class ServerControl:
             raise self.server.failed(f"gave no checksums: {escaped(str(error))}") from None
 
     async def parameters(self) -> list[dict[str, str]]:
-        """Have each tensor-parallel rank hand out its parameters to processes of its machine.
+        """Share the parameters of each tensor-parallel rank with processes of its machine.
 
-        Return a mapping for each rank, from `checksum.part_key` to `direct.describe`.
+        Return one mapping for each rank, from `checksum.part_key` to `direct.describe`.
         """
         return await self._check("parameters")
 
     def own_address(self) -> str:
-        """Return the address under which the server can reach this machine."""
+        """Return the address at which the server can reach this machine."""
         return process.address_towards(urlsplit(self.server.url).hostname or "")
 
     async def _check(self, action: str) -> list[dict[str, str]]:
-        """Return what each tensor-parallel rank says of its parameters, by `checksum.part_key`."""
+        """Return the answers of each tensor-parallel rank, by `checksum.part_key`."""
         answer = await self._post("/weights_checker", {"action": action})
         try:
             return [rank.checksums for rank in _RANKS.validate_python(answer.get("ranks"))]
         except ValueError:
-            raise self.server.failed("answered /weights_checker with something else") from None
+            raise self.server.failed("answered /weights_checker with unexpected content") from None
 
     async def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
         options = {"timeout_s": self.timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
@@ -148,7 +148,7 @@ class ServerControl:
             raise self.server.failed(str(error)) from None
         if not answer.is_success:
             raise UpdateRefused(str(self.server.failed(f"refused {path}: {answer.text}")))
-        if answer.content == b"null":
+        if answer.content == b"null":  # SGLang's answer to sleep and wake
             return {}
         try:
             fields = answer.fields()

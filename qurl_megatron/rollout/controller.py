@@ -1,7 +1,7 @@
 """The thread of global rank 0 in which all servers are asked, in one asyncio loop.
 
-Its coroutines sample, wait for scores and watch the servers. Whoever trains starts them, and waits
-for what they return.
+Its coroutines sample, wait for scores and watch the servers. The main thread trains: it starts the
+coroutines and waits for their results.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ class Controller:
     """A thread with an asyncio loop. Coroutines can be started from any other thread."""
 
     def __init__(self) -> None:
-        """Start no thread: the first coroutine does."""
+        """Prepare the thread; the first coroutine starts it."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="controller", daemon=True)
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the background; to cancel the future cancels it."""
+        """Run a coroutine in the background; cancelling the future cancels it."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -55,7 +55,7 @@ class Controller:
             self._thread.join()
 
     def _run(self) -> None:
-        """Run the loop until `close`; to leave it cancels all coroutines, and waits for them."""
+        """Run the loop until `close`; the runner then cancels all coroutines and waits for them."""
         loop = self._loop
         assert loop is not None
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
@@ -63,7 +63,7 @@ class Controller:
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their ends."""
+    """Cancel tasks and wait until they have ended."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

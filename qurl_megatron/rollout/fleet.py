@@ -1,23 +1,23 @@
-"""The servers of one set, which of them can be asked, and what becomes of a server that is lost.
+"""The servers of one set: which of them can be asked, and what happens when one is lost.
 
-A server is in one of four states, and `TRANSITIONS` has all ways between them.
+A server is in one of four states; `TRANSITIONS` lists all changes of state.
 
 - Only serving servers are asked. A prompt goes to the one with the fewest tokens outstanding.
-- A lost server is never asked again. What it has not answered is asked of the others, once.
-- The process that started a server replaces it, and writes the new one to its roster. It is
-  another server here: it starts, joins and serves.
+- A lost server is never asked again. Each of its open requests goes to one other server.
+- The process that started a server replaces it, and writes the new one to its roster. The new one
+  is another server here: it starts, joins and serves.
 - A server that somebody started elsewhere cannot be replaced. After a loss the fleet asks its URL
-  every few seconds, and what answers there is another server here too.
-- A request waits for servers as long as `patience_s`, then gets `FleetTooSmall`. It gets that at
+  every few seconds, and a server that answers there is another server here too.
+- A request waits for servers for `patience_s` seconds, then fails with `FleetTooSmall`. It fails at
   once if the rosters list too few servers.
 
 A server counts as lost when its process has ended, when it closes a connection before it has
-answered, when it is silent and does not answer /health, when it answers that, but no prompt for
-hours, or when a publish to it fails. It does not answer /health while it is paused, so a paused
-server is not asked for that. It is asked for completions, and samples them once it resumes. If they
-waited here, the first server that resumes would get all of them.
+answered, when it is silent and does not answer /health, when it answers /health but no prompt for
+hours, or when a publish to it fails. A paused server does not answer /health, and is not asked for
+it. It still gets prompts, and samples them once it resumes. If prompts waited here, the first
+server to resume would get all of them.
 
-All that changes a fleet is done in the controller's loop.
+Only code in the controller's loop changes a fleet.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed, revived
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]
 
-# From each state, where a server can go, and why it does. `docs/architecture.md` draws this.
+# For each state, the states that can follow, and why. `docs/architecture.md` draws this.
 TRANSITIONS: Mapping[State, Mapping[State, str]] = {
     "starting": {"joining": "answers", "lost": "is given up"},
     "joining": {"serving": "holds the current weights", "lost": "is given up"},
@@ -46,19 +46,19 @@ TRANSITIONS: Mapping[State, Mapping[State, str]] = {
     "lost": {},
 }
 
-# A server that owes answers has given none for so long, although it answers /health. The longest
-# completions of the largest models take less.
+# A server that owes answers is lost after this time without one, although it answers /health. The
+# longest completions of the largest models take less.
 STALLED_S = 7200.0
-SILENT_S = 2.0  # a server with prompts that has not answered any for this long is asked for /health
-# A server that is restarted without need costs more than one that is waited for: SGLang answers
-# /health after a step of its scheduler, but a busy machine may take seconds for that.
+SILENT_S = 2.0  # a server that owes answers and is silent for this long is asked for /health
+# SGLang answers /health after a step of its scheduler, and a busy machine may take seconds for a
+# step. A needless restart costs more than this wait.
 HEALTH_TIMEOUT_S = 20.0
-# On a GPU its scheduler may compile a kernel in its first prompt, which takes a minute or two.
+# On a GPU the scheduler may compile a kernel for its first prompt, which takes a minute or two.
 FIRST_ANSWER_TIMEOUT_S = 300.0
-# A server with fewer requests gains nothing from giving one away: a step reads all of its weights,
-# for one request as for many.
+# A server with fewer requests gains nothing by giving one away: each decoding step reads all
+# weights, for one request as for many.
 FEW_REQUESTS = 32
-ASK_AGAIN_S = 5.0  # between two questions to a server elsewhere whether it is back
+ASK_AGAIN_S = 5.0  # between two checks whether a server elsewhere is back
 
 
 class FleetTooSmall(ServerFailed, SharedError):
@@ -66,7 +66,7 @@ class FleetTooSmall(ServerFailed, SharedError):
 
 
 class AdmissionNeeded(Exception):
-    """Too few servers serve, and some that could wait for the current weights."""
+    """Too few servers serve, and others wait for the current weights."""
 
 
 class RequestRefused(ServerFailed):
@@ -74,20 +74,20 @@ class RequestRefused(ServerFailed):
 
 
 class ServerBusy(Exception):
-    """A server would not take a request for lack of room; ask again later."""
+    """A server has no room for a request; ask again later."""
 
 
 @dataclass(eq=False)
 class Member:
-    """One process of a server in a fleet. Only the fleet changes it, its link pauses it."""
+    """One server process of a fleet. Its link pauses it; only the fleet changes anything else."""
 
     index: int  # within the set
     server: Server
     state: State
-    outstanding: int = 0  # tokens that were asked for and are not answered
+    outstanding: int = 0  # tokens that were asked for and not answered yet
     requests: set[asyncio.Future[Any]] = field(default_factory=set)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
-    answered_at: float = field(default_factory=time.monotonic)  # a prompt, or began to owe one
+    answered_at: float = field(default_factory=time.monotonic)  # a prompt, or got one while idle
     is_paused: bool = False  # by its link: no sign of life is expected
     has_answered: bool = False  # a prompt
 
@@ -111,15 +111,15 @@ class Fleet:
         """Take servers, by index, that answer already.
 
         Args:
-            loaded: they hold the weights to sample from. Otherwise they wait for a publish.
+            loaded: the servers hold the weights to sample from. Otherwise they wait for a publish.
             min_servers: nothing is sampled while fewer serve.
-            patience_s: how long there may be fewer, without counting servers that wait for weights.
-            health_timeout_s: time that a silent server has to answer /health. On a GPU it has
+            patience_s: for how many seconds fewer may serve or wait for weights.
+            health_timeout_s: seconds in which a silent server must answer /health. On a GPU it has
                 more until its first answer.
-            is_colocated: the servers sleep while the learner has the GPUs that they share. Who is
-                new sleeps, and gets the weights in the learner's next turn.
-            controller: in whose loop the servers are asked; None: one of its own, which goes on as
-                long as the process.
+            is_colocated: the servers sleep while the learner has the shared GPUs. A new server
+                sleeps too, and gets the weights in the learner's next turn.
+            controller: its loop asks the servers; None: the fleet has a controller of its own,
+                which lasts as long as the process.
             say: prints a line for the user.
         """
         self.controller = controller or Controller()
@@ -144,8 +144,8 @@ class Fleet:
 
         Args:
             read: returns the servers of the rosters, by index; called several times a second. A
-                server that is new there is added, one that is no longer there is lost. None: no
-                server is replaced.
+                new server is added; a server that is no longer listed is lost. None: no server is
+                replaced.
         """
         self._watching = self.controller.start(self._watch(read))
 
@@ -159,7 +159,7 @@ class Fleet:
         return [member for _, member in members if member.state in states]
 
     def has_joining(self) -> bool:
-        """Return whether sampling stops to give a waiting server the current weights."""
+        """Return whether to interrupt sampling and give a joining server the current weights."""
         return self.needs_admission() if self._is_colocated else bool(self.members("joining"))
 
     def needs_admission(self) -> bool:
@@ -174,7 +174,7 @@ class Fleet:
             self._change(member, "serving")
 
     def lose(self, member: Member, why: str) -> None:
-        """Give a server up: ask the others for what it owes, and have its starter replace it."""
+        """Give a server up: others get its open requests, and its starter is to replace it."""
         if member.state == "lost":
             return
         self._change(member, "lost")
@@ -190,11 +190,11 @@ class Fleet:
             report_lost(logs, self.set_name, member.index, member.server)
 
     def note(self, member: Member, what: str) -> None:
-        """Tell the user, in a line, what happens to a server."""
+        """Tell the user, on one line, what happens to a server."""
         self._say(f"server {self.set_name}_{member.index} {what.splitlines()[0]}")
 
     def expect_answers(self, member: Member) -> None:
-        """End a server's pause, in which it has given no sign of life."""
+        """End a server's pause; its silence is counted from now."""
         member.heard_at = member.answered_at = time.monotonic()
         member.is_paused = False
 
@@ -204,15 +204,15 @@ class Fleet:
         request: Callable[[Server], Awaitable[T]],
         prefer: Server | None = None,
     ) -> T:
-        """Return the answer of the server with the fewest tokens outstanding.
+        """Ask the server with the fewest tokens outstanding, and return its answer.
 
-        That is `prefer`, which has a beginning of the prompt in its cache, unless it serves no more
-        or has more than twice as many outstanding, of `FEW_REQUESTS` or more.
+        `prefer` is asked instead, because its cache has a beginning of the prompt, if it serves and
+        has fewer than `FEW_REQUESTS` requests or at most twice as many tokens outstanding.
 
-        If that server is lost, another is asked; if none serves, this waits.
+        If the server is lost, another is asked; if none serves, this waits.
 
         Args:
-            tokens: an upper bound of the tokens that the request asks for.
+            tokens: an upper bound of the request's tokens, prompt and completions.
             request: sends the request. It raises `ServerFailed` if the server did not answer, and
                 `ServerBusy` if it did not take the request.
 
@@ -227,7 +227,7 @@ class Fleet:
             try:
                 await asyncio.wait({asking})
                 if asking.cancelled():
-                    continue  # lost
+                    continue  # `lose` did that
                 result = asking.result()
                 member.answered_at, member.has_answered = time.monotonic(), True
                 return result
@@ -254,7 +254,7 @@ class Fleet:
                     is_free = other.outstanding <= most or len(other.requests) < FEW_REQUESTS
                     if other.server is prefer and is_free:
                         member = other
-                if not member.outstanding:
+                if not member.outstanding:  # it was idle: its silence counts from now
                     member.heard_at = member.answered_at = time.monotonic()
                 member.outstanding += tokens
                 return member
@@ -262,7 +262,7 @@ class Fleet:
             await asyncio.sleep(POLL_S)
 
     def check_size(self) -> None:
-        """Raise `FleetTooSmall` if there have been too few servers for too long, or will be."""
+        """Raise `FleetTooSmall` if servers were too few for too long, or if no more will come."""
         if self._watching.done():
             self._watching.result()  # raises what ended it
         since = self._too_small_since
@@ -291,7 +291,7 @@ class Fleet:
         try:
             while True:
                 if read:
-                    with contextlib.suppress(OSError):  # a shared file system falters; asked again
+                    with contextlib.suppress(OSError):  # a shared file system falters; read again
                         self._compare(await asyncio.to_thread(read))
                 probes = {member: probe for member, probe in probes.items() if not probe.done()}
                 self._await_lost_ones()
@@ -320,12 +320,13 @@ class Fleet:
                 continue
             if known:
                 self.lose(known, "it was started again")
+            # A colocated server is listed once it is up, and asleep: it would not answer /health.
             state: State = "joining" if self._is_colocated else "starting"
             self._members[index] = Member(index, server, state)
             self._note_size()
 
     def _await_lost_ones(self) -> None:
-        """Put a server that starts in the place of each lost one that was started elsewhere."""
+        """Replace each lost server that was started elsewhere by a starting one at the same URL."""
         for member in self.members("lost"):
             if member.server.is_remote:
                 self._members[member.index] = Member(member.index, member.server, "starting")

@@ -1,9 +1,9 @@
 """Start programs in processes of their own: fresh ones, or forks of this one.
 
 Importing SGLang takes 16 CPU-seconds, and a server without a GPU is three processes. So a launcher
-imports it once, and what it starts is then a fork of it, which begins at once. In all else a fork
-is like a fresh process: it has its own session, environment, log file and exit code, and the kernel
-kills it with its parent. The three processes of a server without a GPU (`main`) are forks too.
+imports SGLang once, and its programs are forks of it that begin at once. Otherwise a fork is like a
+fresh process: it has its own session, environment, log file and exit code, and the kernel kills it
+with its parent. The three processes of a server without a GPU (`main`) are forks too.
 
 A fork copies the calling thread only, so a process with several threads starts fresh ones. On a
 machine with a GPU nothing is forked: a CUDA context does not survive a fork.
@@ -32,21 +32,21 @@ from qurl_megatron import device
 from qurl_megatron.files import gigabytes
 from qurl_megatron.process import die_with_parent, oom_kills, tail
 
-# Begin the names of variables that change what a server computes, or what it says of that.
+# Prefixes of the variables that change what a server computes or reports.
 ENGINE_VARIABLES = ("SGLANG_", "SGL_", "TORCH", "ONEDNN", "DNNL_")
-SET_BY_LIBRARIES = "TORCHINDUCTOR_CACHE_DIR"  # in their own process; changes no result
+SET_BY_LIBRARIES = "TORCHINDUCTOR_CACHE_DIR"  # by themselves; it changes no result
 PLATFORM = "qurl_cpu"  # SGLang's without a GPU; an entry point in pyproject.toml
 
 
 class PreloadFailed(RuntimeError):
-    """What programs share could not be imported; the text ends with the last lines of the log."""
+    """An import that programs share failed; the text ends with the last lines of the log."""
 
 
 @dataclass(frozen=True)
 class Program:
     """A module that runs in a process of its own, as `python -m MODULE ARGUMENTS`.
 
-    A fork calls its function `main` with the arguments instead.
+    A fork calls the module's function `main` with the arguments instead.
     """
 
     module: str
@@ -78,7 +78,7 @@ class Started:
     pid: int
     poll: Callable[[], int | None]
     """Return the exit code, negative for a signal, or None while the process runs."""
-    oom_kills: int | None = field(default_factory=oom_kills)  # before
+    oom_kills: int | None = field(default_factory=oom_kills)  # counted at its start
 
     def send_signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended."""
@@ -117,10 +117,10 @@ def start(program: Program) -> Started:
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code of a program that this process has started and that has ended.
+    """Return the exit code of an ended program that this process has started.
 
-    Its last thread may end a moment after its main thread, so this waits. Return None if it has
-    not ended after a second.
+    Its last thread may end a moment after its main thread, so this waits. Return None if the
+    program has not ended after a second.
     """
     deadline = time.monotonic() + 1.0
     while (code := _started[pid].poll()) is None and time.monotonic() < deadline:
@@ -129,9 +129,10 @@ def exit_code(pid: int) -> int | None:
 
 
 def how_it_ended(pid: int) -> str:
-    """Describe how a program that this process has started ended, and whether memory ran out.
+    """Describe how a program of this process ended, and whether memory ran out.
 
-    The kernel may have killed any of a server's processes, and the others end then.
+    If the kernel kills any of a server's processes, the others end too. So the kernel's count of
+    kills decides, where there is one.
     """
     if pid not in _started or (code := exit_code(pid)) is None:
         return "exit code unknown"
@@ -156,14 +157,14 @@ def import_sglang() -> None:
 
 
 def shell_variables() -> set[str]:
-    """Return the names of the user's variables that change what engines compute or say of it."""
+    """Return the names of the user's variables that change what engines compute or report."""
     return device.variables(ENGINE_VARIABLES) - {SET_BY_LIBRARIES}
 
 
 def preload(log_file: Path, *modules: str) -> None:
-    """Import SGLang and modules, of which programs are forks from now on; not on a GPU.
+    """Import SGLang and `modules`; later programs are forks of this process. Not on a GPU.
 
-    What the imports write to standard error goes to the log.
+    The log gets what the imports write to standard error.
 
     Raises:
         PreloadFailed: an import failed.
@@ -185,7 +186,8 @@ def preload(log_file: Path, *modules: str) -> None:
     finally:
         os.dup2(standard_error, 2)
         os.close(standard_error)
-    # SGLang's import chooses uvloop, whose first event loop leaves threads. So only forks have it.
+    # SGLang's import chooses uvloop, whose first event loop leaves threads behind. A process with
+    # threads starts no forks, so only the forks use uvloop.
     chosen = asyncio.get_event_loop_policy()
     os.register_at_fork(after_in_child=partial(asyncio.set_event_loop_policy, chosen))
     asyncio.set_event_loop_policy(None)
@@ -194,10 +196,10 @@ def preload(log_file: Path, *modules: str) -> None:
 
 
 def run_in_fork(program: Program, parent: int) -> None:
-    """Turn this process, a fresh fork of process `parent`, into that of a program, and run it."""
+    """Make this process, a fresh fork of process `parent`, the program's, and run the program."""
     os.setsid()
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # as the starter handles it
+        if callable(signal.getsignal(number)):  # a handler of the starter's
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     program.begin()
@@ -208,7 +210,7 @@ def run_in_fork(program: Program, parent: int) -> None:
         os.dup2(log.fileno(), 2)
         if not program.inherits_stdout:
             os.dup2(log.fileno(), 1)
-    setproctitle(program.title)  # it finds its place by the environment, so before that changes
+    setproctitle(program.title)  # before the environment changes, by which it finds its place
     device.extend_environment(program.environment, program.without)
     tempfile.tempdir = None  # TMPDIR may have changed
     sys.argv = [program.module, *program.arguments]

@@ -1,8 +1,8 @@
-"""One request to a server, and its answer: in time, whole, and no larger than it may be.
+"""One request to a server, and its answer: whole, in time, and within a limit of size.
 
-A server that somebody else runs may do anything. It stalls no run: a time limit is of the whole
-answer, since a byte now and then would satisfy a limit of each read. It fills no
-memory: an answer has a limit of size, and nothing is unpacked. What it says is printed on one line,
+A server that somebody else runs may do anything, but it cannot stall a run: the time limit is for
+the whole answer, since a byte now and then would satisfy a limit for each read. It cannot fill the
+memory: an answer has a limit of size, and nothing is decompressed. Its text is printed on one line,
 without control characters.
 """
 
@@ -22,8 +22,8 @@ from qurl_megatron.rollout.wire import escaped, read_json
 LARGEST_ANSWER_BYTES = 2**20  # unless a request says otherwise
 SLOWEST_BYTES_PER_S = 5e5  # of a link: 4 Mb/s
 LATENCY_S = 60.0  # that a link and a server may add
-# Nothing is sent while a long answer is sampled. Routers forget a connection that is silent for
-# minutes; neither side would be told.
+# Nothing is sent while a long completion is sampled. Routers forget a connection that is silent for
+# minutes, and tell neither side.
 KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -37,7 +37,7 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server has answered."""
+    """A whole answer of a server, whatever its status."""
 
     status: int
     media_type: str
@@ -50,7 +50,7 @@ class Answer:
 
     @property
     def is_json(self) -> bool:
-        """True if the server, and no proxy before it, has answered."""
+        """True if the server has answered, and not a proxy in front of it."""
         return self.media_type.startswith("application/json")
 
     @property
@@ -59,10 +59,10 @@ class Answer:
         return escaped(self.content[:4096].decode(errors="replace"))
 
     def fields(self) -> dict[str, Any]:
-        """Return the JSON object that the content is.
+        """Parse the content as a JSON object.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is not a JSON object.
         """
         content = read_json(self.content)
         if not isinstance(content, dict):
@@ -72,15 +72,15 @@ class Answer:
 
 @functools.cache
 def certificates() -> ssl.SSLContext:
-    """Return what servers elsewhere are verified with: read once, since it takes milliseconds."""
+    """Return the TLS context that verifies servers elsewhere; it takes milliseconds to read."""
     return ssl.create_default_context()
 
 
 def connect(most: int = 0) -> aiohttp.TCPConnector:
-    """Return what opens at most this many connections at a time; 0: any number.
+    """Return a connector that opens at most this many connections at a time; 0: any number.
 
-    It keeps none: a server closes an idle one after 5 s, maybe just when it is used again, which
-    could not be told from a server that dies.
+    It keeps no idle connection. A server closes one after 5 s, perhaps just when it is used again,
+    and the client could not tell that from a dying server.
     """
     return aiohttp.TCPConnector(
         limit=most, force_close=True, ssl=certificates(), socket_factory=_open_socket
@@ -95,7 +95,7 @@ def _open_socket(address: tuple[Any, ...]) -> socket.socket:
 
 
 def transfer_s(num_bytes: int) -> float:
-    """Return how long a transfer may take."""
+    """Return how many seconds a transfer may take."""
     return LATENCY_S + num_bytes / SLOWEST_BYTES_PER_S
 
 
@@ -111,18 +111,18 @@ async def ask(
 ) -> Answer:
     """Send a request; return the answer, whatever its status.
 
-    It asks no proxy that a variable such as HTTP_PROXY names, which could not reach loopback, and
-    would read what is sent there.
+    It ignores proxies that variables such as HTTP_PROXY name: they cannot reach loopback, and would
+    read all requests.
 
     Args:
-        timeout_s: time for all of it. None: any time until the answer begins, which then has
+        timeout_s: seconds for the whole request. None: any time until the answer begins, and then
             `transfer_s`.
-        most_bytes: that the answer may have.
+        most_bytes: the largest size of the answer.
         connector: opens the connection; None: one of its own.
         request: the rest of the request, in aiohttp's words.
 
     Raises:
-        NoAnswer: there was none in time, or it was too large, or the connection was closed.
+        NoAnswer: no answer came in time, it was too large, or the connection was closed.
     """
     path = URL(url).path
     content = bytearray()
@@ -133,7 +133,7 @@ async def ask(
                 connector=connector or connect(),
                 connector_owner=connector is None,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(),
+                timeout=aiohttp.ClientTimeout(),  # none of aiohttp's own
                 auto_decompress=False,
             ) as session,
             session.request(

@@ -1,12 +1,12 @@
 """Rosters: the files in which the starters of servers and the learner tell each other about them.
 
-The process that starts servers writes them to its roster, and writes it again whenever it has
-replaced a server that died. The learner reads the rosters of all starters. So:
+The process that starts servers writes them to its roster, and writes the roster again whenever it
+has replaced a server that died. The learner reads the rosters of all starters. So:
 - A server in a roster runs, or its successor will take its place in the roster.
 - A server that will not be started again is no longer in the roster.
 
 A learner that finds a server hung reports it lost. Its starter then kills that process and starts
-another. All files are atomic, and readers poll them.
+another. All files are written atomically, and readers poll them.
 
 Servers that somebody started elsewhere are in a roster too. The launcher writes it once.
 """
@@ -31,7 +31,7 @@ LOST = "lost"  # directory of reports, beside the logs
 
 
 def incarnation(set_name: str, index: int, server: Server) -> Incarnation:
-    """Return what tells a server's process from an earlier one in its place."""
+    """Return the key that tells a server's process from earlier ones in the same place."""
     return set_name, index, server.pid, server.start_ticks
 
 
@@ -67,7 +67,7 @@ def read_set(paths: Iterable[Path], set_name: str) -> dict[int, Server]:
 
 
 def report_lost(logs: Path, set_name: str, index: int, server: Server) -> None:
-    """Ask the starter of a server, which logs to the directory `logs`, to replace that process."""
+    """Ask the starter that logs to the directory `logs` to replace this process of a server."""
     reports = logs / LOST
     reports.mkdir(exist_ok=True)
     name = "_".join(str(part) for part in incarnation(set_name, index, server))
@@ -75,7 +75,7 @@ def report_lost(logs: Path, set_name: str, index: int, server: Server) -> None:
 
 
 def reported_lost(logs: Path) -> set[Incarnation]:
-    """Return every process of a server that was reported lost to starters that log to `logs`."""
+    """Return the server processes that were reported lost to starters that log to `logs`."""
     reports = logs / LOST
     if not reports.exists():
         return set()

@@ -1,11 +1,11 @@
-"""Start, watch and stop SGLang servers. Requests are sent from this folder only.
+"""Start, watch and stop SGLang servers; only this folder sends them requests.
 
 Callers rely on four properties of SGLang with this package's plugin. Tests check each of
 them on the real server:
 - `output_token_logprobs` cover the full vocabulary at the sampling temperature, whatever top_p is.
-- `output_token_sampling_logprobs` are those over `output_token_sampling_mask`, the ids that a token
-  was drawn from.
-- A prompt that starts after a weight update uses no prefix from before it.
+- `output_token_sampling_logprobs` cover only `output_token_sampling_mask`, the ids from which a
+  token was drawn.
+- A prompt that starts after a weight update uses no cached prefix from before it.
 - `token_versions` in an answer has, for each token, the version of the weights that sampled it.
 
 Every server requires a key with each request, also on loopback, which all users of a machine reach.
@@ -64,9 +64,9 @@ from qurl_megatron.rollout.wire import RUN_HEADER
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 REVIVE_TIMEOUT_S = 30.0
-OWN_RUN = "own"  # names the run that started a server to it
+OWN_RUN = "own"  # the run's name for the servers that it started
 _said_dropped: set[str] = set()
-_locks: dict[str, int] = {}  # of the scratch directories of servers that this process has started
+_locks: dict[str, int] = {}  # file descriptors, by scratch directory of a server of this process
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
 
 
@@ -121,8 +121,8 @@ class Server:
     def stop(self) -> None:
         """Kill the process tree and remove the scratch files. Only the starter may call it.
 
-        SIGKILL is used because a server has nothing to save, and because on SIGTERM SGLang takes
-        its own dying children for a crash and spends seconds on a diagnosis.
+        The signal is SIGKILL: a server has nothing to save, and on SIGTERM SGLang takes its own
+        dying children for a crash and spends seconds on a diagnosis.
         """
         try:
             main = psutil.Process(self.pid)
@@ -147,7 +147,7 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class ServerPlan:
-    """What a server is started with."""
+    """The settings of one server's start."""
 
     model_dir: Path  # Hugging Face directory with configuration and tokenizer
     config: ServerConfig
@@ -174,8 +174,8 @@ class ServerPlan:
         It dies with the calling process.
 
         Raises:
-            ConfigError: the GPUs do not serve its weight format, or cannot be used, or lack what
-                kernels are compiled with.
+            ConfigError: the GPUs cannot be used, or do not serve the weight format, or compilers
+                for their kernels are missing.
         """
         if problem := device.unusable_gpus():
             raise ConfigError(problem)
@@ -239,7 +239,7 @@ class ServerPlan:
     def _is_of_hybrid(self) -> bool:
         """Return whether the model has linear attention.
 
-        Of a model that has become unreadable the server's own log tells, as of any failed restart.
+        False for a model that has become unreadable: the server's own log then says why it fails.
         """
         try:
             return Architecture.from_directory(self.model_dir).is_hybrid
@@ -267,15 +267,15 @@ class ServerPlan:
             "log_level_http": "warning",
             "grammar_backend": "none",  # no request asks for structured output
             "skip_tokenizer_init": True,  # prompts and completions travel as token ids
-            # Logits are not rounded to bfloat16, as the learner's are not. On a CPU it is faster.
+            # Like the learner, do not round logits to bfloat16. On a CPU this is also faster.
             "enable_fp32_lm_head": True,
-            # The other would be compiled in the first request with top_p, which takes minutes.
+            # The other backend is compiled in the first request with top_p, which takes minutes.
             # Meanwhile the server does not answer /health, and would be taken for dead.
             "sampling_backend": "pytorch",
         }
         if config.max_total_tokens is not None:
             options["max_total_tokens"] = config.max_total_tokens
-        if self.weight_format != "bf16" and not self.loads:  # a quantized directory names its own
+        if self.weight_format != "bf16" and not self.loads:  # a quantized directory has its own
             method = options["quantization"] = ENGINE_METHODS[self.weight_format]
             quantization: dict[str, object] = {"quant_method": method}
             if self.keep:
@@ -287,7 +287,7 @@ class ServerPlan:
                 override = {"quantization_config": quantization}
                 options["json_model_override_args"] = json.dumps(override)
         if device.accelerator() == "cpu":
-            # SGLang would fill a fraction of the machine's memory, beside what others need.
+            # SGLang would fill a fraction of the machine's memory, which other processes need too.
             requests = config.max_running_requests
             needed = tokens_of_requests(config, self.context_length, requests)
             options["max_total_tokens"] = config.max_total_tokens or needed
@@ -295,7 +295,7 @@ class ServerPlan:
             if self._is_of_hybrid():
                 # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
                 options["mamba_radix_cache_strategy"] = "extra_buffer"
-                # Of fewer states SGLang would serve fewer requests at a time.
+                # With fewer states SGLang would serve fewer requests at a time.
                 states = states_per_request(config, on_gpu=False)
                 options["max_mamba_cache_size"] = states * requests
             # Without sleep-on-idle the scheduler polls and takes a core from the learner.
@@ -303,26 +303,26 @@ class ServerPlan:
             options |= {"device": "cpu", **dict.fromkeys(flags, True)}
         else:
             options["enable_memory_saver"] = self.releases is not None
-            # So `sglang_plugin/memory.py` knows that they are to stay.
+            # This tells `sglang_plugin/memory.py` to leave the weights in place.
             options["enable_weights_cpu_backup"] = self.releases == "cache"
             # Every batch is decoded from a graph, and no graph is captured for larger ones.
             options["cuda_graph_max_bs_decode"] = config.max_running_requests
-            # Capturing those of prefills took 40 of a start's 100 s (7B on an H100). A rollout
-            # mostly decodes.
+            # Capturing graphs of prefills took 40 of a start's 100 s (7B on an H100), and a
+            # rollout mostly decodes.
             options["cuda_graph_backend_prefill"] = "disabled"
         if device.lacks_flash_attention():
             options["attention_backend"] = "triton"
         return options
 
     def environment(self) -> dict[str, str]:
-        """Return what the server needs in its environment."""
+        """Return the environment variables that the server needs."""
         variables = {
             # A crashed server would otherwise diagnose itself for over a minute before it ends.
             "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
             # With the reserve the context may exceed the model's positions; no request does.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            # It asks itself over HTTP, which a proxy that HTTP_PROXY names cannot do.
+            # It sends itself requests, which the proxy of HTTP_PROXY could not deliver.
             **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
         }
         if self.host == LOOPBACK:
@@ -330,7 +330,7 @@ class ServerPlan:
             variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         if device.accelerator() == "cpu":
             variables |= {**NO_THREADS, "SGLANG_PLATFORM": preload.PLATFORM}
-            # It calls torch.multinomial, which `sglang_plugin/sampling.py` replaces.
+            # With 0 it calls torch.multinomial, which `sglang_plugin/sampling.py` replaces.
             variables["SGLANG_OPT_USE_GUMBEL_SAMPLE"] = "0"
             num_ranks, cores = self.config.tensor_parallel_size, psutil.cpu_count() or 1
             if num_ranks > 1:  # SGLang requires one core for each rank
@@ -362,7 +362,7 @@ def wait_ready(
     timeout_s: float,
     ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
-    """Wait until every server answers, and call `ready` for each at once.
+    """Wait until every server answers, and call `ready` for each as soon as it does.
 
     Raises:
         ServerFailed: a server died, or did not answer within `timeout_s` seconds.
@@ -390,18 +390,18 @@ def answers(server: Server) -> bool:
 
 
 def revive(servers: Iterable[Server]) -> list[Server]:
-    """Return the servers that answer, after ending pauses in which another learner left them."""
+    """End pauses that another learner left behind; return the servers that answer."""
     return asyncio.run(those_that(servers, partial(revived, timeout_s=REVIVE_TIMEOUT_S)))
 
 
 async def revived(server: Server, timeout_s: float) -> bool:
-    """Return whether a server answers and takes requests of the run, after ending a pause.
+    """End a server's pause; return whether it answers and takes requests of the run.
 
-    A learner may have paused it and gone. It does not answer /health then. If it serves another
-    run, it refuses to resume.
+    A learner may have paused it and ended, and a paused server does not answer /health. A server of
+    another run refuses to resume.
 
     Raises:
-        NoAnswer: it does not.
+        NoAnswer: the server gave no answer.
     """
     resumed = await server.ask("POST", "/continue_generation", json={}, timeout_s=timeout_s)
     healthy = await server.ask("GET", "/health", timeout_s=timeout_s)
@@ -411,7 +411,7 @@ async def revived(server: Server, timeout_s: float) -> bool:
 async def those_that(
     servers: Iterable[Server], do: Callable[[Server], Awaitable[bool]]
 ) -> list[Server]:
-    """Ask all servers at once; return those for which `do` does, and returns True."""
+    """Ask all servers at once; return the ones that answer, and for which `do` returns True."""
 
     async def does(server: Server) -> bool:
         with contextlib.suppress(NoAnswer):

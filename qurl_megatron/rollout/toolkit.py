@@ -1,12 +1,12 @@
-"""What servers compile kernels with on a GPU, and where they keep them.
+"""The compilers of servers on a GPU, and the folder of their compiled kernels.
 
-SGLang compiles small kernels when a server needs them first: with nvcc and a C++ compiler, through
+SGLang compiles small kernels when a server first needs them: with nvcc and a C++ compiler, through
 ninja. Triton compiles a C file, for which it needs Python's headers. The packages in
 requirements.txt have nvcc, CUDA's headers and its libraries, but in folders in which SGLang does
 not look. A toolkit made of links to them is used where the machine has none of its own.
 
-What was compiled is kept on the machine itself, in a folder of this user's. A home directory may
-be on a file system that knows no locks, on which SGLang's compilers depend.
+Compiled kernels stay on the machine itself, in a folder of the user's own. A home directory may be
+on a file system without locks, and SGLang's compilers depend on locks.
 """
 
 import functools
@@ -28,7 +28,7 @@ INSTALL = "install a CUDA 13 toolkit and set CUDA_HOME to it, or install require
 
 @functools.cache
 def environment() -> Mapping[str, str]:
-    """Return the variables with which a server finds its compilers and what they have compiled.
+    """Return the variables with which a server finds its compilers and its compiled kernels.
 
     Raises:
         ConfigError: something is missing, or the folder belongs to somebody else.
@@ -38,7 +38,7 @@ def environment() -> Mapping[str, str]:
     cache = cache_dir()
     return {
         "CUDA_HOME": str(find_toolkit(cache)),
-        # ninja is beside this Python, which may run without its environment being activated.
+        # ninja is beside this Python, whose environment may not be activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "SGLANG_CACHE_DIR": str(cache),
         "SGLANG_JIT_CACHE_DIR": str(cache / "jit"),
@@ -46,7 +46,7 @@ def environment() -> Mapping[str, str]:
 
 
 def missing_compilers() -> list[str]:
-    """Return what to do about each thing that is missing beside CUDA's toolkit; nothing if none."""
+    """Return a line with the remedy for each missing compiler or header, apart from CUDA's."""
     found = {
         "no C++ compiler (c++ or CXX): apt install g++": shutil.which(os.environ.get("CXX", "c++")),
         "no C compiler (cc or CC): apt install gcc": shutil.which(os.environ.get("CC", "cc")),
@@ -60,12 +60,12 @@ def _python_header() -> Path:
 
 
 def find_toolkit(cache: Path) -> Path:
-    """Return a complete toolkit; `cache` is where one may be made.
+    """Return a complete CUDA toolkit; in `cache` one may be made of links.
 
     CUDA_HOME comes first, then the toolkit of the nvcc on PATH, /usr/local/cuda and the packages.
 
     Raises:
-        ConfigError: there is none, or the one that CUDA_HOME names is not complete.
+        ConfigError: there is no toolkit, or the one that CUDA_HOME names is not complete.
     """
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if given := os.environ.get(name):
@@ -93,7 +93,7 @@ def _missing(toolkit: Path) -> str:
 
 
 def _link(packages: str, cache: Path) -> Path:
-    """Return a toolkit made of links to the packages of CUDA, which is made unless it is there."""
+    """Return a toolkit of links to CUDA's packages; make the links that are not there yet."""
     installed = Path(packages) / "cu13"
     root = cache / f"toolkit{packages.replace('/', '-')}"
     links = {root / name: installed / name for name in ("bin", "include", "nvvm")}
@@ -104,7 +104,7 @@ def _link(packages: str, cache: Path) -> Path:
     (root / "lib64").mkdir(parents=True, exist_ok=True)
     for link, target in links.items():
         if not link.is_symlink():
-            new = link.with_name(f"{link.name}.{os.getpid()}")  # another server may make it now
+            new = link.with_name(f"{link.name}.{os.getpid()}")  # another server may be making it
             new.symlink_to(target)
             new.rename(link)
     return root

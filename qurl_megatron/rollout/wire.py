@@ -1,7 +1,8 @@
-"""What both ends of a request to a server know: limits, names, and how its text is shown.
+"""What both ends of a request to a server share: limits, names, and how to show foreign text.
 
-A run names itself in the header `Qurl-Run` of each of its requests. A server serves one run at a
-time, whose weights it has; the requests of others get status 409 (`sglang_plugin/access.py`).
+A run names itself in the header `Qurl-Run` of each of its requests. A server has the weights of one
+run at a time, and serves only that run. Requests of other runs get status 409
+(`sglang_plugin/access.py`).
 """
 
 from collections.abc import Iterable
@@ -9,20 +10,20 @@ from typing import Any
 
 import pydantic
 
-DESCRIPTION_PATH = "/qurl"  # these three: see `weight_sync/elsewhere/wire.py`
+DESCRIPTION_PATH = "/qurl"  # the three paths: see `weight_sync/elsewhere/wire.py`
 WEIGHTS_PATH = "/qurl/weights"
 RUN_PATH = "/qurl/run"
 RUN_HEADER = "Qurl-Run"
-LARGEST_HEADER_BYTES = 2**28  # names and shapes of a bucket; what has more is no header
-SHOWN_CHARACTERS = 500  # of what another machine has answered
+LARGEST_HEADER_BYTES = 2**28  # limit for the names and shapes of a bucket
+SHOWN_CHARACTERS = 500  # of an answer of another machine
 _ANYTHING = pydantic.TypeAdapter(Any)
 
 
 def read_json(content: bytes) -> Any:
-    """Return what the JSON of another machine says.
+    """Parse JSON that another machine sent.
 
     Raises:
-        ValueError: it is none, or is nested too deeply.
+        ValueError: the content is not JSON, or is nested too deeply.
     """
     try:
         return _ANYTHING.validate_json(content)
@@ -31,9 +32,9 @@ def read_json(content: bytes) -> Any:
 
 
 def escaped(text: str) -> str:
-    """Return the beginning of a text from elsewhere, on one line, control characters as escapes.
+    """Return the beginning of a foreign text, on one line, with control characters escaped.
 
-    What it would do to a terminal it then only says.
+    Unescaped, they could change the user's terminal.
     """
     shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
     return "".join(
@@ -42,5 +43,5 @@ def escaped(text: str) -> str:
 
 
 def dtype_names(dtypes: Iterable[object]) -> list[str]:
-    """Return the names of torch dtypes as SGLang's requests have them, such as "int8"."""
+    """Return the names of torch dtypes as in SGLang's requests, such as "int8"."""
     return [str(dtype).removeprefix("torch.") for dtype in dtypes]
