@@ -1,7 +1,7 @@
 """The `qurl` command: a table of its commands, whose functions are in `qurl_megatron/commands/`.
 
-Those functions import what they need when they are called, so that `qurl --help` is fast. Wrong
-input ends a command with one line and exit code 2 before anything starts.
+These functions import what they need only when they are called, so that `qurl --help` is fast.
+Wrong input ends a command with one line and exit code 2 before anything starts.
 """
 
 import locale
@@ -78,9 +78,9 @@ def main() -> None:
     if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # as under LC_ALL=C; files are UTF-8
         os.environ["PYTHONUTF8"] = "1"  # also for every process that this one starts
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    if not os.path.isdir(os.path.expanduser("~")):  # as in a container; libraries keep caches there
+    if not os.path.isdir(os.path.expanduser("~")):  # as in a container; libraries have caches there
         os.environ["HOME"], lock = scratch_directory("qurl-home-")
-        os.set_inheritable(lock, True)  # by the launcher that this process may become
+        os.set_inheritable(lock, True)  # for the launcher that this process may become
     try:
         with ended_by(ending_signals() | {signal.SIGUSR1}):
             sys.exit(app(standalone_mode=False))

@@ -56,7 +56,7 @@ def num_gpus() -> int:
 
 
 def unusable_gpus() -> str:
-    """Return what is wrong if the machine has GPUs and torch sees none; else an empty string.
+    """Return a message if the machine has GPUs and torch sees none; else an empty string.
 
     Such a run would silently compute on the CPU. It is no error if CUDA_VISIBLE_DEVICES hides the
     GPUs.
@@ -73,8 +73,8 @@ def unusable_gpus() -> str:
 def memory_bytes() -> int:
     """Return the memory that this process has taken.
 
-    On a GPU that is the most that torch's allocator has reserved; without one it is the resident
-    set of the process.
+    On a GPU this is the most that torch's allocator has reserved, else the resident set of the
+    process.
     """
     if accelerator() == "cuda":
         return torch.cuda.max_memory_reserved()
@@ -82,7 +82,7 @@ def memory_bytes() -> int:
 
 
 def machine_memory_bytes() -> int:
-    """Return the memory of this machine, or what its container may use of it."""
+    """Return the memory of this machine, or the limit of its container."""
     total = int(psutil.virtual_memory().total)
     return min([total, *(limit for limit, _ in memory_limits())])
 
@@ -166,7 +166,7 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the rank of this process among those on its machine."""
+    """Return the rank of this process among the learner ranks on its machine."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -201,7 +201,7 @@ def initialize_distributed() -> None:
     """
     if accelerator() == "cuda":
         # Megatron starts an exchange before the product that it overlaps with, and relies on one
-        # queue to keep that order. Read when CUDA begins.
+        # queue to keep that order. CUDA reads this when it begins.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device())
     bind_stores()
@@ -232,7 +232,7 @@ _creating_group = threading.Lock()  # the environment belongs to all threads
 
 @contextmanager
 def surviving_errors() -> Iterator[None]:
-    """Let groups over NCCL that are created in this context fail without ending the process.
+    """Let NCCL groups that are created in this context fail without ending the process.
 
     By default torch's watchdog ends it when an operation of a group fails or takes too long, or
     when aborting one takes long. A group reads these settings when it is created. Its user must
@@ -253,7 +253,7 @@ def surviving_errors() -> Iterator[None]:
 
 
 def from_rank_zero(work: Callable[[], T]) -> T:
-    """Run `work()` on global rank 0 and return its result on every rank.
+    """Run `work()` on global rank 0 and return its result on every rank; collective.
 
     Raises:
         SharedError: `work()` raised it.
@@ -265,6 +265,7 @@ def from_rank_zero(work: Callable[[], T]) -> T:
             outcome[0] = work()
         except Exception as error:
             told = RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+            # The other ranks wait in the broadcast below.
             dist.broadcast_object_list([None, error if isinstance(error, SharedError) else told])
             raise
     dist.broadcast_object_list(outcome)

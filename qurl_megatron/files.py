@@ -82,7 +82,7 @@ def read_json_lines(
         except (ValueError, RecursionError) as error:
             wrong.append(f"{path}, line {number}: {_reason(error)}; left out")
     if wrong:
-        others = f", and {len(wrong) - 1} other lines of it" if len(wrong) > 1 else ""
+        others = f", and {len(wrong) - 1} more of its lines" if len(wrong) > 1 else ""
         tell(f"{wrong[0]}{others}")
     return objects
 
@@ -127,7 +127,7 @@ def _number(convert: Callable[[str], float], text: str) -> float:
     """Convert a number, which sums and plots must be able to hold.
 
     Raises:
-        ValueError: it is larger than every float32.
+        ValueError: the number is larger than every float32.
     """
     number = convert(text)
     if abs(number) > LARGEST:
@@ -153,7 +153,7 @@ def _reason(error: Exception) -> str:
 def append_lines(path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
     """Append objects to a JSON Lines file: all of them, or none if the disk is full.
 
-    The remains of a writer that was killed in a line are cut off first.
+    Half a line, left by a writer that was killed, is cut off first.
 
     Raises:
         OSError: writing failed; the file is as it was.
@@ -174,7 +174,7 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def _write_behind(end: int, data: bytes, file: Any, path: Path) -> None:
-    """Write data behind the first `end` bytes of an unbuffered file, in place of what is there."""
+    """Write data behind the first `end` bytes of an unbuffered file, in place of the rest."""
     try:
         file.truncate(end)
         while data:
@@ -185,7 +185,7 @@ def _write_behind(end: int, data: bytes, file: Any, path: Path) -> None:
 
 
 def _end_of_last_line(file: Any) -> int:
-    """Return the place behind the last line break of a file."""
+    """Return the offset behind the last line break of a file."""
     end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - 65536)
@@ -207,7 +207,7 @@ def write_whole(
         private: only this user may read the file.
 
     Raises:
-        OSError: writing failed, or `check_output` refuses the path; what was there is as it was.
+        OSError: writing failed, or `check_output` refuses the path; an old file is as it was.
     """
     check_output(path)
     unfinished = path.with_name(path.name + ".unfinished")
@@ -219,7 +219,7 @@ def write_whole(
             unfinished.write_text(content)
         else:
             content(unfinished)
-        unfinished.chmod(stat.S_IMODE(mode))  # some libraries put a file of their own there
+        unfinished.chmod(stat.S_IMODE(mode))  # some libraries replace it by a file of their own
         rename_whole(unfinished, path)
     except OSError as error:
         raise _of(path, error) from None
@@ -248,7 +248,7 @@ def rename_whole(unfinished: Path, path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space of the file system that a path is on, or will be on when it is made.
+    """Return the free space, in bytes, of the file system of a path that may not exist yet.
 
     A quota may leave less to this user.
     """

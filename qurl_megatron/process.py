@@ -67,12 +67,12 @@ def free_port() -> int:
 
 
 def make_key() -> str:
-    """Return a key of 256 bits for servers; it begins with no dash, as an option would."""
+    """Return a key of 256 bits for servers; it does not begin with a dash, as an option would."""
     return secrets.token_hex(32)
 
 
 def raise_open_file_limit() -> int:
-    """Let this process have as many open files as it may, up to `OPEN_FILES`; return the number.
+    """Let this process open as many files as it may, up to `OPEN_FILES`; return the number.
 
     Many systems begin with 1,024 and permit more on request.
     """
@@ -83,7 +83,7 @@ def raise_open_file_limit() -> int:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine under which another one can reach it."""
+    """Return the address at which the machine `host` can reach this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # chooses a route, sends nothing; any port will do
         return str(probe.getsockname()[0])
@@ -186,7 +186,7 @@ class _Lasting(io.FileIO):
             os.dup2(other, self.fileno())
             os.close(other)
             reason = f"file descriptor {self.fileno()} cannot be written: {error.strerror}"
-            os.write(self.fileno(), f"{reason}; what would have been there follows\n".encode())
+            os.write(self.fileno(), f"{reason}; its further output follows\n".encode())
 
 
 def scratch_directory(prefix: str) -> tuple[str, int]:
@@ -299,7 +299,7 @@ os.register_at_fork(
 
 
 def ending_signals() -> set[signal.Signals]:
-    r"""Return what ends a command in order: Ctrl-C, Ctrl-\, SIGTERM, and SIGHUP of its terminal.
+    r"""Return the signals that end a command: Ctrl-C, Ctrl-\, SIGTERM, and SIGHUP of its terminal.
 
     `nohup` starts a command with SIGHUP ignored, and then it stays ignored.
     """
@@ -356,11 +356,11 @@ class GpuLock:
         os.register_at_fork(after_in_child=self._file.close)
 
     def take(self) -> None:
-        """Wait until nobody has it, and take it."""
+        """Wait until nobody has the lock, and take it."""
         fcntl.flock(self._file, fcntl.LOCK_EX)
 
     def try_to_take(self) -> bool:
-        """Take it and return True, unless somebody has it."""
+        """Take the lock and return True; return False if somebody has it."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -368,7 +368,7 @@ class GpuLock:
         return True
 
     def release(self) -> None:
-        """Let others take it."""
+        """Let others take the lock."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
 

@@ -45,7 +45,7 @@ def test_a_broken_line_is_named_and_the_others_are_shown(
     assert len(read_run(run_dir).steps) == 40
     for told in capsys.readouterr().err.splitlines():
         assert told.startswith(f"qurl: {path}, line 3: ") and LINES[line] in told
-        assert told.endswith("left out, and 1 other lines of it")
+        assert told.endswith("left out, and 1 more of its lines")
         assert told.isprintable() and len(told) < 500
 
 

@@ -51,7 +51,11 @@ class Run:
     log: RunLog
 
     def resume(self) -> int:
-        """Restore the newest checkpoint; return its step, or 0 if the run has no checkpoint."""
+        """Restore the newest checkpoint; return its step, or 0 if the run has no checkpoint.
+
+        Raises:
+            CheckpointError: the base under the checkpoint's adapters has changed.
+        """
         newest = device.from_rank_zero(self.checkpoints.newest)
         if newest is None:
             return 0
@@ -121,7 +125,7 @@ class Run:
             self.say_stopped_early()
 
     def say_stopped_early(self) -> None:
-        """Wait until the last checkpoint is written; the launcher says how to resume."""
+        """Say so once the last checkpoint is written; the launcher says how to resume."""
         self.checkpoints.poll(wait=True)
         self.log.say(f"stopped early after step {self.log.steps_done}, with a checkpoint")
 
@@ -261,11 +265,11 @@ def _fleet(
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
     is_colocated = config.rollout.placement == "colocated"
-    # Colocated servers are listed once they are up, and sleep.
+    # Colocated servers are up when they are listed, and sleep.
     own = [server for server in servers.values() if not (server.is_remote or is_colocated)]
     wait_ready(own, start_timeout_s, ready=say_ready)
     for server in revive(server for server in servers.values() if server.is_remote):
-        say_ready(server)  # the fleet asks the others again
+        say_ready(server)  # the fleet asks the others again later
     fleet = Fleet(
         name,
         servers,

@@ -1,4 +1,4 @@
-"""What a run measures: each step, and the policy in BF16."""
+"""The measurements of a run: metrics of each step, and evaluations of the policy in BF16."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -46,7 +46,7 @@ class Evaluator:
     files: dict[str, list[Prompt]]  # by the names in `evaluation.data`
 
     def evaluate(self, step: int) -> Evaluation:
-        """Measure held-out problems and files, and write every answer to the run's directory."""
+        """Evaluate held-out problems and files; write all completions to the run's directory."""
         self.publisher.publish()
         return self.publisher.while_serving(lambda: self._evaluate(step))
 
@@ -79,7 +79,7 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class StepResults:
-    """What the phases of a step returned, the same on every rank."""
+    """The results of a step's phases, the same on every rank."""
 
     step: int
     sampled: dict[str, Any]  # from `Sampler.sample`
@@ -93,9 +93,11 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
     """Return the line of metrics.jsonl for a step."""
     sampled = dict(results.sampled)
     published, seconds = results.published, results.seconds
+    # With staleness the servers sample in every phase of the step.
     sampling_s = sum(seconds.values()) if config.rollout.max_staleness else seconds["rollout"]
     sums = add_up(update.stats for update in results.updates)
     tokens = sums["tokens"]
+    # The routing is compared in the first minibatch alone: its pass comes before any update.
     first = results.updates[0].stats
     phase_times = {f"time_{phase}_s": seconds[phase] for phase in (*PHASES, "evaluation")}
     return StepMetrics(

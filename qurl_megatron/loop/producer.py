@@ -12,8 +12,8 @@ Invariants:
   (max_staleness + version + 1) x prompts_per_step groups have then been asked for, where
   `version` counts the steps done: the bound of AReaL.
 - No token of a taken group is more than `max_staleness` weight versions old, and the group has the
-  settings of the step that trains it. A group for which this does not hold is dropped, and its
-  prompt is sampled again in its place.
+  settings of the step that trains it. Any other group is dropped, and its prompt is sampled again
+  in its place.
 - `PromptStream.position` counts the prompts of steps that got all their groups. A checkpoint needs
   nothing else: after a resume, all other prompts are sampled again, before any new one.
 """
@@ -38,7 +38,7 @@ SampleCompletions = Callable[[Prompt, RolloutConfig], Awaitable[list[Completion]
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A group that has been asked for and has not been taken."""
+    """A group that was asked for and is not taken yet."""
 
     prompt: Prompt
     settings: RolloutConfig  # of the step that will train it
@@ -46,7 +46,7 @@ class _InFlight:
     group: asyncio.Task[RolloutGroup]
 
     def staleness(self, version: int) -> int:
-        """Return by how many versions the oldest token of the finished group is behind."""
+        """Return how many versions the oldest token of the finished group is behind `version`."""
         completions = self.group.result().completions
         return version - min((each.oldest_version for each in completions), default=version)
 
@@ -65,7 +65,7 @@ class Producer:
         sample: SampleCompletions,
         score: StartScoring,
     ) -> None:
-        """Ask for nothing before the first `take`.
+        """Store the parts; the first `take` asks for groups.
 
         Args:
             steps: number of steps of the run; nothing is sampled for a step after them.
@@ -79,11 +79,11 @@ class Producer:
         self._taken = 0  # groups of the step, which the stream's position does not count yet
         self.dropped = 0  # groups so far
         self.waited_s = 0.0  # seconds that calls of `take` have waited so far
-        self.scoring_s = 0.0  # of these, with nothing but scores missing
+        self.scoring_s = 0.0  # of these, seconds in which only scores were missing
 
     @property
     def in_flight(self) -> int:
-        """Number of groups that have been asked for and have not been taken."""
+        """Number of groups that were asked for and are not taken yet."""
         return len(self._queue)
 
     async def take(
@@ -91,7 +91,7 @@ class Producer:
     ) -> list[RolloutGroup] | None:
         """Wait for the next `count` groups and return them; None if `interrupted()` is true first.
 
-        After None, the same call goes on waiting.
+        After None, repeat the call to go on waiting.
 
         Args:
             step: the step that trains the groups.
@@ -103,6 +103,7 @@ class Producer:
         """
         settings = self._rollout.at(step)
         self._ask_for(count, step, version)
+        # Dynamic sampling takes groups that were asked for with the settings of a later step.
         for place in range(count):
             if self._queue[place].settings != settings:
                 self._drop(place, settings, version)
@@ -131,10 +132,10 @@ class Producer:
         self._taken = 0
 
     async def take_again(self, step: int, version: int) -> None:
-        """Ask once more for what was taken since `end_step`; the next calls of `take` return it.
+        """Ask again for the groups taken since `end_step`; the next calls of `take` return them.
 
         Args:
-            step, version: those of the calls that took it.
+            step, version: as in the calls that took them.
         """
         settings, first = self._rollout.at(step), self._stream.position
         for ordinal in reversed(range(first, first + self._taken)):

@@ -46,13 +46,13 @@ class Proof:
         self._proven: set[Member] = set()  # rollout servers that were compared
 
     def before_training(self) -> None:
-        """Compare each set with one completion of a step's prompts; write mismatch.json.
+        """Compare each server set on one completion for each prompt of a step; write mismatch.json.
 
         The BF16 evaluation servers show the noise of the engine alone. Any larger mismatch of the
         rollout servers comes from quantization. All sets hold the learner's weights.
 
         Raises:
-            NothingScored: every episode has failed.
+            NothingScored: every episode of an agent has failed.
             WrongRollouts: the format of a set does not explain its mismatch.
         """
         measured = {name: self._measure(name, self._sample) for name in self._clients}
@@ -137,7 +137,7 @@ class Proof:
         )
         groups = []
         for prompt, (completions, server) in zip(self._prompts, answers, strict=False):
-            if id(server) in by_server:  # another server answers for one that is lost, or busy
+            if id(server) in by_server:  # another answers for a lost or busy one
                 groups.append(RolloutGroup(prompt, completions, [0.0]))
                 self._proven.add(by_server[id(server)])
         return groups

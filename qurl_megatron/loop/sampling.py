@@ -39,7 +39,7 @@ from qurl_megatron.report.metrics import KINDS, SHOWN_TOKENS, Sample, count_rewa
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
-DIGITS = 3  # of a ratio in a sample, after the point
+DIGITS = 3  # decimals of a ratio in a sample
 TURN_NAMES = ("1", "2", "3", "4+")
 TRIES = 3  # to get a step's completions scored
 
@@ -87,7 +87,7 @@ class Sampler:
             )
             return client.group(prompt, settings)
 
-        self._batch = TrainBatch.empty()  # the last one; on global rank 0, as are its groups
+        self._batch = TrainBatch.empty()  # the last batch; like its groups, on global rank 0 only
         self._groups: list[RolloutGroup] = []
         if rank() == 0:
             self._stream = PromptStream(prompts, config.seed)
@@ -108,7 +108,7 @@ class Sampler:
             self._stream.restore(state)
 
     def close(self) -> None:
-        """Cancel what is being sampled."""
+        """Cancel all requests that run."""
         if rank() == 0:
             self._wait(self._producer.close())
 
@@ -128,6 +128,7 @@ class Sampler:
         self._batch = TrainBatch.empty()
         sampling = self._sample(step, version)
         with self._publisher.serving():
+            # Rank 0 yields when a server joins: it takes all ranks to send that server the weights.
             while (summary := from_rank_zero(lambda: next(sampling))) is None:
                 self._publisher.admit()
         return self._batch, summary
@@ -135,7 +136,7 @@ class Sampler:
     def samples(self, step: int, shares: Sequence[Share]) -> list[Sample]:
         """Return the completions of the step's batch that are kept for people to read.
 
-        `shares` are those of the last batch that was sampled, with its proximal log-probs.
+        `shares` are the shares of the last batch that was sampled, with its proximal log-probs.
         """
         count = self._config.samples_per_step
         if not count:
@@ -144,7 +145,7 @@ class Sampler:
         return make_samples(step, self._groups, proximal, self._tokenizer, count)
 
     def _sample(self, step: int, version: int) -> Generator[dict[str, Any] | None]:
-        """Make the batch; yield None whenever a server waits for weights, at the end the summary.
+        """Make the batch; yield None whenever a server waits for weights, and finally the summary.
 
         Only global rank 0 calls this.
         """
@@ -277,7 +278,7 @@ def _summarize_episodes(sampled: list[RolloutGroup]) -> dict[str, Any]:
 
 
 def failures_of(failed: Iterable[Completion]) -> list[str]:
-    """Return what went wrong in each failed episode."""
+    """Return the failure of each failed episode."""
     episodes = [each.episode for each in failed]
     return [episode.score.failure for episode in episodes if episode and episode.score]
 
@@ -295,7 +296,7 @@ def make_samples(
 ) -> list[Sample]:
     """Return at most `count` completions of `groups`.
 
-    `proximal` are the proximal log-probs of each sequence of the batch that is made of `groups`.
+    `proximal` has the proximal log-probs `[tokens]` of each sequence in the batch of `groups`.
     """
     log_ratios: dict[Row, Tensor] = {}  # of the sampled tokens
     logprobs = iter(proximal)
@@ -307,7 +308,7 @@ def make_samples(
             behaviour = torch.tensor(completion.behaviour_logprobs)
             log_ratios[prompt, index] = of_completion[torch.tensor(completion.sampled)] - behaviour
     samples = []
-    half = SHOWN_TOKENS // 2  # of a longer completion, its two ends are shown
+    half = SHOWN_TOKENS // 2  # a longer completion is shown with its two ends
     for (prompt, index), kind in _choose(groups, log_ratios, count).items():
         group = groups[prompt]
         completion = group.completions[index]
@@ -352,7 +353,7 @@ def _choose(
         return max(map(abs, log_ratios[row].tolist()), default=0.0)
 
     with_rewards = [each for each in enumerate(groups) if each[1].rewards]
-    prompts = sorted(with_rewards, key=agreement)  # of equals the first stays first
+    prompts = sorted(with_rewards, key=agreement)  # the sort is stable
     candidates = (
         [(prompt, group.rewards.index(max(group.rewards))) for prompt, group in prompts],
         [(prompt, group.rewards.index(min(group.rewards))) for prompt, group in prompts],
@@ -361,6 +362,7 @@ def _choose(
     )
     queues = dict(zip(KINDS, map(iter, candidates), strict=True))
     chosen: dict[Row, str] = {}
+    # This ends, because the last kind has all completions.
     while len(chosen) < min(count, len(log_ratios)):
         for kind, queue in queues.items():
             row = next((row for row in queue if row not in chosen), None)

@@ -81,7 +81,7 @@ _SAMPLED: pydantic.TypeAdapter[_Sampled | list[_Sampled]] = pydantic.TypeAdapter
 
 
 class RolloutClient:
-    """Samples completions from a fleet of servers; a server that dies costs no completion."""
+    """Samples completions from a fleet of servers, and loses none when a server dies."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RolloutClient:
         """Store the settings.
 
         Args:
-            routing_shape: layers and experts per token, if the servers record routing.
+            routing_shape: (layers, experts per token) if the servers record routing.
         """
         self.fleet = fleet
         self._routing_shape = routing_shape
@@ -111,8 +111,8 @@ class RolloutClient:
         """Return the completions of each prompt, in the order of `prompts`.
 
         Args:
-            answered: called once for each prompt, when its completions are there.
-            settings: of `sampling`.
+            answered: called once for each prompt, when its completions have arrived.
+            settings: the arguments of `sampling`.
 
         Raises:
             AdmissionNeeded: nothing can be sampled before servers get the current weights.
@@ -129,7 +129,7 @@ class RolloutClient:
         return self.gather(map(ask, prompts))
 
     def gather(self, answers: Iterable[Awaitable[T]]) -> list[T]:
-        """Wait for answers of the fleet, in order; the exceptions are those of `generate`."""
+        """Return the results of `answers`, in order; raise what `generate` raises."""
         return self.fleet.controller.wait(self._gather(answers))
 
     def sampling(
@@ -141,7 +141,7 @@ class RolloutClient:
         top_p: float = 1.0,
         records_masks: bool = False,
     ) -> dict[str, Any]:
-        """Return the settings of `group`, in SGLang's words.
+        """Return the settings of `group`, which are SGLang's `sampling_params`.
 
         Args:
             temperature: sampling temperature; 0 decodes greedily.
@@ -159,7 +159,7 @@ class RolloutClient:
         }
 
     def ends(self) -> list[tuple[int, str]]:
-        """Return the tokens that end an answer: ids and texts."""
+        """Return the ids and texts of the tokens that end a completion."""
         texts = self._tokenizer.convert_ids_to_tokens(self.stop_token_ids)
         return list(zip(self.stop_token_ids, texts, strict=True))
 
@@ -248,7 +248,7 @@ class RolloutClient:
                 raise ServerBusy  # the answer is not complete
             self._check(answers, body)
         except ValueError:
-            what = f"answered a prompt with something else: {answer.text}"
+            what = f"answered a prompt with unexpected content: {answer.text}"
             if server.is_remote:
                 raise server.failed(what) from None
             raise RequestRefused(f"server {server.url} {what}") from None  # so would another server
@@ -263,6 +263,7 @@ class RolloutClient:
         layers, experts = self._routing_shape or (0, 0)
         of_token = TOKEN_BYTES + layers * experts * EXPERT_BYTES
         of_token += max(0, sampling["top_k"]) * MASK_ID_BYTES
+        # The experts of the prompt's tokens are in the answer too.
         tokens = len(body["input_ids"]) + sampling["max_new_tokens"]
         num_bytes: int = sampling["n"] * tokens * of_token
         return LARGEST_ANSWER_BYTES + num_bytes
@@ -271,33 +272,34 @@ class RolloutClient:
         """Check that the answers have what was asked for: completions, and values of each token.
 
         Raises:
-            ValueError: something is missing, or there is too much.
+            ValueError: something is missing, or was not asked for.
         """
         sampling = body["sampling_params"]
         if len(answers) != sampling["n"]:
-            raise ValueError("another number of completions")
+            raise ValueError("wrong number of completions")
         for answer in answers:
             meta, length = answer.meta_info, len(answer.output_ids)
             per_token: list[Sequence[Any]] = [meta.token_versions, meta.output_token_logprobs]
             masks = meta.output_token_sampling_mask
             if (masks is not None) != (sampling["top_k"] > 0):
-                raise ValueError("other masks than asked for")
+                raise ValueError("sampling masks are missing, or were not asked for")
             if masks is not None:
                 per_token += [masks.sizes.tolist(), meta.output_token_sampling_logprobs]
             if not 0 < length <= sampling["max_new_tokens"]:
-                raise ValueError("another number of tokens")
+                raise ValueError("wrong number of tokens")
             if any(len(values) != length for values in per_token):
                 raise ValueError("not one value for each token")
             if masks is not None:
+                # Each mask has its own token, exactly once.
                 drawn = torch.tensor(answer.output_ids).repeat_interleave(masks.sizes)
                 if int((drawn == masks.token_ids).sum()) != length:
-                    raise ValueError("a token that was not drawn from its mask")
+                    raise ValueError("a token is not in its sampling mask")
             if self._routing_shape is not None:
                 layers, experts = self._routing_shape
                 read = len(body["input_ids"]) + length - 1  # the model does not read the last one
                 numbers = b64decode(meta.routed_experts or "", validate=True)
                 if len(numbers) != read * layers * experts * torch.int32.itemsize:
-                    raise ValueError("not the experts of each token")
+                    raise ValueError("not all experts of each token")
 
     @cached_property
     def _connector(self) -> aiohttp.TCPConnector:

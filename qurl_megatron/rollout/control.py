@@ -18,7 +18,7 @@ CONTROL_TIMEOUT_S = 600.0
 
 _CACHE = ("kv_cache", "cuda_graph")
 RELEASED: Mapping[Releases, Sequence[str]] = {"cache": _CACHE, "all": (*_CACHE, "weights")}
-"""SGLang's tags of the memory that a sleeping server gives back, by `ServerConfig.releases`."""
+"""SGLang's tags for the memory that a sleeping server releases, by `ServerConfig.releases`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ServerControl:
         pause_mode: PauseMode = "retract",
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
-        """Take a server that has `timeout_s` seconds for every answer.
+        """Store the server, which has `timeout_s` seconds for each answer.
 
         `pause_mode` is the run's `rollout.pause_mode`.
         """
@@ -64,7 +64,7 @@ class ServerControl:
         await self._post("/continue_generation", {})
 
     async def sleep(self, tags: Sequence[str]) -> None:
-        """Stop sampling, and give back the memory that these tags of SGLang's stand for.
+        """Stop sampling, and release the memory that these SGLang tags name.
 
         Running requests wait without keys and values, whatever the run's `rollout.pause_mode` is.
         """
@@ -76,7 +76,7 @@ class ServerControl:
         await self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     async def init_weights_group(self, **group: str | int) -> None:
-        """Join the process group that carries weights, as all of its ranks but the first.
+        """Join the process group that carries weights; the server has all ranks but rank 0.
 
         `group` has its `master_address`, `master_port`, `world_size`, `group_name` and `backend`.
         """
@@ -91,10 +91,10 @@ class ServerControl:
         group_name: str,
         weight_version: int,
     ) -> None:
-        """Receive and load what these lists announce, in the form of `weight_sync.bucket`.
+        """Receive and load the tensors that these lists announce, as `weight_sync.bucket` defines.
 
         The server must be paused. Tokens sampled after it resumes carry `weight_version`. There is
-        no time limit: the answer comes after all transfers, whose senders have limits.
+        no time limit: the answer comes after all transfers, and their senders have limits.
 
         Raises:
             UpdateRefused: the server could not load it, or lacks the version that a delta changes.
@@ -130,16 +130,16 @@ class ServerControl:
         return await self._check("parameters")
 
     def own_address(self) -> str:
-        """Return the address under which the server can reach this machine."""
+        """Return the address at which the server can reach this machine."""
         return process.address_towards(urlsplit(self.server.url).hostname or "")
 
     async def _check(self, action: str) -> list[dict[str, str]]:
-        """Return what each tensor-parallel rank says of its parameters, by `checksum.part_key`."""
+        """Return the answers of each tensor-parallel rank, by `checksum.part_key`."""
         answer = await self._post("/weights_checker", {"action": action})
         try:
             return [rank.checksums for rank in _RANKS.validate_python(answer.get("ranks"))]
         except ValueError:
-            raise self.server.failed("answered /weights_checker with something else") from None
+            raise self.server.failed("answered /weights_checker with unexpected content") from None
 
     async def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
         options = {"timeout_s": self.timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}

@@ -17,7 +17,7 @@ class Controller:
     """A thread with an asyncio loop. Coroutines can be started from any other thread."""
 
     def __init__(self) -> None:
-        """Start no thread: the first coroutine does."""
+        """Prepare the thread; the first coroutine starts it."""
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = asyncio.Event()
@@ -63,7 +63,7 @@ class Controller:
 
 
 async def end(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Cancel tasks and wait for their ends."""
+    """Cancel tasks and wait until they have ended."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()

@@ -1,14 +1,14 @@
 """The servers of one set, which of them can be asked, and what happens to a lost one.
 
-A server is in one of four states, and `TRANSITIONS` has all ways between them.
+A server is in one of four states; `TRANSITIONS` lists all changes of state.
 
 - Only serving servers are asked. A prompt goes to the one with the fewest tokens outstanding.
 - A lost server is never asked again. The others answer its open requests, once.
 - The process that started a server replaces it, and writes the new one to its roster. It is
   another server here: it starts, joins and serves.
 - A server that somebody started elsewhere cannot be replaced. After a loss the fleet asks its URL
-  every few seconds, and what answers there is another server here too.
-- A request waits for servers as long as `patience_s`, then gets `FleetTooSmall`. It gets that at
+  every few seconds, and a server that answers there is another server here too.
+- A request waits for servers for `patience_s` seconds, then fails with `FleetTooSmall`. It fails at
   once if the rosters list too few servers.
 
 A server counts as lost when its process has ended, when it closes a connection before it has
@@ -55,8 +55,8 @@ SILENT_S = 2.0  # a server with prompts that has not answered any for this long 
 HEALTH_TIMEOUT_S = 20.0
 # On a GPU a server may compile a kernel in its first prompt, which takes a minute or two.
 FIRST_ANSWER_TIMEOUT_S = 300.0
-# A server with fewer requests gains nothing from giving one away: a step reads all of its weights,
-# for one request as for many.
+# A server with fewer requests gains nothing by giving one away: each decoding step reads all
+# weights, for one request as for many.
 FEW_REQUESTS = 32
 ASK_AGAIN_S = 5.0  # between two questions whether a server elsewhere is back
 
@@ -84,7 +84,7 @@ class Member:
     index: int  # within the set
     server: Server
     state: State
-    outstanding: int = 0  # tokens that were asked for and are not answered
+    outstanding: int = 0  # tokens that were asked for and not answered yet
     requests: set[asyncio.Future[Any]] = field(default_factory=set)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
     answered_at: float = field(default_factory=time.monotonic)  # a prompt; or began to owe one
@@ -112,10 +112,10 @@ class Fleet:
         """Take servers, by index, that answer already.
 
         Args:
-            loaded: they hold the weights to sample from. Otherwise they wait for a publish.
+            loaded: the servers hold the weights to sample from. Otherwise they wait for a publish.
             min_servers: nothing is sampled while fewer serve.
-            patience_s: how long there may be fewer, without counting servers that wait for weights.
-            health_timeout_s: time that a silent server has to answer /health. On a GPU it has
+            patience_s: for how many seconds fewer may serve or wait for weights.
+            health_timeout_s: seconds in which a silent server must answer /health. On a GPU it has
                 more until its first answer.
             is_colocated: the servers sleep while the learner has the GPUs that they share. A new
                 server sleeps, and gets the weights in the learner's next turn.
@@ -145,8 +145,8 @@ class Fleet:
 
         Args:
             read: returns the servers of the rosters, by index; called several times a second. A
-                server that is new there is added, one that is no longer there is lost. None: no
-                server is replaced.
+                new server is added; a server that is no longer listed is lost. None: no server is
+                replaced.
         """
         self._watching = self.controller.start(self._watch(read))
 
@@ -160,7 +160,7 @@ class Fleet:
         return [member for _, member in members if member.state in states]
 
     def has_joining(self) -> bool:
-        """Return whether sampling stops to give a waiting server the current weights."""
+        """Return whether to interrupt sampling and give a joining server the current weights."""
         return self.needs_admission() if self._is_colocated else bool(self.members("joining"))
 
     def needs_admission(self) -> bool:
@@ -198,11 +198,11 @@ class Fleet:
             member.is_reported = True
 
     def note(self, member: Member, what: str) -> None:
-        """Tell the user, in a line, what happens to a server."""
+        """Tell the user, on one line, what happens to a server."""
         self._say(f"server {self.set_name}_{member.index} {what.splitlines()[0]}")
 
     def expect_answers(self, member: Member) -> None:
-        """End a server's pause, in which it has given no sign of life."""
+        """End a server's pause; its silence is counted from now."""
         member.heard_at = member.answered_at = time.monotonic()
         member.is_paused = False
 
@@ -212,7 +212,7 @@ class Fleet:
         request: Callable[[Server], Awaitable[T]],
         prefer: Server | None = None,
     ) -> T:
-        """Return the answer of the server with the fewest tokens outstanding.
+        """Ask the server with the fewest tokens outstanding, and return its answer.
 
         But `prefer`, whose cache has the beginning of the prompt, is asked if it serves and has
         fewer than `FEW_REQUESTS` requests or at most twice as many tokens outstanding.
@@ -220,7 +220,7 @@ class Fleet:
         If that server is lost, another is asked; if no server serves, this waits.
 
         Args:
-            tokens: an upper bound of the tokens that the request asks for.
+            tokens: an upper bound of the request's tokens, prompt and completions.
             request: sends the request. It raises `ServerFailed` if the server did not answer, and
                 `ServerBusy` if it did not take the request.
 
@@ -235,7 +235,7 @@ class Fleet:
             try:
                 await asyncio.wait({asking})
                 if asking.cancelled():
-                    continue  # lost
+                    continue  # `lose` did that
                 result = asking.result()
                 member.answered_at, member.has_answered = time.monotonic(), True
                 return result
@@ -270,7 +270,7 @@ class Fleet:
             await asyncio.sleep(POLL_S)
 
     def check_size(self) -> None:
-        """Raise `FleetTooSmall` if there have been too few servers for too long, or will be."""
+        """Raise `FleetTooSmall` if servers were too few for too long, or if no more will come."""
         if self._watching.done():
             self._watching.result()  # raises what ended it
         since = self._too_small_since
@@ -336,7 +336,7 @@ class Fleet:
             self._note_size()
 
     def _await_lost_ones(self) -> None:
-        """Put a server that starts in the place of each lost one that was started elsewhere."""
+        """Replace each lost server that was started elsewhere by a starting one at the same URL."""
         for member in self.members("lost"):
             if member.server.is_remote:
                 self._members[member.index] = Member(member.index, member.server, "starting")

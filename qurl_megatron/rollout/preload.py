@@ -34,7 +34,7 @@ from qurl_megatron.process import die_with_parent, oom_kills, tail
 
 # Prefixes of variables that change what a server computes, or what it says about that.
 ENGINE_VARIABLES = ("SGLANG_", "SGL_", "TORCH", "ONEDNN", "DNNL_")
-SET_BY_LIBRARIES = "TORCHINDUCTOR_CACHE_DIR"  # in their own process; changes no result
+SET_BY_LIBRARIES = "TORCHINDUCTOR_CACHE_DIR"  # by themselves; it changes no result
 PLATFORM = "qurl_cpu"  # SGLang's without a GPU; an entry point in pyproject.toml
 
 
@@ -46,7 +46,7 @@ class PreloadFailed(RuntimeError):
 class Program:
     """A module that runs in a process of its own, as `python -m MODULE ARGUMENTS`.
 
-    A fork calls its function `main` with the arguments instead.
+    A fork calls the module's function `main` with the arguments instead.
     """
 
     module: str
@@ -117,10 +117,10 @@ def start(program: Program) -> Started:
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code of a program that this process has started and that has ended.
+    """Return the exit code of an ended program that this process has started.
 
-    Its last thread may end a moment after its main thread, so this waits. Return None if it has
-    not ended after a second.
+    Its last thread may end a moment after its main thread, so this waits. Return None if the
+    program has not ended after a second.
     """
     deadline = time.monotonic() + 1.0
     while (code := _started[pid].poll()) is None and time.monotonic() < deadline:
@@ -129,7 +129,7 @@ def exit_code(pid: int) -> int | None:
 
 
 def how_it_ended(pid: int) -> str:
-    """Describe how a program that this process has started ended, and whether memory ran out.
+    """Describe how a program of this process ended, and whether memory ran out.
 
     When the kernel kills one of a server's processes, the others end too.
     """
@@ -198,7 +198,7 @@ def run_in_fork(program: Program, parent: int) -> None:
     """Run a program in this process, which is a fresh fork of process `parent`."""
     os.setsid()
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):  # as the starter handles it
+        if callable(signal.getsignal(number)):  # a handler of the starter's
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a fresh Python
     program.begin()

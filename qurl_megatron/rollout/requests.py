@@ -133,7 +133,7 @@ async def ask(
                 connector=connector or connect(),
                 connector_owner=connector is None,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(),
+                timeout=aiohttp.ClientTimeout(),  # none of aiohttp's own
                 auto_decompress=False,
             ) as session,
             session.request(

@@ -1,7 +1,7 @@
 """Rosters: the files in which the starters of servers and the learner tell each other about them.
 
-The process that starts servers writes them to its roster, and writes it again whenever it has
-replaced a server that died. The learner reads the rosters of all starters. So:
+The process that starts servers writes them to its roster, and writes the roster again whenever it
+has replaced a server that died. The learner reads the rosters of all starters. So:
 - A server in a roster runs, or its successor will take its place in the roster.
 - A server that will not be started again is no longer in the roster.
 
@@ -67,7 +67,7 @@ def read_set(paths: Iterable[Path], set_name: str) -> dict[int, Server]:
 
 
 def report_lost(logs: Path, set_name: str, index: int, server: Server) -> None:
-    """Ask the starter of a server, which logs to the directory `logs`, to replace that process."""
+    """Ask the starter that logs to the directory `logs` to replace this process of a server."""
     reports = logs / LOST
     reports.mkdir(exist_ok=True)
     name = "_".join(str(part) for part in incarnation(set_name, index, server))

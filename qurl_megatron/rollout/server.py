@@ -1,11 +1,11 @@
-"""Start, watch and stop SGLang servers. Requests are sent from this folder only.
+"""Start, watch and stop SGLang servers; only this folder sends them requests.
 
 Callers rely on four properties of SGLang with this package's plugin. Tests check each of
 them on the real server:
 - `output_token_logprobs` cover the full vocabulary at the sampling temperature, whatever top_p is.
-- `output_token_sampling_logprobs` are those over `output_token_sampling_mask`, the ids that a token
-  was drawn from.
-- A prompt that starts after a weight update uses no prefix from before it.
+- `output_token_sampling_logprobs` cover only `output_token_sampling_mask`, the ids from which a
+  token was drawn.
+- A prompt that starts after a weight update uses no cached prefix from before it.
 - `token_versions` in an answer has, for each token, the version of the weights that sampled it.
 
 Every server requires a key with each request, also on loopback, which all users of a machine reach.
@@ -121,8 +121,8 @@ class Server:
     def stop(self) -> None:
         """Kill the process tree and remove the scratch files. Only the starter may call it.
 
-        SIGKILL is used because a server has nothing to save, and because on SIGTERM SGLang takes
-        its own dying children for a crash and spends seconds on a diagnosis.
+        The signal is SIGKILL: a server has nothing to save, and on SIGTERM SGLang takes its own
+        dying children for a crash and spends seconds on a diagnosis.
         """
         try:
             main = psutil.Process(self.pid)
@@ -149,7 +149,7 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class ServerPlan:
-    """What a server is started with."""
+    """The settings of one server's start."""
 
     model_dir: Path  # Hugging Face directory with configuration and tokenizer
     config: ServerConfig
@@ -270,7 +270,7 @@ class ServerPlan:
             "log_level_http": "warning",
             "grammar_backend": "none",  # no request asks for structured output
             "skip_tokenizer_init": True,  # prompts and completions travel as token ids
-            # Logits are not rounded to bfloat16, as the learner's are not. On a CPU it is faster.
+            # Like the learner, do not round logits to bfloat16. On a CPU this is also faster.
             "enable_fp32_lm_head": True,
             # FlashInfer's would be compiled in the first request with top_p, which takes minutes.
             # Meanwhile the server does not answer /health, and would be taken for dead.
@@ -278,7 +278,7 @@ class ServerPlan:
         }
         if config.max_total_tokens is not None:
             options["max_total_tokens"] = config.max_total_tokens
-        if self.weight_format != "bf16" and not self.loads:  # a quantized directory names its own
+        if self.weight_format != "bf16" and not self.loads:  # a quantized directory has its own
             method = options["quantization"] = ENGINE_METHODS[self.weight_format]
             quantization: dict[str, object] = {"quant_method": method}
             if self.keep:
@@ -318,7 +318,7 @@ class ServerPlan:
         return options
 
     def environment(self) -> dict[str, str]:
-        """Return what the server needs in its environment."""
+        """Return the environment variables that the server needs."""
         variables = {
             # A crashed server would otherwise diagnose itself for over a minute before it ends.
             "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
@@ -365,7 +365,7 @@ def wait_ready(
     timeout_s: float,
     ready: Callable[[Server], None] = lambda server: None,
 ) -> None:
-    """Wait until every server answers, and call `ready` for each at once.
+    """Wait until every server answers, and call `ready` for each as soon as it does.
 
     Raises:
         ServerFailed: a server died, or did not answer within `timeout_s` seconds.
@@ -398,10 +398,10 @@ def revive(servers: Iterable[Server]) -> list[Server]:
 
 
 async def revived(server: Server, timeout_s: float) -> bool:
-    """Return whether a server answers and takes requests of the run, after ending a pause.
+    """End a server's pause; return whether it answers and takes requests of the run.
 
-    A learner may have paused it and gone. It does not answer /health then. If it serves another
-    run, it refuses to resume.
+    A learner may have paused it and ended, and a paused server does not answer /health. A server of
+    another run refuses to resume.
 
     Raises:
         NoAnswer: it does not answer.

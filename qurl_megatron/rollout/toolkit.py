@@ -1,4 +1,4 @@
-"""What servers compile kernels with on a GPU, and where they keep them.
+"""The compilers of servers on a GPU, and the folder of their compiled kernels.
 
 SGLang compiles small kernels when a server first needs them: with nvcc and a C++ compiler, through
 ninja. Triton compiles a C file, for which it needs Python's headers. The packages in
@@ -38,7 +38,7 @@ def environment() -> Mapping[str, str]:
     cache = cache_dir()
     return {
         "CUDA_HOME": str(find_toolkit(cache)),
-        # ninja is beside this Python, which may run without its environment being activated.
+        # ninja is beside this Python, whose environment may not be activated.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "SGLANG_CACHE_DIR": str(cache),
         "SGLANG_JIT_CACHE_DIR": str(cache / "jit"),
@@ -60,12 +60,12 @@ def _python_header() -> Path:
 
 
 def find_toolkit(cache: Path) -> Path:
-    """Return a complete toolkit; `cache` is where one may be made.
+    """Return a complete CUDA toolkit; in `cache` one may be made of links.
 
     CUDA_HOME comes first, then the toolkit of the nvcc on PATH, /usr/local/cuda and the packages.
 
     Raises:
-        ConfigError: there is none, or the one that CUDA_HOME names is not complete.
+        ConfigError: there is no toolkit, or the one that CUDA_HOME names is not complete.
     """
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if given := os.environ.get(name):

@@ -1,7 +1,8 @@
-"""What both ends of a request to a server know: limits, names, and how its text is shown.
+"""What both ends of a request to a server share: limits, names, and how to show foreign text.
 
-A run names itself in the header `Qurl-Run` of each of its requests. A server serves one run at a
-time, whose weights it has; the requests of others get status 409 (`sglang_plugin/access.py`).
+A run names itself in the header `Qurl-Run` of each of its requests. A server has the weights of one
+run at a time, and serves only that run. Requests of other runs get status 409
+(`sglang_plugin/access.py`).
 """
 
 from collections.abc import Iterable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pydantic
 
-DESCRIPTION_PATH = "/qurl"  # these three: see `weight_sync/elsewhere/wire.py`
+DESCRIPTION_PATH = "/qurl"  # the three paths: see `weight_sync/elsewhere/wire.py`
 WEIGHTS_PATH = "/qurl/weights"
 RUN_PATH = "/qurl/run"
 RUN_HEADER = "Qurl-Run"
@@ -31,7 +32,7 @@ def read_json(content: bytes) -> Any:
 
 
 def escaped(text: str) -> str:
-    """Return the beginning of a text from elsewhere, on one line, control characters as escapes.
+    """Return the beginning of a foreign text, on one line, with control characters escaped.
 
     So the text cannot control a terminal.
     """
