@@ -186,6 +186,7 @@ class ServerPlan:
         gpus = self.gpus
         if gpus is None:
             gpus = range(min(num_ranks, device.num_gpus()))
+        needed = self.environment()  # first, because it may raise
         scratch_dir, lock = scratch_directory("qurl-server-")
         _locks[scratch_dir] = lock
         options = self.options()
@@ -197,7 +198,7 @@ class ServerPlan:
         write_whole(key_file, f"api-key: {json.dumps(self.api_key)}\n", private=True)
         options["config"] = key_file
         words = command_line({**options, **self.config.options})
-        environment = {**self.environment(), "TMPDIR": scratch_dir, **self.config.environment}
+        environment = {**needed, "TMPDIR": scratch_dir, **self.config.environment}
         dropped = preload.shell_variables() - set(environment)
         say_dropped(dropped)
         on_cpu = device.accelerator() == "cpu"
