@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters_reference import (
@@ -43,6 +44,7 @@ from qurl_megatron.learner.adapters import Adapters, _BaseProduct
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.quantization.adapter_files import (
+    base_hash,
     check_adapters,
     merge_directory,
     read_adapters,
@@ -236,7 +238,8 @@ def test_any_layout_resumes_and_peft_and_transformers_get_what_was_trained(
     before, after = (gathered([rank[0] for rank in ranks]) for ranks in (saved, resumed))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert {rank[2] for rank in saved} == {rank[2] for rank in resumed} != {""}
+    hashes = {rank[2] for rank in (*saved, *resumed)}
+    assert hashes == {base_hash(model, "int8")} == {read_adapters(tmp_path / "final_adapters").base}
     assert resumed[0][3] == pytest.approx(saved[0][3], rel=1e-5 if dtype == "float32" else 0.05)
     atol = 2e-5 if dtype == "float32" else 0.05
     torch.testing.assert_close(saved[0][1], resumed[0][1], rtol=0, atol=atol)
@@ -289,7 +292,8 @@ def adapters(tmp_path: Path) -> Path:
             tensors[f"{path}.lora_A.weight"] = torch.randn(RANK, width)
             tensors[f"{path}.lora_B.weight"] = torch.randn(out, RANK)
     directory = tmp_path / "adapters"
-    write_adapters(directory, tensors, alpha=ALPHA, source=model, weight_format="int8")
+    base = base_hash(model, "int8")
+    write_adapters(directory, tensors, alpha=ALPHA, source=model, weight_format="int8", base=base)
     return directory
 
 
@@ -322,6 +326,19 @@ def test_adapters_that_are_no_plain_product_are_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(ConfigError, match=message):
         read_adapters(adapters)
+
+
+def test_adapters_are_merged_over_the_base_that_they_were_trained_over_only(
+    adapters: Path, tmp_path: Path
+) -> None:
+    model, found = tmp_path / "model", read_adapters(adapters)
+    merge_directory(model, tmp_path / "same", found, "bf16", lambda *_: None)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="trained over another base; give that model, unchanged"):
+        merge_directory(model, tmp_path / "changed", found, "bf16", lambda *_: None)
+    assert not (tmp_path / "changed").exists()
 
 
 def test_adapters_of_another_model_are_refused(adapters: Path, tmp_path: Path) -> None:

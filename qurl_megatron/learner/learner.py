@@ -10,7 +10,6 @@ computes, and which `Share` of a minibatch it has. Invariants:
   pass uses them rounded to the compute dtype.
 """
 
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +51,7 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.model.weight_map import Rule
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import as_integers, checksum, combine, part_key
+from qurl_megatron.quantization.checksum import as_integers, checksum, combine, digest, part_key
 from qurl_megatron.quantization.uaq import Transform
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -322,8 +321,7 @@ class Learner:
         """
         by_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(by_rank, self._base_sums)
-        sums = sorted(combine(by_rank).items())
-        return hashlib.sha256(repr(sums).encode()).hexdigest()[:16] if sums else ""
+        return digest(combine(by_rank))
 
     def _frozen_layers(self) -> Iterator[tuple[Rule, int, FrozenBase]]:
         experts = parallel_state.get_expert_model_parallel_group()

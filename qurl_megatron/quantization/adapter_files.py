@@ -22,8 +22,9 @@ from qurl_megatron.config.schema import ConfigError, WeightFormat
 from qurl_megatron.files import write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import Progress, write_tensors
+from qurl_megatron.model.huggingface import Progress, Weights, write_tensors
 from qurl_megatron.quantization import offline, quantize
+from qurl_megatron.quantization.checksum import checksum, digest
 
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "qurl_base.json"
 _PREFIX = "base_model.model."  # of peft's names
@@ -45,6 +46,7 @@ class AdapterFiles:
     tensors: Mapping[str, Tensor]  # by peft's names without their prefix
     scaling: float  # alpha / rank
     weight_format: WeightFormat  # of the base
+    base: str = ""  # `base_hash` of the base; empty: not known
 
     def product(self, weight_name: str) -> Tensor | None:
         """Return what is added to a weight, [out, in] float32; None if it has no adapter."""
@@ -62,12 +64,14 @@ def write_adapters(
     alpha: float,
     source: Path,
     weight_format: WeightFormat,
+    base: str,
 ) -> None:
     """Write adapters, given by peft's names without their prefix.
 
     Args:
         source: the model that they were trained over.
         weight_format: its format in training.
+        base: its `base_hash`.
     """
     directory.mkdir(parents=True)
     layers = sorted(name.removesuffix(".lora_A.weight") for name in tensors if ".lora_A." in name)
@@ -84,7 +88,7 @@ def write_adapters(
     }
     named = {_PREFIX + name: values.cpu().contiguous() for name, values in tensors.items()}
     write_tensors(named, directory / TENSORS)
-    write_whole(directory / BASE, json.dumps({"format": weight_format}) + "\n")
+    write_whole(directory / BASE, json.dumps({"format": weight_format, "hash": base}) + "\n")
     write_whole(directory / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
@@ -107,7 +111,8 @@ def read_adapters(directory: Path) -> AdapterFiles:
         config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
         tensors = load_file(directory / TENSORS)
         base = directory / BASE
-        weight_format = json.loads(base.read_text())["format"] if base.exists() else "bf16"
+        trained: dict[str, str] = json.loads(base.read_text()) if base.exists() else {}
+        weight_format = trained["format"] if trained else "bf16"
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         scaling = alpha / rank
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError, SafetensorError) as error:
@@ -132,7 +137,8 @@ def read_adapters(directory: Path) -> AdapterFiles:
     for target in targets if isinstance(targets, list) else [""]:
         if not any(f".{name}".endswith(f".{target}.lora_A.weight") or not target for name in ranks):
             raise ConfigError(f"{directory / TENSORS}: no adapter of {target or 'any layer'}")
-    return AdapterFiles(names, scaling, cast(WeightFormat, weight_format))
+    known = str(trained.get("hash", ""))
+    return AdapterFiles(names, scaling, cast(WeightFormat, weight_format), known)
 
 
 def check_adapters(adapters: AdapterFiles, architecture: Architecture) -> None:
@@ -166,6 +172,19 @@ def check_adapters(adapters: AdapterFiles, architecture: Architecture) -> None:
             raise ConfigError(f"the adapter of '{layer}weight' lacks A or B, or their ranks differ")
 
 
+def base_hash(model: Path, weight_format: WeightFormat) -> str:
+    """Return what `Learner.base_hash` returns over this model in this format; reads all of it."""
+    architecture = Architecture.from_directory(model)
+    weights, sums = Weights(model, architecture), {}
+    for name in weight_map.hugging_face_names(architecture):
+        weight = weights.read(name, ())
+        if weight_map.find_hugging_face(name)[0].quantized:
+            sums[name] = checksum(quantize.quantize(weight, weight_format).codes)
+        else:
+            sums[name] = checksum(weight.float())
+    return digest(sums)
+
+
 def merge_directory(
     source: Path,
     destination: Path,
@@ -180,9 +199,13 @@ def merge_directory(
 
     Raises:
         ArchitectureError, ConfigError: the source or the destination cannot be used, or
-            `check_adapters` refuses.
+            `check_adapters` refuses, or the adapters were trained over another base.
     """
     check_adapters(adapters, Architecture.from_directory(source))
+    if adapters.base and adapters.base != base_hash(source, adapters.weight_format):
+        raise ConfigError(
+            f"{source}: the adapters were trained over another base; give that model, unchanged"
+        )
 
     def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
         if not weight_map.find_hugging_face(name)[0].quantized:

@@ -24,6 +24,7 @@ Example:
 """
 
 import functools
+import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -206,6 +207,11 @@ def combine(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
         name, _, _ = part_of_key(key)
         totals[name] = _wrap(totals.get(name, 0) + value)
     return totals
+
+
+def digest(sums: Mapping[str, int]) -> str:
+    """Return a short hash of tensors' checksums by name; empty without tensors."""
+    return hashlib.sha256(repr(sorted(sums.items())).encode()).hexdigest()[:16] if sums else ""
 
 
 def hash_codes(codes: Tensor, row_offset: int, column_offset: int) -> tuple[Tensor, Tensor]:

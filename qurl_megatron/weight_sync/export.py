@@ -51,12 +51,12 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
     over all learner ranks; every sender writes the tensors that it gathers.
     """
     if learner.adapters:
-        tensors = _gather_adapters(learner)
+        tensors, base = _gather_adapters(learner), learner.base_hash()
         of_adapters = destination.with_name(ADAPTERS)
         if rank() == 0:
             for earlier in (destination, of_adapters):
                 shutil.rmtree(earlier, ignore_errors=True)
-            _write_merged(tensors, learner.adapters, source, destination, of_adapters)
+            _write_merged(tensors, learner.adapters, base, source, destination, of_adapters)
         return
     partial = from_rank_zero(lambda: _create_partial(destination))
     writer = _Writer(source, partial, config, f"-{rank():05}")
@@ -89,7 +89,9 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
     if adapters:
         layers = checkpoints.read_masters(checkpoint, progress)
         tensors = {name: values for layer in layers for name, values in layer}
-        _write_merged(tensors, adapters, Path(config.model), destination, of_adapters, progress)
+        base = checkpoints.read_state(checkpoint).base
+        source = Path(config.model)
+        _write_merged(tensors, adapters, base, source, destination, of_adapters, progress)
         return
     model = checkpoint / "model"
     values = weight_map.num_parameters(Architecture.from_directory(model))
@@ -125,6 +127,7 @@ def _gather_adapters(learner: Learner) -> dict[str, Tensor]:
 def _write_merged(
     tensors: dict[str, Tensor],
     adapters: Adapters,
+    base: str,
     source: Path,
     destination: Path,
     of_adapters: Path,
@@ -140,6 +143,7 @@ def _write_merged(
         alpha=adapters.alpha,
         source=source,
         weight_format=adapters.weight_format,
+        base=base,
     )
     merge_directory(source, destination, read_adapters(partial), adapters.weight_format, progress)
     rename_whole(partial, of_adapters)
