@@ -86,8 +86,8 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "another gate": ({"output_gate_type": "sigmoid"}, "'output_gate_type' must be 'swish'"),
     "states": ({"mamba_ssm_dtype": "bfloat16"}, "'mamba_ssm_dtype' must be 'float32'"),
     "choices": ({"norm_topk_prob": False}, "'norm_topk_prob' must be True"),
-    "layers": ({"layer_types": ["full_attention"] * 4}, "'layer_types' must have full_attention"),
-    "interval": ({"full_attention_interval": 2}, "'layer_types' must have full_attention"),
+    "layers": ({"layer_types": ["full_attention"] * 4}, "'layer_types' must repeat a block"),
+    "interval": ({"full_attention_interval": 2}, "'layer_types' must repeat a block"),
     "rotation": (
         {"rope_parameters": {"partial_rotary_factor": 0.3, "rope_theta": 1e4}},
         "partial_rotary_factor 0.3 of a head's 16 channels",

@@ -189,7 +189,7 @@ def uaq(
         print(
             f"Of the original, {invariance.exact_tensors} tensors {verb} exact: UAQ leaves them or "
             f"scales them by a power of two. {invariance.rounded_tensors} {verb} the original "
-            "up to one unit in the last place of the stored dtype."
+            "up to a rounding in the stored dtype: of a weight, or of 1 + w in a hybrid's norm w."
         )
     else:
         print("Every scale is a power of two: an undo gives back the original, bit for bit.")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 BATCH = 32  # sequences in one forward pass
 SHOWN = 8  # rows of the tables of layers and activations
 SIGNIFICANT = 2.0  # standard errors above 0 from which a gain counts
+PIPE_COLUMNS = 120
 
 EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
     "entropy": [0, 0.01, 0.1, 0.5, 1.0, 2.0],
@@ -314,7 +316,8 @@ def _compare(
 
 def print_mismatch(result: dict[str, Any]) -> None:
     """Print the tables of a measurement and what it recommends."""
-    console = Console(highlight=False)
+    # In 80 columns, which a pipe is taken for, numbers would lose their exponents.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     console.print(
         f"{result['model']} in {result['format']}: KL {result['kl']:.3g} nats a token, over "
         f"{result['tokens']:,} tokens of {result['completions']:,} completions",

@@ -662,8 +662,8 @@ def _delta_net(config: dict[str, Any], num_layers: int, head_dim: int, file: Pat
     kinds = ["linear_attention" if linear else "full_attention" for linear in layers]
     if config.get("layer_types") not in (None, kinds):
         raise ArchitectureError(
-            f"{file}: 'layer_types' must have full_attention in every {every}th of {num_layers} "
-            "layers, and linear_attention in the others, as full_attention_interval says"
+            f"{file}: 'layer_types' must repeat a block of linear_attention that ends with one "
+            f"full_attention; full_attention_interval, or the first of these, says {every} layers"
         )
     factor = _positive(config, "partial_rotary_factor", file, 0.25)
     if factor > 1 or head_dim * factor % 2:
