@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron.config.disk import checkpoint_bytes
@@ -11,6 +10,7 @@ from qurl_megatron.files import gigabytes
 from qurl_megatron.planning.gpus import GIB, H100
 from qurl_megatron.planning.memory import total_bytes
 from qurl_megatron.planning.plan import Plan, largest_part, layout_overrides
+from qurl_megatron.report.console import table_console
 
 PUBLISHED = {
     "experts": (13, 1.3, 2.9),
@@ -29,7 +29,7 @@ def print_plan(plan: Plan, placements_s: Mapping[str, float | None]) -> None:
     `placements_s` has the seconds of a step in each placement that was compared; None: no fit.
     """
     config, server = plan.config, plan.config.rollout.server
-    console = Console(highlight=False)
+    console = table_console()
     layout = " ".join(layout_overrides(config))
     console.print(f"{plan.gpus} {plan.node.gpu.name}: {layout}", soft_wrap=True)
     gib = f"GiB of {plan.node.gpu.memory_bytes / GIB:.1f}"

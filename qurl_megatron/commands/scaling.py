@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean, median
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron.config.schema import Config, ConfigError
@@ -28,6 +27,7 @@ from qurl_megatron.planning.plan import (
     plan_run,
     suggest,
 )
+from qurl_megatron.report.console import table_console
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.report.plots import read_run
 
@@ -146,7 +146,7 @@ def write(rows: list[Row], file: Path) -> None:
 
 def print_rows(rows: list[Row], refusals: Mapping[int, ConfigError]) -> None:
     """Print a line for each row, and one for each number of GPUs on which nothing fits."""
-    console, has_runs = Console(highlight=False), any(row.run for row in rows)
+    console, has_runs = table_console(), any(row.run for row in rows)
     table = Table(box=box.SIMPLE_HEAD)
     measured = ["measured, s", "measured / planned", "run"] if has_runs else []
     compared = max((row.placements_s for row in rows), key=len)

@@ -83,7 +83,7 @@ from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 from qurl_megatron.planning.host import ServerSet, check_workers, settle_caches
 from qurl_megatron.quantization.adapter_files import check_adapters, merge_directory, read_adapters
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.report.console import duration
+from qurl_megatron.report.console import duration, table_console
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet
@@ -399,7 +399,7 @@ def run(config: EvalConfig) -> None:
     summary = {"config": config, "results": averages_of}
     text = json.dumps(summary, indent=2, default=dataclasses.asdict)
     write_whole(output / "summary.json", text + "\n")
-    Console().print(_table(config, prompts, averages_of))
+    table_console().print(_table(config, prompts, averages_of))
 
 
 @contextlib.contextmanager

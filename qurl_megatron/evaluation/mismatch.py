@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -38,6 +36,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 from qurl_megatron.planning.memory import published_bytes
+from qurl_megatron.report.console import table_console
 
 if TYPE_CHECKING:
     from qurl_megatron.evaluation.quantized_model import QuantizedModel, Sampled
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 BATCH = 32  # sequences in one forward pass
 SHOWN = 8  # rows of the tables of layers and activations
 SIGNIFICANT = 2.0  # standard errors above 0 from which a gain counts
-PIPE_COLUMNS = 120
 
 EDGES: dict[str, Sequence[float]] = {  # lowest value in each row of a table
     "entropy": [0, 0.01, 0.1, 0.5, 1.0, 2.0],
@@ -316,8 +314,7 @@ def _compare(
 
 def print_mismatch(result: dict[str, Any]) -> None:
     """Print the tables of a measurement and what it recommends."""
-    # In 80 columns, which a pipe is taken for, numbers would lose their exponents.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
+    console = table_console()
     console.print(
         f"{result['model']} in {result['format']}: KL {result['kl']:.3g} nats a token, over "
         f"{result['tokens']:,} tokens of {result['completions']:,} completions",

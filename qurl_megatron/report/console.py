@@ -31,6 +31,7 @@ from qurl_megatron.report.metrics import Evaluation, StepMetrics
 FIRST_STEPS = 10  # of an attempt, each with a line
 LINE_EVERY = 10  # steps
 LINE_EVERY_S = 60.0
+PIPE_COLUMNS = 120  # of a table; fewer would cut its numbers
 HEADER_EVERY = 25  # lines of steps between two headers
 LEGEND = """\
 s: seconds of a step   len: mean completion length in tokens   cut: share cut off
@@ -49,6 +50,14 @@ FINITE = (  # metrics that must be finite
 )
 NOT_FINITE = "not finite"
 KL = "kl_behaviour_proximal_k3"
+
+
+def table_console() -> Console:
+    """Return a console for tables. In a pipe, which rich takes for 80 columns, it is wider."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, PIPE_COLUMNS)
+    return console
 
 
 class RunConsole:
