@@ -341,6 +341,13 @@ def test_adapters_are_merged_over_the_base_that_they_were_trained_over_only(
     assert not (tmp_path / "changed").exists()
 
 
+@pytest.mark.parametrize("content", ["{}", "[]", '{"hash": "0"}', "not JSON"])
+def test_a_broken_record_of_the_base_is_refused(adapters: Path, content: str) -> None:
+    (adapters / "qurl_base.json").write_text(content)
+    with pytest.raises(ConfigError, match="no directory of adapters"):
+        read_adapters(adapters)
+
+
 def test_adapters_of_another_model_are_refused(adapters: Path, tmp_path: Path) -> None:
     found = read_adapters(adapters)
     narrow = DIMS | {"head_dim": DIMS["head_dim"] * 2}

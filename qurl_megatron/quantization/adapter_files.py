@@ -111,11 +111,19 @@ def read_adapters(directory: Path) -> AdapterFiles:
         config: dict[str, Any] = json.loads((directory / CONFIG).read_text())
         tensors = load_file(directory / TENSORS)
         base = directory / BASE
-        trained: dict[str, str] = json.loads(base.read_text()) if base.exists() else {}
-        weight_format = trained["format"] if trained else "bf16"
+        trained = json.loads(base.read_text()) if base.exists() else {"format": "bf16"}
+        weight_format, known = trained["format"], str(trained.get("hash", ""))
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
         scaling = alpha / rank
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        SafetensorError,
+    ) as error:
         raise ConfigError(f"{directory}: no directory of adapters: {error}") from None
     for field, value in config.items():
         if field in _PLAIN and value not in _PLAIN[field]:
@@ -137,7 +145,6 @@ def read_adapters(directory: Path) -> AdapterFiles:
     for target in targets if isinstance(targets, list) else [""]:
         if not any(f".{name}".endswith(f".{target}.lora_A.weight") or not target for name in ranks):
             raise ConfigError(f"{directory / TENSORS}: no adapter of {target or 'any layer'}")
-    known = str(trained.get("hash", ""))
     return AdapterFiles(names, scaling, cast(WeightFormat, weight_format), known)
 
 
@@ -179,7 +186,8 @@ def base_hash(model: Path, weight_format: WeightFormat) -> str:
     for name in weight_map.hugging_face_names(architecture):
         weight = weights.read(name, ())
         if weight_map.find_hugging_face(name)[0].quantized:
-            sums[name] = checksum(quantize.quantize(weight, weight_format).codes)
+            with quantize.name_in_errors(name):
+                sums[name] = checksum(quantize.quantize(weight, weight_format).codes)
         else:
             sums[name] = checksum(weight.float())
     return digest(sums)
