@@ -110,6 +110,9 @@ def test_a_run_is_planned_on_the_nodes_that_it_takes() -> None:
     config.rollout.servers = 6
     run = plan.plan_run(QWEN2, config, Workload(512, 2048), DGX_H100)
     assert (run.gpus, run.step_s) == (64, plan_of().step_s)
+    config.evaluation.problems, config.evaluation.every_steps = 8, 1
+    config.evaluation.server.tensor_parallel_size = 4
+    assert plan.plan_run(QWEN2, config, Workload(512, 2048), DGX_H100).gpus == 72
 
 
 @pytest.mark.parametrize(

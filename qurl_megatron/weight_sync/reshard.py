@@ -242,7 +242,8 @@ class Converter:
                     pass
             return Conversion()
         meter = self._meters[team.of_experts]
-        measures, of_base = (Measures(each, self._format) for each in (meter, DriftMeter()))
+        measures = Measures(meter, self._format)
+        of_base = Measures(DriftMeter(), self._format)  # a base does not drift: nothing is measured
         kept = self._kept[team.of_experts]
         if not self.keeps_codes:
             kept.clear()  # the publisher may have given deltas up
