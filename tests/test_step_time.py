@@ -350,7 +350,7 @@ def test_the_longest_completion_and_the_learner_share_the_steps_it_spans(
     """The longest completion takes 10 s and the learner 2 s, which decides in the end."""
     assert steady_state(LOAD, learner_s=2, max_staleness=5).limit == "learner"
     state = steady_state(LOAD, learner_s=2, max_staleness=max_staleness)
-    assert state.step_s == pytest.approx(12 / (max_staleness + 1))
+    assert state.step_s == pytest.approx(12 / (max_staleness + 1), rel=1e-4)  # by halving
     assert state.limit == "longest completion"
 
 

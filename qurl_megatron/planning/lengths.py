@@ -7,7 +7,7 @@ what it reads between them. All episodes read the same fraction.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from statistics import NormalDist
 
 from qurl_megatron.config.schema import Config
@@ -29,12 +29,12 @@ class CompletionLengths:
             return 1.0
         return 1 - _NORMAL.cdf((math.log(length) - self._log_median) / self.log_deviation)
 
-    @property
+    @cached_property
     def mean_square(self) -> float:
         """Mean of length^2."""
         return self._moment(self._log_median, 2) if self.mean < self.maximum else self.maximum**2
 
-    @property
+    @cached_property
     def mean_age(self) -> float:
         """Mean number of tokens that a running completion has: E[length^2] / (2 E[length])."""
         return self.mean_square / (2 * min(self.mean, self.maximum))
@@ -55,6 +55,10 @@ class CompletionLengths:
         below = math.exp(power * log_median + (power * self.log_deviation) ** 2 / 2)
         below *= _NORMAL.cdf(edge - power * self.log_deviation)
         return below + self.maximum**power * (1 - _NORMAL.cdf(edge))
+
+
+# One object for each, which computes its moments once: a search asks for thousands of layouts.
+_completion_lengths = cache(CompletionLengths)
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,8 @@ class Workload:
 
     def completions(self, config: Config) -> CompletionLengths:
         """Return the lengths of completions that `config` cuts off."""
-        return CompletionLengths(
-            self.mean_completion, longest_completion(config), self.log_deviation
-        )
+        longest = longest_completion(config)
+        return _completion_lengths(self.mean_completion, longest, self.log_deviation)
 
     def mean_square_length(self, config: Config) -> float:
         """Return the mean square of prompt plus completion."""

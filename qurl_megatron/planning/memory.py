@@ -128,40 +128,55 @@ def _layers_of_stage(
 
 def _rank_parameters(
     architecture: Architecture, learner: LearnerConfig, stage: int
-) -> Iterator[tuple[Rule, int, int]]:
-    """Yield each rule, the values of its parameter on one rank, and the number of such parameters.
+) -> list[tuple[Rule, int, int]]:
+    """Return each rule, the values of its parameter on one rank, and the number of such parameters.
 
     `stage` is the rank's pipeline stage.
     """
-    own = set(_layers_of_stage(architecture, learner, stage))
-    last = stage == learner.pipeline_parallel_size - 1
+    return _parameters_of_layers(
+        architecture,
+        frozenset(_layers_of_stage(architecture, learner, stage)),
+        stage == 0,
+        stage == learner.pipeline_parallel_size - 1,
+        learner.tensor_parallel_size,
+        learner.expert_tensor_parallel_size,
+        learner.expert_parallel_size,
+    )
+
+
+@functools.cache  # a search of layouts asks a hundred thousand times
+def _parameters_of_layers(
+    architecture: Architecture,
+    layers: frozenset[int],
+    first: bool,
+    last: bool,
+    tensor_parallel_size: int,
+    expert_tensor_parallel_size: int,
+    expert_parallel_size: int,
+) -> list[tuple[Rule, int, int]]:
+    parameters = []
     for rule in _rules(architecture):
-        ranks, of_layer = _division(rule, architecture, learner)
+        of_experts = rule.of_experts
+        ranks = expert_tensor_parallel_size if of_experts else tensor_parallel_size
+        of_layer = architecture.num_experts // expert_parallel_size if of_experts else 1
         if rule.tensors[0].sizes[0] == "vocabulary":
             embedding = rule.megatron_names[0].startswith("embedding")
             # The last stage of a tied model has a copy of the embedding as its output layer.
             has_copy = architecture.tie_word_embeddings and last
-            if (stage == 0 or has_copy) if embedding else last:
+            if (first or has_copy) if embedding else last:
                 rows = architecture.padded_vocab_size(ranks) // ranks
-                yield rule, rows * architecture.hidden_size, 1
+                parameters.append((rule, rows * architecture.hidden_size, 1))
             continue
         numel = sum(
             num_values(part, architecture) // (1 if part.partition_dim is None else ranks)
             for part in rule.tensors
         )
         if rule.layered:
-            number = sum(layer in own for layer in rule.layers(architecture))
-            yield rule, numel, number * of_layer
+            number = len(layers.intersection(rule.layers(architecture)))
+            parameters.append((rule, numel, number * of_layer))
         elif last:  # the final norm
-            yield rule, numel, 1
-
-
-def _division(rule: Rule, architecture: Architecture, learner: LearnerConfig) -> tuple[int, int]:
-    """Return how many ranks divide a parameter, and how many such parameters a rank has a layer."""
-    if rule.of_experts:
-        local_experts = architecture.num_experts // learner.expert_parallel_size
-        return learner.expert_tensor_parallel_size, local_experts
-    return learner.tensor_parallel_size, 1
+            parameters.append((rule, numel, 1))
+    return parameters
 
 
 def values_by_copies(
@@ -498,7 +513,7 @@ def learner_memory(
     """
     learner, architecture = config.learner, adapted(architecture, config)
     element, size = element_bytes(learner), learner.tensor_parallel_size
-    parameters = list(_rank_parameters(architecture, learner, stage))
+    parameters = _rank_parameters(architecture, learner, stage)
     by_copies = values_by_copies(architecture, learner, stage)
     numel = sum(by_copies.values())
 

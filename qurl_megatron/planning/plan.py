@@ -500,11 +500,14 @@ def suggest(
     best: Plan | None = None
     refusals: list[ConfigError] = []
     workload = workload or Workload.of(config)
-    for layout in layouts(architecture, config, gpus, node, given):
-        # No step is shorter than the learner's part of it, which is cheap to compute.
-        learner = learner_time(architecture, layout, workload, node)
-        if best and learner.total >= best.total_s:
-            continue
+
+    def learner_s(layout: Config) -> float:
+        return learner_time(architecture, layout, workload, node).total
+
+    # No step is shorter than the learner's part of it, which is cheap to compute.
+    for layout in sorted(layouts(architecture, config, gpus, node, given), key=learner_s):
+        if best and learner_s(layout) >= best.total_s:
+            break
         try:
             candidate = plan(architecture, layout, gpus, workload, node)
         except ConfigError as error:
