@@ -409,11 +409,17 @@ def memory_limits() -> list[tuple[int, int]]:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the kernel has killed since boot because memory ran out.
+    """Return how many processes the kernel has killed so far because memory ran out.
 
-    Return None if the kernel does not count them.
+    They are those of this process's cgroup and of the ones below it, or of the nearest around it
+    that counts them; without cgroups of version 2, those of the whole machine. Return None if the
+    kernel does not count them.
     """
-    lines = KERNEL_EVENTS.read_text().splitlines() if KERNEL_EVENTS.exists() else []
+    groups = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []
+    own = Path(next((line.removeprefix("0::") for line in groups if line.startswith("0::")), "/"))
+    counters = [CGROUPS / each.relative_to("/") / "memory.events" for each in (own, *own.parents)]
+    counter = next((file for file in (*counters, KERNEL_EVENTS) if file.exists()), None)
+    lines = counter.read_text().splitlines() if counter else []
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
