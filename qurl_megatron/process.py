@@ -30,6 +30,7 @@ LOCK = "lock"  # in a directory of `scratch_directory`
 NEW_S = 60.0  # a scratch directory younger than this may not be locked yet
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
+DRIVER_TIMEOUT_S = 120.0  # a driver without persistence first starts every GPU
 TIDY_UP_S = 1.5  # from a signal to the end of a command
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 END_CONTAINED = signal.SIGRTMIN  # ends what `contain` has begun; nobody else sends it
@@ -424,11 +425,25 @@ def oom_kills() -> int | None:
 
 
 def installed_gpus() -> int | None:
-    """Return how many GPUs NVIDIA's driver lists; None without nvidia-smi."""
+    """Return how many GPUs NVIDIA's driver lists; None without nvidia-smi.
+
+    Raises:
+        TimeoutError: the driver does not answer; the text says what to do.
+    """
     if not shutil.which("nvidia-smi"):
         return None
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    asking = subprocess.Popen(
+        ["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        listed, _ = asking.communicate(timeout=DRIVER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        asking.kill()  # not waited for: what waits for a broken driver may never end
+        raise TimeoutError(
+            f"nvidia-smi -L has not answered in {DRIVER_TIMEOUT_S:g} s: the driver or a GPU is "
+            "broken; restart this machine, or take another"
+        ) from None
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def start_ticks(pid: int) -> int | None:
