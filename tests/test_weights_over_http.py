@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import threading
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from io import BytesIO
@@ -81,6 +82,9 @@ def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
         (named("../../etc"), "../../etc: the model has no such tensor"),
         (small[:-8], "not complete: 0 bytes of weights, not 3 bytes"),
         (squeezed.pack() + b"x\nz", "incorrect header check"),
+        # No more than one byte too many is ever in memory.
+        (squeezed.pack() + zlib.compress(bytes(2**20)), "not complete: 4 bytes of weights, not 3"),
+        (dataclasses.replace(squeezed, num_bytes=-1).pack() + small, "num_bytes=-1: "),
     ):
         with pytest.raises((ValueError, zlib.error), match=message):
             asyncio.run(routes.receive_body(bodies(wrong), BytesIO(), HELD))
@@ -161,6 +165,13 @@ def test_key_frames_and_deltas_plain_or_compressed_arrive_bit_for_bit(
     process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "MEASURED_BYTES", 1)
+    check, threads = routes.check_delta, []
+
+    def watched(*arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        check(*arguments)
+
+    monkeypatch.setattr(routes, "check_delta", watched)
     weights = quantized(model_dir, "int8")
     channel = process.channel()
     whole = sum(tensor.nbytes for tensor in weights.values())
@@ -186,6 +197,8 @@ def test_key_frames_and_deltas_plain_or_compressed_arrive_bit_for_bit(
     assert channel.send(empty, 4).result() < 10 and channel.failure is None
     assert process.versions == [("1", True), ("2", True), ("3", True), ("4", True)]
     assert [file.exists() for file in process.files] == [False] * 4
+    # A server that reads a large delta goes on to answer others.
+    assert len(threads) == 3 and threading.main_thread() not in threads
 
 
 def test_a_full_disk_of_a_server_is_told_to_the_run(
