@@ -40,6 +40,7 @@ from qurl_megatron.weight_sync.elsewhere.servers import remote_server
 from qurl_megatron.weight_sync.elsewhere.transport import HttpChannel, HttpDestination
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.weight_sync.gather import delta_bucket
+from sent import packed
 from tiny import build_tiny_model, quantized
 
 
@@ -175,7 +176,7 @@ def test_key_frames_and_deltas_plain_or_compressed_arrive_bit_for_bit(
     weights = quantized(model_dir, "int8")
     channel = process.channel()
     whole = sum(tensor.nbytes for tensor in weights.values())
-    assert channel.send(Bucket.pack(weights), 1).result() == whole
+    assert channel.send(packed(weights), 1).result() == whole
     assert 0 < channel.rate < float("inf")
     for version, rate in (
         (2, channels.COMPRESSION_PAYS_BELOW_BYTES_PER_S),
@@ -208,7 +209,7 @@ def test_a_full_disk_of_a_server_is_told_to_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(routes, "receive_body", fail)
-    bucket = Bucket.pack(quantized(model_dir, "int8"))
+    bucket = packed(quantized(model_dir, "int8"))
     channel = process.channel()
     assert channel.send(bucket, 1).result() == 0
     assert isinstance(channel.failure, UpdateRefused)
