@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -274,23 +275,37 @@ def _reap() -> dict[int, int]:
     return codes
 
 
-@contextlib.contextmanager
-def starting_a_worker() -> Iterator[None]:
-    """Let processes that the body starts block the signals that stop a run, from the beginning.
+def start_worker(
+    program: str, *descriptors: int, output: Any = 2
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a Python program, and return it with a connection to it.
 
-    The signals are for the learner, which finishes its step with its workers. A terminal sends
-    Ctrl-C to all processes, and a Python that still imports would answer with a traceback.
+    Its arguments are the descriptors of its end of the connection and of `descriptors`, which it
+    inherits. What it prints goes to `output`, by default to standard error.
+
+    It blocks the signals that stop a run, from the beginning. They are for the learner, which
+    finishes its step with its workers. A terminal sends Ctrl-C to all processes, and a Python that
+    still imports would answer with a traceback.
 
     No other thread forks meanwhile: its fork would inherit the pipe that Popen reads until all
     copies are closed, and Popen would wait for the fork's end.
     """
+    connection, theirs = Pipe()
+    inherited = theirs.fileno(), *descriptors
     blocked = LAUNCHER_SIGNALS | {signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        with _no_fork:
-            yield
+        with theirs, _no_fork:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", program, *map(str, inherited)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=inherited,
+            )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process, connection
 
 
 _no_fork = threading.RLock()
