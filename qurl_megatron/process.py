@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ LOCK = "lock"  # in a directory of `scratch_directory`
 NEW_S = 60.0  # a scratch directory younger than this may not be locked yet
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
+DRIVER_TIMEOUT_S = 120.0  # a driver without persistence first starts every GPU
 TIDY_UP_S = 1.5  # from a signal to the end of a command
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 END_CONTAINED = signal.SIGRTMIN  # ends what `contain` has begun; nobody else sends it
@@ -273,23 +275,37 @@ def _reap() -> dict[int, int]:
     return codes
 
 
-@contextlib.contextmanager
-def starting_a_worker() -> Iterator[None]:
-    """Let processes that the body starts block the signals that stop a run, from the beginning.
+def start_worker(
+    program: str, *descriptors: int, output: Any = 2
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a Python program, and return it with a connection to it.
 
-    The signals are for the learner, which finishes its step with its workers. A terminal sends
-    Ctrl-C to all processes, and a Python that still imports would answer with a traceback.
+    Its arguments are the descriptors of its end of the connection and of `descriptors`, which it
+    inherits. What it prints goes to `output`, by default to standard error.
+
+    It blocks the signals that stop a run, from the beginning. They are for the learner, which
+    finishes its step with its workers. A terminal sends Ctrl-C to all processes, and a Python that
+    still imports would answer with a traceback.
 
     No other thread forks meanwhile: its fork would inherit the pipe that Popen reads until all
     copies are closed, and Popen would wait for the fork's end.
     """
+    connection, theirs = Pipe()
+    inherited = theirs.fileno(), *descriptors
     blocked = LAUNCHER_SIGNALS | {signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
-        with _no_fork:
-            yield
+        with theirs, _no_fork:
+            process = subprocess.Popen(
+                [sys.executable, "-u", "-c", program, *map(str, inherited)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=inherited,
+            )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process, connection
 
 
 _no_fork = threading.RLock()
@@ -409,20 +425,40 @@ def memory_limits() -> list[tuple[int, int]]:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes the kernel has killed since boot because memory ran out.
+    """Return how many processes the kernel has killed so far because memory ran out.
 
-    Return None if the kernel does not count them.
+    They are those of this process's cgroup and of the ones below it, or of the nearest around it
+    that counts them; without cgroups of version 2, those of the whole machine. Return None if the
+    kernel does not count them.
     """
-    lines = KERNEL_EVENTS.read_text().splitlines() if KERNEL_EVENTS.exists() else []
+    groups = OWN_CGROUPS.read_text().splitlines() if OWN_CGROUPS.exists() else []
+    own = Path(next((line.removeprefix("0::") for line in groups if line.startswith("0::")), "/"))
+    counters = [CGROUPS / each.relative_to("/") / "memory.events" for each in (own, *own.parents)]
+    counter = next((file for file in (*counters, KERNEL_EVENTS) if file.exists()), None)
+    lines = counter.read_text().splitlines() if counter else []
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def installed_gpus() -> int | None:
-    """Return how many GPUs NVIDIA's driver lists; None without nvidia-smi."""
+    """Return how many GPUs NVIDIA's driver lists; None without nvidia-smi.
+
+    Raises:
+        TimeoutError: the driver does not answer; the text says what to do.
+    """
     if not shutil.which("nvidia-smi"):
         return None
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    asking = subprocess.Popen(
+        ["nvidia-smi", "-L"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        listed, _ = asking.communicate(timeout=DRIVER_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        asking.kill()  # not waited for: what waits for a broken driver may never end
+        raise TimeoutError(
+            f"nvidia-smi -L has not answered in {DRIVER_TIMEOUT_S:g} s: the driver or a GPU is "
+            "broken; restart this machine, or take another"
+        ) from None
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def start_ticks(pid: int) -> int | None:

@@ -14,6 +14,7 @@ from qurl_megatron.weight_sync.bucket import (
     read_key_frame,
 )
 from qurl_megatron.weight_sync.delta import base_version
+from sent import packed
 
 TENSORS = {
     "codes": torch.arange(-3, 4, dtype=torch.int8),  # 7 bytes, after which nothing wider fits
@@ -26,7 +27,7 @@ TENSORS = {
 
 
 def test_tensors_are_read_back_bit_for_bit() -> None:
-    sent = Bucket.pack(TENSORS)
+    sent = packed(TENSORS)
     received = Bucket(sent.names, sent.dtypes, [list(shape) for shape in sent.shapes], sent.flat)
     tensors = dict(received.tensors())
     assert tensors.keys() == TENSORS.keys()
@@ -37,7 +38,7 @@ def test_tensors_are_read_back_bit_for_bit() -> None:
 
 
 def test_the_widest_types_come_first_in_the_order_given_and_leave_no_gap() -> None:
-    bucket = Bucket.pack(TENSORS)
+    bucket = packed(TENSORS)
     assert list(bucket.names) == ["scale", "transposed", "norm", "empty", "codes", "fp8 codes"]
     assert bucket.flat.numel() == sum(tensor.nbytes for tensor in TENSORS.values())
 
@@ -53,11 +54,11 @@ def test_tensors_are_views_of_the_buffer() -> None:
 # The buckets of two senders, by team. A rank of the first's team sends experts, too.
 BUCKETS = [
     [
-        [Bucket.pack({"a": torch.zeros(2, 3), "a codes": torch.zeros(4, dtype=torch.int8)})],
-        [Bucket.pack({"of experts": torch.zeros(5)})],
+        [packed({"a": torch.zeros(2, 3), "a codes": torch.zeros(4, dtype=torch.int8)})],
+        [packed({"of experts": torch.zeros(5)})],
     ],
-    [[Bucket.pack({name: torch.zeros(5)}) for name in ("b", "c", "d")]],
-    [[], [Bucket.pack({"of other experts": torch.zeros(5)})]],
+    [[packed({name: torch.zeros(5)}) for name in ("b", "c", "d")]],
+    [[], [packed({"of other experts": torch.zeros(5)})]],
 ]
 
 

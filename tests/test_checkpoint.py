@@ -4,10 +4,12 @@ A run asks for the disk of all its checkpoints before it starts.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import time
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +39,7 @@ from qurl_megatron.learner.checkpoint import (
     CONTENTS,
     CheckpointError,
     Checkpoints,
+    RunState,
     read_config,
     read_state,
 )
@@ -311,6 +314,22 @@ def test_weights_and_moments_of_every_family_are_equal_in_another_layout(
         assert moments[tensor].any() or ".experts." in tensor, f"{tensor} has no gradient"
     original = dict(checkpoint_tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "model")))
     assert all(not torch.equal(masters[tensor], original[tensor]) for tensor in masters)
+
+
+def test_a_rank_that_loaded_another_base_than_the_launcher_saw_does_not_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model may be on a disk of each machine; `prepare_resume` reads that of one."""
+    from qurl_megatron.loop import assemble
+
+    monkeypatch.setattr(assemble.device, "from_rank_zero", lambda work: work())
+    state = RunState(3, 4, 1.0, evaluation_before={}, prompts={}, base="of this model")
+    (tmp_path / "state.json").write_text(json.dumps(asdict(state)))
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(assemble.Run))
+    parts["learner"] = SimpleNamespace(base_hash=lambda: "of another")
+    parts["checkpoints"] = SimpleNamespace(newest=lambda: tmp_path)
+    with pytest.raises(CheckpointError, match="trained over another base than MODEL is now"):
+        assemble.Run(**parts | {"model": "MODEL"}).resume()
 
 
 def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_removes_it(tmp_path: Path) -> None:

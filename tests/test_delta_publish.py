@@ -50,6 +50,8 @@ FORMATS_OF: dict[str, list[WeightFormat]] = {  # by model
 }
 FORMATS = [each for formats in FORMATS_OF.values() for each in formats]
 BUCKET_BYTES = 500  # so that a delta has several buckets
+ENTRY_BYTES = 80  # most of an entry in a header, beside its name
+MESSAGE_BYTES = 30  # two lengths, and what fills the parts up
 SERVER_SIZES = (1, 2, 4)
 LAYOUT = LearnerConfig(tensor_parallel_size=2, pipeline_parallel_size=2)  # in bfloat16
 UPDATES = ("sparse", "row", "none", "sparse", "dense", "sparse")
@@ -207,8 +209,11 @@ def test_a_delta_is_as_small_as_what_changed(
         # Each bucket of a delta keeps to the limit, beside its header.
         largest = max(tensor.nbytes for tensor in version.tensors().values())
         for bucket in version.delta:
-            size = sum(change.num_bytes for change in delta.unpack(bucket.flat))
+            changes = list(delta.unpack(bucket.flat))
+            size = sum(change.num_bytes for change in changes)
             assert size <= max(BUCKET_BYTES, 2 * largest)
+            headers = sum(len(change.name) + ENTRY_BYTES for change in changes)
+            assert len(bucket.flat) <= size + headers + 2 * MESSAGE_BYTES  # of two ranks
 
 
 def test_a_rank_keeps_the_bytes_that_are_planned(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from qurl_megatron import device
+from qurl_megatron import device, process
 from qurl_megatron.config.schema import ConfigError, ServerConfig
 from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.rollout.server import ServerPlan
@@ -157,5 +157,9 @@ def test_gpus_that_torch_cannot_use_are_refused_and_hidden_ones_are_not(
     plan = ServerPlan(tmp_path, ServerConfig(), "int8", 64, tmp_path / "log", seed=0)
     with pytest.raises(ConfigError, match=refused):
         plan.start()
+    smi.write_text("#!/bin/sh\nexec sleep 60\n")  # a broken driver
+    monkeypatch.setattr(process, "DRIVER_TIMEOUT_S", 0.2)
+    with pytest.raises(TimeoutError, match=r"not answered in 0.2 s: .*; restart this machine, or"):
+        device.unusable_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert device.unusable_gpus() == ""

@@ -21,8 +21,8 @@ from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.weight_sync import link as link_module
 from qurl_megatron.weight_sync.broadcast import Broadcast, GroupChannel, GroupDestination
-from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.link import Link, PublishError, verify
+from sent import packed
 from waiting import wait_until
 
 TIMEOUT_S = 100.0
@@ -54,7 +54,7 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     server = context.Process(target=join_and_hang, args=(destination,), daemon=True)
     server.start()
     channel = GroupChannel(destination, sender=0)
-    bucket = Bucket.pack({"w": torch.zeros(2**24)})  # more than a connection takes without a reader
+    bucket = packed({"w": torch.zeros(2**24)})  # more than a connection takes without a reader
     sending = channel.send(bucket, 1)
     assert wait_until(lambda: channel._group is not None)
     time.sleep(0.5)
@@ -174,7 +174,7 @@ def test_a_server_that_hangs_or_dies_in_a_transfer_over_nccl_leaves_the_learner_
     destination = GroupDestination("weights", "127.0.0.1", 0, "nccl", num_ranks=2, timeout_s=0.2)
     store = destination.store(is_host=True)
     channel = GroupChannel(dataclasses.replace(destination, port=store.port), sender=0)
-    bucket = Bucket.pack({"w": torch.zeros(4)})
+    bucket = packed({"w": torch.zeros(4)})
     assert channel.send(bucket, 1).result(timeout=TIMEOUT_S) == 0
     assert str(channel.failure) == "a transfer took over 0.2 s"
     assert group.aborted

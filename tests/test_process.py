@@ -266,3 +266,32 @@ def test_a_cgroup_around_the_own_one_limits_memory_and_pages_of_files_are_free(
     assert device.machine_memory_bytes() == 5000
     monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "no such file")
     assert processes.memory_limits() == []
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "counted"),
+    [
+        ("0::/job/step\n", 2),
+        ("0::/job/step/task\n", 2),  # counts nothing itself
+        ("4:memory:/job/step\n0::/\n", 9),  # version 1
+        ("0::/not/in/this/container\n", 9),
+        ("", 9),
+    ],
+)
+def test_a_process_that_the_kernel_killed_elsewhere_on_the_machine_is_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cgroups: str, counted: int
+) -> None:
+    (tmp_path / "own").write_text(cgroups)
+    (tmp_path / "job/step/task").mkdir(parents=True)
+    (tmp_path / "job/memory.events").write_text("oom 4\noom_kill 4\noom_group_kill 0\n")
+    (tmp_path / "job/step/memory.events").write_text("oom 5\noom_kill 2\noom_group_kill 0\n")
+    (tmp_path / "vmstat").write_text("oom_kill 9\n")
+    monkeypatch.setattr(processes, "CGROUPS", tmp_path)
+    monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(processes, "KERNEL_EVENTS", tmp_path / "vmstat")
+    assert processes.oom_kills() == counted
+    (tmp_path / "memory.events").write_text("oom_kill 3\n")  # the root that a container sees
+    assert processes.oom_kills() == min(counted, 3)
+    monkeypatch.setattr(processes, "KERNEL_EVENTS", tmp_path / "no such file")
+    (tmp_path / "memory.events").unlink()
+    assert processes.oom_kills() == (counted if counted == 2 else None)

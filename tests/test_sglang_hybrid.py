@@ -20,8 +20,9 @@ from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.sglang_plugin.weights import held_parts, write_bucket
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket, model_tensors
+from qurl_megatron.weight_sync.bucket import model_tensors
 from qurl_megatron.weight_sync.gather import delta_bucket
+from sent import packed
 from tiny import build_published_model, build_tiny_model, quantized
 
 # Widths of a rank are whole blocks of 128, or groups of 32.
@@ -85,7 +86,7 @@ def test_ranks_hold_what_was_sent_whole_and_as_a_delta(
     for size, groups in LAYOUTS[family]:
         ranks = sglang_loader.build_ranks(tmp_path / "0", weight_format, size, groups)
         for model in ranks:
-            write_bucket(model, Bucket.pack(second))
+            write_bucket(model, packed(second))
             assert held_parts(model).keys() <= second.keys()
         assert same_bytes(sglang_loader.whole_tensors(ranks, second), second)
         changes = [delta.compare(name, (0, 0), second[name], first[name]) for name in first]

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import threading
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from io import BytesIO
@@ -39,6 +40,7 @@ from qurl_megatron.weight_sync.elsewhere.servers import remote_server
 from qurl_megatron.weight_sync.elsewhere.transport import HttpChannel, HttpDestination
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.weight_sync.gather import delta_bucket
+from sent import packed
 from tiny import build_tiny_model, quantized
 
 
@@ -81,6 +83,9 @@ def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
         (named("../../etc"), "../../etc: the model has no such tensor"),
         (small[:-8], "not complete: 0 bytes of weights, not 3 bytes"),
         (squeezed.pack() + b"x\nz", "incorrect header check"),
+        # No more than one byte too many is ever in memory.
+        (squeezed.pack() + zlib.compress(bytes(2**20)), "not complete: 4 bytes of weights, not 3"),
+        (dataclasses.replace(squeezed, num_bytes=-1).pack() + small, "num_bytes=-1: "),
     ):
         with pytest.raises((ValueError, zlib.error), match=message):
             asyncio.run(routes.receive_body(bodies(wrong), BytesIO(), HELD))
@@ -161,10 +166,17 @@ def test_key_frames_and_deltas_plain_or_compressed_arrive_bit_for_bit(
     process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "MEASURED_BYTES", 1)
+    check, threads = routes.check_delta, []
+
+    def watched(*arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        check(*arguments)
+
+    monkeypatch.setattr(routes, "check_delta", watched)
     weights = quantized(model_dir, "int8")
     channel = process.channel()
     whole = sum(tensor.nbytes for tensor in weights.values())
-    assert channel.send(Bucket.pack(weights), 1).result() == whole
+    assert channel.send(packed(weights), 1).result() == whole
     assert 0 < channel.rate < float("inf")
     for version, rate in (
         (2, channels.COMPRESSION_PAYS_BELOW_BYTES_PER_S),
@@ -186,6 +198,8 @@ def test_key_frames_and_deltas_plain_or_compressed_arrive_bit_for_bit(
     assert channel.send(empty, 4).result() < 10 and channel.failure is None
     assert process.versions == [("1", True), ("2", True), ("3", True), ("4", True)]
     assert [file.exists() for file in process.files] == [False] * 4
+    # A server that reads a large delta goes on to answer others.
+    assert len(threads) == 3 and threading.main_thread() not in threads
 
 
 def test_a_full_disk_of_a_server_is_told_to_the_run(
@@ -195,7 +209,7 @@ def test_a_full_disk_of_a_server_is_told_to_the_run(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(routes, "receive_body", fail)
-    bucket = Bucket.pack(quantized(model_dir, "int8"))
+    bucket = packed(quantized(model_dir, "int8"))
     channel = process.channel()
     assert channel.send(bucket, 1).result() == 0
     assert isinstance(channel.failure, UpdateRefused)

@@ -14,11 +14,10 @@ import itertools
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from qurl_megatron.agents.policy import Limits, Request, Turn
 from qurl_megatron.agents.worker import LOAD_LIMIT_S, NOBODY, Ended, Marks, Settings
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import AgentConfig, ConfigError
-from qurl_megatron.process import END_CONTAINED, raise_open_file_limit, starting_a_worker
+from qurl_megatron.process import END_CONTAINED, raise_open_file_limit, start_worker
 
 PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(int, sys.argv[1:]))"
 CORES_PER_WORKER = 4
@@ -260,7 +259,6 @@ class _Process:
 
     def _start(self) -> Marks:
         """Start a process, and wait until it has loaded the agent."""
-        connection, theirs = Pipe()
         descriptor = os.memfd_create("marks")
         os.truncate(descriptor, Marks.SIZE)
         marks = Marks(descriptor)
@@ -272,22 +270,7 @@ class _Process:
             with self._lock:
                 if self._closed:
                     raise EOFError  # for `_run`, as if the process had ended
-                with starting_a_worker():
-                    self._process = subprocess.Popen(
-                        [
-                            sys.executable,
-                            "-u",
-                            "-c",
-                            PROGRAM,
-                            f"{theirs.fileno()}",
-                            f"{descriptor}",
-                        ],
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        pass_fds=[theirs.fileno(), descriptor],
-                    )
-        theirs.close()
+                self._process, connection = start_worker(PROGRAM, descriptor, output=output)
         connection.send(self._settings)
         self._error = connection.recv()
         with self._lock:

@@ -15,19 +15,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from qurl_megatron.algorithm.score import TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import rewards
 from qurl_megatron.data.verifiers import is_plain
-from qurl_megatron.process import END_CONTAINED, contain, die_with_parent, starting_a_worker
+from qurl_megatron.process import END_CONTAINED, contain, die_with_parent, start_worker
 
 if TYPE_CHECKING:  # it imports torch, which a worker does not need
     from qurl_megatron.algorithm.batch import Completion, Prompt
@@ -140,15 +138,7 @@ class _Worker:
         self._config = config
         self._is_own = rewards.is_own_function(config)
         self._limit_s = config.reward_timeout_s + GRACE_S if self._is_own else None
-        self._connection, theirs = Pipe()
-        with starting_a_worker():
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", WORKER, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # standard error, for what a reward function prints
-                pass_fds=[theirs.fileno()],
-            )
-        theirs.close()
+        self._process, self._connection = start_worker(WORKER)
         self._connection.send(config)
         self._error: str | None = None  # why the reward cannot be loaded; None: not known yet
         self._whole_groups = False  # a group's scores come all at once, not one after the other

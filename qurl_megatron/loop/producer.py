@@ -30,8 +30,7 @@ from qurl_megatron.config.schema import RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.rollout.controller import end
-
-POLL_S = 0.2
+from qurl_megatron.rollout.server import POLL_S
 
 SampleCompletions = Callable[[Prompt, RolloutConfig], Awaitable[list[Completion]]]
 

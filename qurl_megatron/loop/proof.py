@@ -5,8 +5,8 @@ on samples of a new server. The run ends there if its format does not explain th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import cycle
-from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.sampling import NothingScored, failures_of
+from qurl_megatron.loop.sampling import NothingScored, failures_of, settings_of
 from qurl_megatron.report.console import KL
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
@@ -40,6 +40,7 @@ class Proof:
         self._clients = clients
         self._publishers = publishers
         self._prompts = prompts[: config.rollout.prompts_per_step]
+        self._settings = settings_of(replace(config.rollout, completions_per_prompt=1))
         self._learner = learner
         self._config = config
         self._log = log
@@ -141,17 +142,6 @@ class Proof:
                 groups.append(RolloutGroup(prompt, completions, [0.0]))
                 self._proven.add(by_server[id(server)])
         return groups
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        rollout = self._config.rollout
-        return {
-            "completions_per_prompt": 1,
-            "temperature": rollout.temperature,
-            "max_completion_length": rollout.max_completion_length,
-            "top_p": rollout.top_p,
-            "records_masks": rollout.top_p < 1,
-        }
 
     def _say_if_all_are_cut(self, client: RolloutClient, groups: Sequence[RolloutGroup]) -> None:
         answers = [group.completions[0] for group in groups]

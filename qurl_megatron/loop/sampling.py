@@ -78,14 +78,7 @@ class Sampler:
         self._publisher = publisher
 
         def sample(prompt: Prompt, rollout: RolloutConfig) -> Awaitable[list[Completion]]:
-            settings = client.sampling(
-                completions_per_prompt=rollout.completions_per_prompt,
-                temperature=rollout.temperature,
-                max_completion_length=rollout.max_completion_length,
-                top_p=rollout.top_p,
-                records_masks=rollout.top_p < 1,
-            )
-            return client.group(prompt, settings)
+            return client.group(prompt, client.sampling(**settings_of(rollout)))
 
         self._batch = TrainBatch.empty()  # the last batch; like its groups, on global rank 0 only
         self._groups: list[RolloutGroup] = []
@@ -196,6 +189,17 @@ class Sampler:
             "time_waited_s": producer.waited_s - waited_s,
             "time_scoring_s": producer.scoring_s - scoring_s,
         }
+
+
+def settings_of(rollout: RolloutConfig) -> dict[str, Any]:
+    """Return the arguments of `RolloutClient.sampling` for rollouts."""
+    return {
+        "completions_per_prompt": rollout.completions_per_prompt,
+        "temperature": rollout.temperature,
+        "max_completion_length": rollout.max_completion_length,
+        "top_p": rollout.top_p,
+        "records_masks": rollout.top_p < 1,
+    }
 
 
 def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGroup:

@@ -78,7 +78,7 @@ class Started:
     pid: int
     poll: Callable[[], int | None]
     """Return the exit code, negative for a signal, or None while the process runs."""
-    oom_kills: int | None = field(default_factory=oom_kills)  # of the machine, when it started
+    oom_kills: int | None = field(default_factory=oom_kills)  # when it started
 
     def send_signal(self, number: int) -> None:
         """Send a signal; do nothing if the process has ended."""

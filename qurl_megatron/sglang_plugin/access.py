@@ -126,15 +126,14 @@ class Generate(Body):
 class Route:
     """Which requests a route takes, and with which body."""
 
-    is_open: bool = False  # without a key
     changes: bool = False  # the server or its weights: only the run with the claim may ask
     claims: bool = True  # a run that asks for it claims the server, if it names itself
     body: type[Body] | None = None  # None: the route reads it itself, or has none
 
 
 ROUTES = {
-    ("GET", "/health"): Route(is_open=True, claims=False),
-    ("GET", "/metrics"): Route(is_open=True, claims=False),  # with `enable_metrics`
+    ("GET", "/health"): Route(claims=False),
+    ("GET", "/metrics"): Route(claims=False),  # with `enable_metrics`
     # SGLang asks itself for these, and benchmarks for the second.
     ("GET", "/model_info"): Route(),
     ("GET", "/server_info"): Route(),

@@ -109,17 +109,6 @@ class Bucket(Manifest):
             manifest, torch.empty(manifest.num_bytes, dtype=torch.uint8, device=device)
         )
 
-    @classmethod
-    def pack(cls, tensors: Mapping[str, Tensor]) -> Bucket:
-        """Copy tensors of one device, given by name, into a new bucket."""
-        manifest = Manifest.of(
-            (name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()
-        )
-        bucket = cls.empty(manifest, next(iter(tensors.values())).device)
-        for name, view in bucket.tensors():
-            copy_values(view, tensors[name])
-        return bucket
-
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors, which are views of the buffer."""
         start = index = 0

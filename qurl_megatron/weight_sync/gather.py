@@ -131,7 +131,10 @@ class Gatherer:
 
 
 class DeltaGatherer(Gatherer):
-    """Gathers what changed since version `base`, in few buckets of at most `bucket_bytes`."""
+    """Gathers what changed since version `base`, in few buckets.
+
+    A bucket has changes of at most `bucket_bytes`, or of one larger weight, and their headers.
+    """
 
     def __init__(
         self, send: Send, team: Team, base: int, bucket_bytes: int, *, is_relative: bool

@@ -17,7 +17,8 @@ Invariants, each with a test:
   layer in full precision.
 - The codes do not depend on the layout: byte for byte, they equal the codes of the full tensor. So
   a delta turns the tensors of the last pass into the tensors of this one.
-- A bucket holds at most `bucket_bytes`, or a single larger weight with its scales.
+- A bucket holds at most `bucket_bytes`, or a single larger weight with its scales. A delta's has
+  headers beside these: a name and eight numbers, as text, for each part that changed.
 - Beside the model, a rank holds at most two buckets and one tensor. While it converts, these are
   the bucket on its way and its own part of the next. While it gathers, they are the full bucket and
   the parts of all ranks. A bucket is released before the next is gathered.
@@ -25,7 +26,8 @@ Invariants, each with a test:
 - Checksums are computed from the shards, before anything is sent.
 - If the learner trains adapters, the base is sent as the codes that the learner holds, and only to
   servers that lack it. Its checksums are those of the last pass that sent it.
-- A GPU is waited for once in a pass: what is measured stays on it until the end (`conversion.py`).
+- A GPU is waited for once in a pass of a team: what is measured stays on it until the end
+  (`conversion.py`). A delta also waits for each tensor that it compares, to count what changed.
 - Every sender (`gather.py`), such as the first tensor-parallel rank of each pipeline stage, sends
   the buckets that it gathered itself.
 

@@ -26,8 +26,9 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
-from qurl_megatron.weight_sync.bucket import Bucket, announce
+from qurl_megatron.weight_sync.bucket import announce
 from qurl_megatron.weight_sync.link import PublishError, verify
+from sent import packed
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 START_TIMEOUT_S = 300.0
@@ -73,7 +74,7 @@ class Sender:
 
     def send(self, weights: Weights, version: int = 1) -> None:
         """Pause the server, replace these tensors, and resume under `version`."""
-        bucket = Bucket.pack(weights)
+        bucket = packed(weights)
         request = announce([[[bucket]]])
         asyncio.run(self.control.pause())
         receiving = self._thread.submit(

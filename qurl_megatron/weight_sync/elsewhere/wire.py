@@ -21,6 +21,7 @@ from annotated_types import Ge, Lt
 
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import from_tree
+from qurl_megatron.config.values import CountOrZero
 from qurl_megatron.rollout.wire import read_json
 
 
@@ -33,7 +34,7 @@ class BucketHeader:
     shapes: Sequence[Sequence[int]]
     version: Annotated[int, Ge(0), Lt(10**18)]  # of the weights
     flush_cache: bool  # empty the cache of prefixes
-    num_bytes: int  # of the values, uncompressed
+    num_bytes: CountOrZero  # of the values, uncompressed
     is_compressed: bool  # the payload is a zlib stream
 
     def pack(self) -> bytes:
