@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -14,12 +14,10 @@ from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import SAID_WHY, Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner.learner import NonFinite
-from qurl_megatron.loop import assemble, train
+from qurl_megatron.loop import train
 from qurl_megatron.loop.proof import Proof
 from qurl_megatron.loop.sampling import NothingScored
-from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.rollout.fleet import Member
-from tiny import build_tiny_model
 
 
 class Recorder:
@@ -102,33 +100,3 @@ def test_a_server_that_got_no_prompt_before_training_is_still_to_be_compared() -
     proof = Proof({"rollout": client}, {}, prompts, nothing, Config(), nothing)
     proof._sample(client)
     assert proof._proven == {members[0]}
-
-
-@pytest.mark.parametrize(
-    ("family", "word", "is_said"),
-    [
-        ("qwen3_5_moe_text", "quantization.format=int8", True),
-        ("qwen3_5_moe_text", "quantization.format=bf16", False),
-        ("qwen3_5_moe_text", "adapters.rank=4", False),
-        ("qwen3_5_text", "quantization.format=int8", False),
-    ],
-)
-def test_a_start_says_where_a_recipes_uaq_was_left_out(
-    family: Family, word: str, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop() -> NoReturn:
-        raise InterruptedError
-
-    config = with_overrides(Config(model=str(build_tiny_model(tmp_path, family))), [word])
-    said: list[str] = []
-    part: Any = SimpleNamespace(
-        architecture=Architecture.from_directory(tmp_path), say=said.append, close=lambda: None
-    )
-    monkeypatch.setattr(assemble.device, "rank", lambda: 1)  # which reads no data
-    for name in ("_load_learner", "Checkpoints", "RunLog"):
-        monkeypatch.setattr(assemble, name, lambda *_, **__: part)
-    monkeypatch.setattr(assemble, "Controller", stop)
-    with ExitStack() as stack, pytest.raises(InterruptedError):
-        assemble.assemble(config, [], stack)
-    message = "UAQ is off: a hybrid with experts cannot be scaled"
-    assert [text.startswith(message) for text in said] == [True] * is_said + [False]

@@ -186,19 +186,6 @@ def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
         )
 
 
-_NEVER_SCALED = (
-    "a hybrid with experts cannot be scaled: the norm before a router multiplies by 1 + weight, "
-    "which is rounded in bfloat16, and then tokens choose other experts"
-)
-
-
-def unscaled(config: Config, architecture: Architecture) -> str:
-    """Return why a model that is quantized and trained cannot have UAQ; empty if it can."""
-    trains_quantized = config.quantization.format != "bf16" and not config.adapters.rank
-    is_left_out = architecture.delta_net and architecture.num_experts and trains_quantized
-    return _NEVER_SCALED if is_left_out else ""
-
-
 def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
     """Check that UAQ does not change which experts tokens choose.
 
@@ -211,7 +198,11 @@ def check_scales(uaq: UaqConfig, architecture: Architecture) -> None:
     of_layers = {f"layer_scales.{layer}": scale for layer, scale in uaq.layer_scales.items()}
     for field, scale in {"scale": uaq.scale, **of_layers}.items():
         if architecture.delta_net and scale != 1:
-            raise ConfigError(f"quantization.uaq.{field}={scale:g}: {_NEVER_SCALED}; leave it at 1")
+            raise ConfigError(
+                f"quantization.uaq.{field}={scale:g}: a hybrid with experts cannot be scaled: the "
+                "norm before a router multiplies by 1 + weight, which is rounded in bfloat16, and "
+                "then tokens choose other experts; leave it at 1"
+            )
         if math.frexp(scale)[0] != 0.5:  # not a power of two
             raise ConfigError(
                 f"quantization.uaq.{field}={scale:g}: a model with experts needs a power of two, "

@@ -13,7 +13,6 @@ from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient, prefer_agent_scores, reduce_garbage_collection
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.config.schema import Config, Transport
-from qurl_megatron.config.validate import unscaled
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.adapters import Adapters
@@ -167,8 +166,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
     log = keep(closing(RunLog(config, writes=is_first)))
 
-    if reason := unscaled(config, learner.architecture):
-        log.say(f"UAQ is off: {reason}")
     log.say("waiting for the servers")
     quantizations = {"rollout": config.quantization}
     if config.evaluation.enabled:
