@@ -173,11 +173,15 @@ def problems(plan: JobPlan, own: NodePlan, num_gpus: int) -> list[str]:
         found.append(
             f"Slurm granted {granted} GPUs, {own.gpus} are needed; ask for --gpus-per-node"
         )
-    elif num_gpus < granted and (installed := installed_gpus()) is not None:
-        found.append(
-            f"Slurm granted {granted} GPUs, the driver shows {installed}, torch sees {num_gpus}; "
-            "the driver may be too old"
-        )
+    elif num_gpus < granted:
+        try:
+            if (installed := installed_gpus()) is not None:
+                found.append(
+                    f"Slurm granted {granted} GPUs, the driver shows {installed}, torch sees "
+                    f"{num_gpus}; the driver may be too old"
+                )
+        except TimeoutError as error:
+            found.append(str(error))
     for node in plan.nodes:
         try:
             socket.getaddrinfo(node.name, None)

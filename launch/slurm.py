@@ -32,6 +32,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,7 +57,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.gpus import H100, Node, node_of
 from qurl_megatron.planning.job import objections
 from qurl_megatron.planning.nodes import nodes_of_learner
-from qurl_megatron.process import NO_THREADS, free_port, installed_gpus
+from qurl_megatron.process import NO_THREADS, free_port
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
 
@@ -413,7 +414,7 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """
     dropped = re.compile(r"SLURM_(N?TASKS|NPROCS|GPUS|CPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION)")
     kept = {name: value for name, value in environment.items() if not dropped.match(name)}
-    return kept | (NO_THREADS if installed_gpus() is None else {})
+    return kept | ({} if shutil.which("nvidia-smi") else NO_THREADS)
 
 
 def requeue(max_restarts: int) -> bool:

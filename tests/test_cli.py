@@ -96,12 +96,13 @@ def test_the_study_of_32b_is_ready_to_start_with_adapters(
     assert config.quantization.uaq == UaqConfig()  # there is no quantized update to scale
 
 
-def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_recipe_takes_a_power_of_two_for_a_model_with_experts_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = build_tiny_model(tmp_path / "experts", "qwen3_moe")
     words = [*grpo_words(tmp_path, good_problems()), f"model={model}"]
     assert prepare_new("grpo", [*words, "name=two"])[0].quantization.uaq.scale == 2
+    assert "uaq.scale=2 for a model with experts, not 1.5\n" in capsys.readouterr().err
     hybrid = [f"model={build_tiny_model(tmp_path / 'hybrid', 'qwen3_5_moe_text')}", "name=one"]
     assert prepare_new("grpo", [*words, *hybrid])[0].quantization.uaq.scale == 1
     off = grpo.recipe()

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import Mock
 from typing import Any
 
 import psutil
@@ -215,6 +216,9 @@ def test_every_problem_of_a_node_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert found[0].endswith("the driver shows 8, torch sees 0; the driver may be too old")
     monkeypatch.setattr(preflight, "installed_gpus", lambda: None)
     assert problems(plan_of(plan.nodes[:1]), plan.nodes[0], num_gpus=0) == []
+    broken = Mock(side_effect=TimeoutError("nvidia-smi -L has not answered"))
+    monkeypatch.setattr(preflight, "installed_gpus", broken)
+    assert problems(plan_of(plan.nodes[:1]), plan.nodes[0], num_gpus=0) == [str(broken.side_effect)]
 
 
 @pytest.mark.parametrize(

@@ -107,12 +107,18 @@ def test_adapters_are_resumed_over_their_own_base_only() -> None:
     checkpoint = config.run_dir / "checkpoints" / "step_000030"
     checkpoint.mkdir(parents=True)
     base = base_hash(Path(config.model), "int4-g32")
+    (checkpoint / "state.json").write_text(json.dumps({"base": "another"}))
+    prepare_resume(config.run_dir, [])  # no file is younger than the checkpoint
+    (Path(config.model) / "config.json").touch()
+    message = f"^model={config.model}: the adapters of {checkpoint} were trained over another base"
+    with pytest.raises(ConfigError, match=message):
+        prepare_resume(config.run_dir, [])
     (checkpoint / "state.json").write_text(json.dumps({"base": base}))
+    (Path(config.model) / "config.json").touch()
     prepare_resume(config.run_dir, [])
     weights = Path(config.model) / "model.safetensors"
     other = {name: tensor + 0.01 for name, tensor in load_file(weights).items()}
     save_file(other, weights, {"format": "pt"})
-    message = f"^model={config.model}: the adapters of {checkpoint} were trained over another base"
     with pytest.raises(ConfigError, match=message):
         prepare_resume(config.run_dir, [], writes=False)
     prepare_resume(config.run_dir, [], asks_servers=False)  # a submission leaves it to the job
