@@ -11,8 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from unittest.mock import Mock
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
