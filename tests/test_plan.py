@@ -334,6 +334,7 @@ def test_layouts_of_a_hybrid_have_no_context_parallel_ranks() -> None:
         (["Qwen2.5-32B", "--gpu", "B200"], 2, "--gpu B200 has 10.0, which serves bf16, int4, fp8"),
         (["Qwen2.5-32B", "--gpu", "V100"], 2, "--gpu V100: GPUs are A100, H100, H200, B200"),
         (["Qwen2.5-32B", "--gpus", "1", "adapters.rank=16"], 0, "1 H100: learner."),
+        (["Qwen3-32B", "rollout.max_completion_length=64000"], 2, "the model has 40960 positions"),
         (["Qwen2.5-32B", "--gpus", "24,x"], 2, "--gpus 24,x: must be numbers from 1 to 16384"),
         (
             ["Qwen2.5-32B", "rollout.server.tensor_parallel_size=3"],

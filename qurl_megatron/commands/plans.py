@@ -107,7 +107,7 @@ def plan(
     """
     from qurl_megatron.commands import plan_page, rehearse_page, scaling
     from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.config.validate import check_weight_format
+    from qurl_megatron.config.validate import check_lengths, check_weight_format
     from qurl_megatron.launch.slurm import time_limit_s
     from qurl_megatron.planning.gpus import node_of
     from qurl_megatron.planning.job import objections_to_limit
@@ -117,6 +117,7 @@ def plan(
     limit_s = time_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
     architecture, config, given = plan_input(subject, overrides or [])
+    check_lengths(config.rollout, architecture)
     takes_own = not gpus and given is None  # a recipe says how many servers there are
     if not takes_own and any(word.startswith("rollout.servers=") for word in overrides or []):
         raise ConfigError(

@@ -13,6 +13,7 @@ from qurl_megatron.config.schema import (
     ConfigError,
     FormatName,
     LearnerConfig,
+    RolloutConfig,
     ServerConfig,
     UaqConfig,
     WeightFormat,
@@ -287,6 +288,20 @@ def validate_lengths(
             f"that is {max_prompt_length + max_completion_length} tokens, and the model has "
             f"{positions} positions; set it to {positions - max_prompt_length} or less"
         )
+
+
+def check_lengths(rollout: RolloutConfig, architecture: Architecture) -> None:
+    """Check that the model has positions for all that a run samples, and episodes have room.
+
+    Raises:
+        ConfigError: it has too few; the message names the field to lower, and to what.
+    """
+    completions = {"rollout.": rollout.max_completion_length}
+    for first, stage in rollout.stages.items():
+        completions[f"rollout.stages.{first}."] = stage.max_completion_length
+    validate_agent(rollout, architecture, rollout.max_prompt_length, "rollout.")
+    for section, length in completions.items():
+        validate_lengths(architecture, rollout.max_prompt_length, length, "rollout.", section)
 
 
 def validate_stop_tokens(
@@ -567,13 +582,8 @@ def _validate_model(config: Config) -> Architecture:
         ("evaluation.server", config.evaluation.server, "bf16"),
     ):
         validate_server(name, server, architecture, weight_format, rollout.max_length)
-    completions = {"rollout.": rollout.max_completion_length}
-    for first, stage in rollout.stages.items():
-        completions[f"rollout.stages.{first}."] = stage.max_completion_length
-    validate_agent(rollout, architecture, rollout.max_prompt_length, "rollout.")
+    check_lengths(rollout, architecture)
     validate_stop_tokens(rollout.stop_token_ids, architecture, "rollout.")
-    for section, length in completions.items():
-        validate_lengths(architecture, rollout.max_prompt_length, length, "rollout.", section)
     for layer in config.quantization.uaq.layer_scales:
         if not 0 <= layer < architecture.num_layers:
             raise ConfigError(
