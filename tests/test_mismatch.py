@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.cli import app
 from qurl_megatron.config.keep import shortened
 from qurl_megatron.evaluation.mismatch import (
@@ -181,6 +182,32 @@ def check_kept_layers(directory: Path, dtype: torch.dtype) -> None:
     assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
 
 
+def test_logits_and_samples_are_those_of_the_temperature(measured: dict[str, Any]) -> None:
+    plain = QuantizedModel(measured["model"], "int8", [EOS_TOKEN_ID])
+    cold = QuantizedModel(measured["model"], "int8", [EOS_TOKEN_ID], temperature=0.01)
+    prompt = Prompt("0", "", "", [5, 6, 7])
+    (sampled,) = cold.sample([prompt], 8, seed=0)
+    logits = plain.logits([sampled])
+    torch.testing.assert_close(cold.logits([sampled]), logits / 0.01)
+    assert logits[0].argmax(-1).tolist() == sampled[1]
+    assert plain.sample([prompt], 8, seed=0) != [sampled]
+
+
+def test_the_mismatch_is_that_of_the_runs_temperature(
+    measured: dict[str, Any], tmp_path: Path
+) -> None:
+    """Logits over half the temperature are twice as far apart, and their KL about four times."""
+    data, output = write_questions(tmp_path / "questions.jsonl", 24), tmp_path / "mismatch.json"
+    words = ["mismatch", str(measured["model"]), str(data), "--prompts", "20"]
+    words += ["--max-completion", "12", "--temperature", "0.5", "--output", str(output)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    colder = json.loads(output.read_text())
+    assert (measured["temperature"], colder["temperature"]) == (1.0, 0.5)
+    assert "at temperature 0.5: KL" in result.output
+    assert 2 < colder["kl"] / measured["kl"] < 6
+
+
 def test_a_switched_model_is_the_bf16_model_if_all_layers_are_kept(
     measured: dict[str, Any],
 ) -> None:
@@ -230,6 +257,8 @@ def test_the_layers_of_a_hybrid_that_a_server_holds_as_one_are_one(tmp_path: Pat
         (["MODEL", "FEW"], "3 prompts; it takes at least 4"),
         (["MODEL", "DATA", "--max-completion", "512"], "--max-completion 512: the model has 512"),
         (["MODEL", "DATA", "--format", "fp8-block"], "128"),
+        (["MODEL", "DATA", "--temperature", "0"], "--temperature=0.0: "),
+        (["MODEL", "DATA", "--temperature", "nan"], "--temperature=nan: "),
         (["MODEL", "DATA", "--output", "MODEL"], "exists; choose another file"),
         (["MODEL", "DATA", "--output", "MODEL/no/x.json"], "there is no directory "),
     ],
