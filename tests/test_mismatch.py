@@ -245,32 +245,3 @@ def test_the_layers_of_a_hybrid_that_a_server_holds_as_one_are_one(tmp_path: Pat
     assert gains[(*parts, f"{module}.in_proj_z")] and gains[f"{module}.out_proj",]
     assert any("mlp.shared_expert.down_proj" in name for names in gains for name in names)
     check_kept_layers(directory, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["MODEL", "DATA", "--format", "bf16"], "--format bf16: is not quantized; choose int8"),
-        (["MODEL", "DATA", "--format", "int3"], "--format int3: formats are bf16, int8"),
-        (["nowhere", "DATA"], "nowhere"),
-        (["MODEL", "nothing.jsonl"], "nothing.jsonl"),
-        (["MODEL", "FEW"], "3 prompts; it takes at least 4"),
-        (["MODEL", "DATA", "--max-completion", "512"], "--max-completion 512: the model has 512"),
-        (["MODEL", "DATA", "--format", "fp8-block"], "128"),
-        (["MODEL", "DATA", "--temperature", "0"], "--temperature=0.0: "),
-        (["MODEL", "DATA", "--temperature", "nan"], "--temperature=nan: "),
-        (["MODEL", "DATA", "--output", "MODEL"], "exists; choose another file"),
-        (["MODEL", "DATA", "--output", "MODEL/no/x.json"], "there is no directory "),
-    ],
-)
-def test_wrong_input_is_one_line(
-    measured: dict[str, Any], tmp_path: Path, words: list[str], message: str
-) -> None:
-    paths = {
-        "MODEL": str(measured["model"]),
-        "DATA": str(write_questions(tmp_path / "questions.jsonl", 8)),
-        "FEW": str(write_questions(tmp_path / "few.jsonl", 3)),
-    }
-    result = CliRunner().invoke(app, ["mismatch", *(paths.get(word, word) for word in words)])
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr and result.stderr.count("\n") == 1, result.stderr
