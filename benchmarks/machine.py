@@ -7,8 +7,9 @@ import platform
 import tempfile
 from collections.abc import Callable, Collection
 from importlib.metadata import PackageNotFoundError, version
+from math import nan, sqrt
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Any
 
 import psutil
@@ -66,6 +67,11 @@ def package_versions(packages: Collection[str]) -> dict[str, str]:
 def spread(values: Collection[float], form: str = ".2f") -> str:
     """Return in words the median of `values`, and the least and the most."""
     return f"{median(values):{form}} [{min(values):{form}}, {max(values):{form}}]"
+
+
+def standard_error(values: Collection[float]) -> float:
+    """Return the standard error of the mean of `values`; that of a single value is not known."""
+    return stdev(values) / sqrt(len(values)) if len(values) > 1 else nan
 
 
 def reset_peak() -> None:

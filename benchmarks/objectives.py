@@ -33,9 +33,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
@@ -221,8 +220,7 @@ def show(rows: dict[tuple[str, int], dict[str, Any]], arms: list[str], seeds: li
         return [rows[name, seed][metric] for seed in seeds]
 
     def mean_and_error(values: list[float]) -> str:
-        error = f" ± {stdev(values) / sqrt(len(values)):.1f}" if len(values) > 1 else ""
-        return f"{fmean(values):.1f}{error}"
+        return f"{fmean(values):.1f} ± {machine.standard_error(values):.1f}"
 
     baseline = column(arms[0], "held_out_accuracy")
     print(

@@ -48,7 +48,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 for _name, _function in COMMANDS.items():
     app.command(_name)(exit_on_bad_input()(_function))
-app.command("noise", hidden=True)(exit_on_bad_input()(models.mismatch))  # its name until 0.2
 
 
 def _print_version(value: bool) -> None:

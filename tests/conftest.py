@@ -74,6 +74,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny model."""
+    from tiny import build_tiny_model  # here, because it imports torch
+
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
 def address() -> Iterator[Address]:
     """Return an address that answers HTTP requests."""

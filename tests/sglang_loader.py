@@ -136,6 +136,32 @@ def checker_of(model: Any) -> Any:
     )
 
 
+def hold(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> bool:
+    """Return True if the ranks together hold the tensors of `sent` and no others, bit for bit."""
+    return same_bytes(whole_tensors(ranks, sent), sent)
+
+
+def same_bytes(held: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> bool:
+    return held.keys() == sent.keys() and all(
+        torch.equal(held[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        for name, tensor in sent.items()
+    )
+
+
+def send_changes(
+    ranks: Sequence[Any], held: Mapping[str, Tensor], sent: Mapping[str, Tensor]
+) -> None:
+    """Write what differs between `held` and `sent` into the ranks, as a publish of a delta does."""
+    from qurl_megatron.sglang_plugin.weights import write_bucket
+    from qurl_megatron.weight_sync import delta
+    from qurl_megatron.weight_sync.gather import delta_bucket
+
+    changes = [delta.compare(name, (0, 0), held[name], sent[name]) for name in sent]
+    message = delta.pack([change for change in changes if change], torch.device("cpu"))
+    for model in ranks:
+        write_bucket(model, delta_bucket(1, message))
+
+
 def whole_tensors(ranks: Sequence[Any], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the full tensors that the ranks hold together, of the shapes of `sent`.
 

@@ -68,11 +68,6 @@ def test_every_line_of_the_table_lets_in_a_route_that_sglang_has(
     assert ROUTES.keys() - OWN - WITH_METRICS < of_sglang
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def http(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     """Return a server that answers what reaches it with the path and the body that came."""

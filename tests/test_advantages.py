@@ -51,35 +51,30 @@ def test_overlong_penalty_falls_from_0_to_minus_1_over_the_last_tokens(
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=0) == 0.0
 
 
-def test_generalized_advantages_match_numbers_worked_out_by_hand() -> None:
-    """Two prompt tokens, three sampled; discount 1/2, lambda 1/2, reward 8 at the end.
+# Which tokens were sampled, their values, the place of a reward of 5 that does not count.
+GAE = {
+    "two prompt tokens": ([0, 0, 1, 1, 1, 0], [9.0, 9.0, 4.0, 2.0, 1.0, 9.0], 0),
+    "a user's turn of two tokens": ([0, 1, 1, 0, 0, 1], [9.0, 4.0, 2.0, 7.0, 7.0, 1.0], 3),
+}
+
+
+@pytest.mark.parametrize("case", GAE)
+def test_generalized_advantages_match_numbers_worked_out_by_hand(case: str) -> None:
+    """Three sampled tokens; discount 1/2, lambda 1/2, reward 8 at the last of them.
 
     delta = [0 + 2/2 - 4, 0 + 1/2 - 2, 8 - 1] = [-3, -3/2, 7]; advantages from the last backward:
-    7, -3/2 + 7/4, -3 + 1/16.
+    7, -3/2 + 7/4, -3 + 1/16. Values and rewards of other tokens do not count, and they are not
+    discounted for.
     """
-    mask = torch.tensor([False, False, True, True, True, False])
-    rewards = torch.tensor([0.0, 0.0, 0.0, 0.0, 8.0, 0.0])
-    values = torch.tensor([9.0, 9.0, 4.0, 2.0, 1.0, 9.0])  # 9 is outside the mask
+    sampled, values, other = GAE[case]
+    mask, rewards = torch.tensor(sampled, dtype=torch.bool), torch.zeros(6)
+    rewards[other], rewards[mask.nonzero()[-1]] = 5.0, 8.0
     advantages, returns = generalized_advantages(
-        rewards, values, mask, torch.tensor([6]), discount=0.5, gae_lambda=0.5
+        rewards, torch.tensor(values), mask, torch.tensor([6]), discount=0.5, gae_lambda=0.5
     )
-    assert advantages.tolist() == [0.0, 0.0, -2.9375, 0.25, 7.0, 0.0]
-    assert returns.tolist() == [0.0, 0.0, 1.0625, 2.25, 8.0, 0.0]
-
-
-def test_advantages_carry_over_tokens_that_the_policy_did_not_sample() -> None:
-    """The numbers of the test above, with a user's turn of two tokens between the second and third.
-
-    The values (7, 7) and the reward (5) of that turn do not count, and it is not discounted for.
-    """
-    mask = torch.tensor([False, True, True, False, False, True])
-    rewards = torch.tensor([0.0, 0.0, 0.0, 5.0, 0.0, 8.0])
-    values = torch.tensor([9.0, 4.0, 2.0, 7.0, 7.0, 1.0])
-    advantages, returns = generalized_advantages(
-        rewards, values, mask, torch.tensor([6]), discount=0.5, gae_lambda=0.5
-    )
-    assert advantages.tolist() == [0.0, -2.9375, 0.25, 0.0, 0.0, 7.0]
-    assert returns.tolist() == [0.0, 1.0625, 2.25, 0.0, 0.0, 8.0]
+    assert advantages[mask].tolist() == [-2.9375, 0.25, 7.0]
+    assert returns[mask].tolist() == [1.0625, 2.25, 8.0]
+    assert not advantages[~mask].any() and not returns[~mask].any()
 
 
 def verl_gae(

@@ -57,9 +57,8 @@ def qurl(
         (["eval", "model", "problems.jsonl", "k=4", *LENGTHS], "1"),
         (["eval", "model", "problems.jsonl", "server.tensor_parallel_size=2", *LENGTHS], "2"),
         (["mismatch", "model", "problems.jsonl", "--prompts=8", "--max-completion=9"], "1"),
-        (["noise", "model", "problems.jsonl", "--prompts=8"], "1"),
     ],
-    ids=["quantize", "export", "eval", "eval on two GPUs", "mismatch", "noise"],
+    ids=["quantize", "export", "eval", "eval on two GPUs", "mismatch"],
 )
 def test_a_job_has_one_node_the_gpus_of_its_command_and_the_same_words(
     qurl: Qurl, words: list[str], gpus: str | None

@@ -55,11 +55,6 @@ STAGES = [
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
 def experts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
 
@@ -275,29 +270,6 @@ def test_a_package_is_required_only_if_the_run_uses_it(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("rollout.max_turns=3", "rollout.max_turns=3: there is no agent; give rollout.agent, or"),
-        (
-            "rollout.agent=a.py:play rollout.max_episode_tokens=99999",
-            "rollout.max_episode_tokens=99999: the model has [0-9]+ positions; set it to",
-        ),
-        (
-            "rollout.agent=a.py:play rollout.max_episode_tokens=8",
-            "rollout.max_episode_tokens=8: a prompt of rollout.max_prompt_length=[0-9]+ leaves no",
-        ),
-    ],
-)
-def test_settings_of_agents_that_do_not_fit_are_refused(
-    model_dir: Path, words: str, expected: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"^{expected}"):
-        validate(runnable(model_dir, *words.split()))
-    with pytest.raises(ConfigError, match=r"^rollout.agent=play: a function is FILE.py:NAME or"):
-        runnable(model_dir, "rollout.agent=play")
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
         ("quantization.uaq.scale=1.5", "scale=1.5: a model with experts needs a power of two"),
         ("quantization.uaq.layer_scales.1=3", "layer_scales.1=3: a model with experts needs a pow"),
         ("learner.expert_parallel_size=3", "8 experts are not divisible by expert_parallel_size=3"),
@@ -384,13 +356,18 @@ def test_learner_and_servers_take_turns_where_gpus_are_too_few(
     )
 
 
-def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> None:
+def write_7b(directory: Path) -> None:
+    """Write the config.json of a model of the size of Qwen2.5-7B."""
     model = Qwen2Config(
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
         num_attention_heads=28, num_key_value_heads=4, dtype="bfloat16",
     )  # fmt: skip
     model.architectures = ["Qwen2ForCausalLM"]
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(directory)
+
+
+def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> None:
+    write_7b(tmp_path)
     words = ["rollout.placement=colocated", f"model={tmp_path}", "learner.dtype=bfloat16"]
     words += ["rollout.server.mem_fraction_static=0.8", "evaluation.server.mem_fraction_static=0.8"]
 
@@ -410,21 +387,6 @@ def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> No
         check(*eight, "rollout.server.mem_fraction_static=0.95")
     with pytest.raises(ConfigError, match=r"of host memory, and a node has 100 GB"):
         check(*eight, host_gb=100)
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("rollout.max_staleness=1", r"^rollout.max_staleness=1: .*sleep while the learner trains"),
-        ("rollout.servers_at=[https://a]", r"^rollout.servers_at: .*all servers are on the lear"),
-        ("quantization.publish=delta", r"^quantization.publish=delta: .*set it to full"),
-    ],
-)
-def test_what_servers_that_take_turns_cannot_do_is_refused(
-    model_dir: Path, word: str, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        validate(runnable(model_dir, "rollout.placement=colocated", word))
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
@@ -483,16 +445,7 @@ def test_the_planned_memory_of_the_learner_counts_on_a_gpu_that_servers_share(
     tmp_path: Path,
 ) -> None:
     """Of a 7B model on four H100s, which a fraction of 0.8 would end in its first update."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 152064,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    }
-    model = Qwen2Config(
-        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, **sizes, dtype="bfloat16"
-    )
-    model.architectures = ["Qwen2ForCausalLM"]
-    model.save_pretrained(tmp_path)
+    write_7b(tmp_path)
     words = ["learner.tensor_parallel_size=4", f"model={tmp_path}", "evaluation.problems=0"]
     words += ["rollout.server.tensor_parallel_size=4", "learner.dtype=bfloat16"]
 

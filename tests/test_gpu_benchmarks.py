@@ -1,4 +1,4 @@
-"""The GPU benchmarks: their result files, the kit for a bare machine, and rows made from tests."""
+"""The GPU benchmarks: their result files and the kit for a bare machine."""
 
 import argparse
 import json
@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import kit, record, run_all, smoke
-from benchmarks.gpu.tests import run_tests
+from benchmarks.gpu import kit, record, smoke
 from qurl_megatron.process import die_with_parent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="rehearsals refuse to use a GPU")
@@ -94,27 +93,6 @@ def test_a_check_of_smoke_that_fails_or_is_killed_is_tried_again_and_one_that_pa
     smoke.main()
     assert ran == ["rank", "peer"]
     assert not json.loads((tmp_path / "smoke.json").read_text())["complete"]
-
-
-def test_every_part_is_in_the_readme() -> None:
-    readme = Path(run_all.__file__).with_name("README.md").read_text()
-    assert [part for part in run_all.PARTS if f"| `{part}` |" not in readme] == []
-
-
-def test_rows_list_the_tests_that_passed_failed_and_were_skipped(tmp_path: Path) -> None:
-    (tmp_path / "test_sample.py").write_text(
-        "import pytest\n"
-        "def test_passing(): print('measured 3')\n"
-        "def test_failing(): assert 1 == 2\n"
-        "def test_skipped(): pytest.skip('for a reason')\n"
-    )
-    results = open_record(tmp_path / "results")
-    run_tests(results, str(tmp_path))
-    row = results.rows[str(tmp_path)]
-    assert row["passed"] == ["test_passing"]
-    assert row["failed"] == ["test_failing: assert 1 == 2"]
-    assert row["skipped"] == ["test_skipped: for a reason"]
-    assert row["printed"] == ["test_passing: measured 3"]
 
 
 def test_what_the_kit_packs_is_unpacked_elsewhere(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from published import HYBRID_MODELS
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     Config,
@@ -161,48 +162,7 @@ def test_a_hybrid_with_experts_has_no_scales_but_1(tmp_path: Path) -> None:
 
 
 def test_the_published_config_of_27b_is_the_known_model(tmp_path: Path) -> None:
-    text = {
-        "attention_bias": False,
-        "attn_output_gate": True,
-        "dtype": "bfloat16",
-        "eos_token_id": 248044,
-        "full_attention_interval": 4,
-        "head_dim": 256,
-        "hidden_act": "silu",
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 16,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "linear_value_head_dim": 128,
-        "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": 262144,
-        "model_type": "qwen3_5_text",
-        "mtp_num_hidden_layers": 1,
-        "num_attention_heads": 24,
-        "num_hidden_layers": 64,
-        "num_key_value_heads": 4,
-        "output_gate_type": "swish",
-        "partial_rotary_factor": 0.25,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-        "vocab_size": 248320,
-    }
-    config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
-        "text_config": text,
-        "tie_word_embeddings": False,
-        "vision_config": {"depth": 27},
-    }
+    config = HYBRID_MODELS["Qwen3.6-27B"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [248046, 248044]}')
     architecture = Architecture.from_directory(tmp_path)

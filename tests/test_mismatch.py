@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.cli import app
 from qurl_megatron.config.keep import shortened
 from qurl_megatron.evaluation.mismatch import (
@@ -123,23 +124,27 @@ def plant(directory: Path) -> Path:
     return directory
 
 
-def write_questions(path: Path, count: int) -> Path:
-    texts = [chr(97 + n % 26) * (3 + n % 4) + chr(65 + n % 25) for n in range(count)]
-    path.write_text("".join(json.dumps({"question": t, "answer": "1"}) + "\n" for t in texts))
-    return path
+def mismatch(model: Path, directory: Path, *words: str) -> dict[str, Any]:
+    """Run the command on 24 questions; return what it printed and wrote, and the model."""
+    data, output = directory / "questions.jsonl", directory / "mismatch.json"
+    texts = [chr(97 + n % 26) * (3 + n % 4) + chr(65 + n % 25) for n in range(24)]
+    data.write_text("".join(json.dumps({"question": t, "answer": "1"}) + "\n" for t in texts))
+    result = CliRunner().invoke(
+        app, ["mismatch", str(model), str(data), *words, "--output", str(output)]
+    )
+    assert result.exit_code == 0, result.output
+    return {"printed": result.stdout, **json.loads(output.read_text()), "model": model}
+
+
+TWENTY = ("--prompts", "20", "--max-completion", "12")
+FEW = ("--prompts", "4", "--max-completion", "4")
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Run the command on the model with a bad layer."""
     directory = tmp_path_factory.mktemp("mismatch")
-    model = plant(directory / "model")
-    data = write_questions(directory / "questions.jsonl", 24)
-    words = ["mismatch", str(model), str(data), "--prompts", "20", "--max-completion", "12"]
-    output = directory / "mismatch.json"
-    result = CliRunner().invoke(app, [*words, "--budget", "0.2", "--output", str(output)])
-    assert result.exit_code == 0, result.output
-    return {"printed": result.output, "model": model, **json.loads(output.read_text())}
+    return mismatch(plant(directory / "model"), directory, *TWENTY, "--budget", "0.2")
 
 
 def test_the_bad_layer_is_found_and_recommended(measured: dict[str, Any]) -> None:
@@ -181,6 +186,27 @@ def check_kept_layers(directory: Path, dtype: torch.dtype) -> None:
     assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
 
 
+def test_logits_and_samples_are_those_of_the_temperature(measured: dict[str, Any]) -> None:
+    plain = QuantizedModel(measured["model"], "int8", [EOS_TOKEN_ID])
+    cold = QuantizedModel(measured["model"], "int8", [EOS_TOKEN_ID], temperature=0.01)
+    prompt = Prompt("0", "", "", [5, 6, 7])
+    (sampled,) = cold.sample([prompt], 8, seed=0)
+    logits = plain.logits([sampled])
+    torch.testing.assert_close(cold.logits([sampled]), logits / 0.01)
+    assert logits[0].argmax(-1).tolist() == sampled[1]
+    assert plain.sample([prompt], 8, seed=0) != [sampled]
+
+
+def test_the_mismatch_is_that_of_the_runs_temperature(
+    measured: dict[str, Any], tmp_path: Path
+) -> None:
+    """Logits over half the temperature are twice as far apart, and their KL about four times."""
+    colder = mismatch(measured["model"], tmp_path, *TWENTY, "--temperature", "0.5")
+    assert (measured["temperature"], colder["temperature"]) == (1.0, 0.5)
+    assert "at temperature 0.5: KL" in colder["printed"]
+    assert 2 < colder["kl"] / measured["kl"] < 6
+
+
 def test_a_switched_model_is_the_bf16_model_if_all_layers_are_kept(
     measured: dict[str, Any],
 ) -> None:
@@ -191,57 +217,23 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
     tmp_path: Path,
 ) -> None:
     directory = build_tiny_model(tmp_path / "model", "qwen3_moe")
-    data = write_questions(tmp_path / "questions.jsonl", 8)
-    words = ["mismatch", str(directory), str(data), "--prompts", "4", "--max-completion", "4"]
-    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "mismatch.json")])
-    assert result.exit_code == 0, result.output
-    assert "layers.1.mlp.experts" in result.stdout and "experts.0" not in result.stdout
-    rows = json.loads((tmp_path / "mismatch.json").read_text())["by_layer"]
+    result = mismatch(directory, tmp_path, *FEW)
+    assert "layers.1.mlp.experts" in result["printed"] and "experts.0" not in result["printed"]
     assert any(
-        row["gain"] and "model.layers.1.mlp.experts.2.up_proj" in row["names"] for row in rows
+        row["gain"] and "model.layers.1.mlp.experts.2.up_proj" in row["names"]
+        for row in result["by_layer"]
     )
     check_kept_layers(directory, torch.bfloat16)
 
 
 def test_the_layers_of_a_hybrid_that_a_server_holds_as_one_are_one(tmp_path: Path) -> None:
     directory = build_tiny_model(tmp_path / "model", "qwen3_5_moe_text")
-    data = write_questions(tmp_path / "questions.jsonl", 8)
-    words = ["mismatch", str(directory), str(data), "--prompts", "4", "--max-completion", "4"]
-    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "mismatch.json")])
-    assert result.exit_code == 0, result.output
-    assert "linear_attn.in_proj_qkv in_proj_z" in result.stdout
-    assert "in_proj_qkv:" not in result.stdout and "in_proj_a" not in result.stdout
-    rows = json.loads((tmp_path / "mismatch.json").read_text())["by_layer"]
+    result = mismatch(directory, tmp_path, *FEW)
+    assert "linear_attn.in_proj_qkv in_proj_z" in result["printed"]
+    assert "in_proj_qkv:" not in result["printed"] and "in_proj_a" not in result["printed"]
     module = "model.layers.1.linear_attn"
     parts = [f"{module}.in_proj_qkv:{part}" for part in ("query", "key", "value")]
-    gains = {tuple(row["names"]): row["gain"] for row in rows}
+    gains = {tuple(row["names"]): row["gain"] for row in result["by_layer"]}
     assert gains[(*parts, f"{module}.in_proj_z")] and gains[f"{module}.out_proj",]
     assert any("mlp.shared_expert.down_proj" in name for names in gains for name in names)
     check_kept_layers(directory, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["MODEL", "DATA", "--format", "bf16"], "--format bf16: is not quantized; choose int8"),
-        (["MODEL", "DATA", "--format", "int3"], "--format int3: formats are bf16, int8"),
-        (["nowhere", "DATA"], "nowhere"),
-        (["MODEL", "nothing.jsonl"], "nothing.jsonl"),
-        (["MODEL", "FEW"], "3 prompts; it takes at least 4"),
-        (["MODEL", "DATA", "--max-completion", "512"], "--max-completion 512: the model has 512"),
-        (["MODEL", "DATA", "--format", "fp8-block"], "128"),
-        (["MODEL", "DATA", "--output", "MODEL"], "exists; choose another file"),
-        (["MODEL", "DATA", "--output", "MODEL/no/x.json"], "there is no directory "),
-    ],
-)
-def test_wrong_input_is_one_line(
-    measured: dict[str, Any], tmp_path: Path, words: list[str], message: str
-) -> None:
-    paths = {
-        "MODEL": str(measured["model"]),
-        "DATA": str(write_questions(tmp_path / "questions.jsonl", 8)),
-        "FEW": str(write_questions(tmp_path / "few.jsonl", 3)),
-    }
-    result = CliRunner().invoke(app, ["mismatch", *(paths.get(word, word) for word in words)])
-    assert result.exit_code == 2, result.output
-    assert message in result.stderr and result.stderr.count("\n") == 1, result.stderr

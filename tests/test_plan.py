@@ -32,7 +32,6 @@ DOCS = Path(__file__).parent.parent / "docs"
 SLURM_PAGE, COLOCATED_PAGE = DOCS / "slurm.md", DOCS / "colocated.md"
 HYBRIDS_PAGE = DOCS / "hybrids.md"
 QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]
-STUDIED = ("Qwen2.5-32B", "Qwen3-32B")
 FORMATS = ("bf16", "int8", "fp8")
 
 

@@ -1,4 +1,4 @@
-"""The run of README starts: its files and commands as they are printed, up to the servers."""
+"""The runs of README and of a laptop start: as they are printed, up to the servers."""
 
 import re
 import shlex
@@ -14,12 +14,13 @@ from tiny import build_tiny_model
 
 REPOSITORY = Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
+OWN_MODEL = (REPOSITORY / "docs" / "own-model.md").read_text()
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 
 
-def block(heading: str) -> str:
-    """Return the first indented block after a line of README."""
-    found = re.search(rf"^{re.escape(heading)}\n\n((?:    .*\n|\n)+)", README, re.MULTILINE)
+def block(heading: str, page: str = README) -> str:
+    """Return the first indented block after a line of a page."""
+    found = re.search(rf"^{re.escape(heading)}\n\n((?:    .*\n|\n)+)", page, re.MULTILINE)
     assert found, heading
     return textwrap.dedent(found[1]).strip() + "\n"
 
@@ -52,3 +53,15 @@ def test_the_run_of_ones_own_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "#SBATCH" in run(f"{launch} --dry-run")
     (plan,) = re.findall(r"`(qurl plan my\.yaml[^`]*)`", README)
     assert "time of a step" in run(f".venv/bin/{plan}")
+
+
+def test_the_run_of_a_laptop_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = build_tiny_model(tmp_path / "model", "llama", max_position_embeddings=4096)
+    settings = block("On two cores, without a GPU, `my.yaml`:", OWN_MODEL)
+    assert settings.count("\n") <= 12
+    (name,) = re.findall(r"^model: (\S+)", settings, re.MULTILINE)
+    Path("my.yaml").write_text(settings.replace(name, str(model)))
+    Path("problems.jsonl").write_text("\n".join(good_problems(40)))
+    summary = run(".venv/bin/qurl train my.yaml --dry-run")
+    assert "40 entries" in summary and "first prompt" in summary

@@ -227,7 +227,8 @@ def test_a_recipe_of_the_package_wins_over_what_has_its_name() -> None:
 def test_the_files_of_the_documentation_are_recipes() -> None:
     page = (Path(cli.__file__).parents[1] / "docs" / "own-model.md").read_text()
     blocks = [textwrap.dedent(text) for text in re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.M)]
-    (ten_lines,) = [block for block in blocks if block.strip().startswith("recipe: ")]
+    ten_lines, laptop = [block for block in blocks if block.strip().startswith("recipe: ")]
+    assert load_recipe(written(laptop)).config.rollout.prompts_per_step == 8
     assert len(ten_lines.split("\n\n")[0].splitlines()) <= 12
     (program,) = [block for block in blocks if block.strip().startswith("from qurl_megatron")]
     for file in (written(ten_lines), f"{written(program, 'my.py')}:recipe"):

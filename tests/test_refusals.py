@@ -42,6 +42,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "tmp").mkdir()
     model = build_tiny_model(home / "model")
     (home / "problems.jsonl").write_text("\n".join(good_problems(40)) + "\n")
+    (home / "few.jsonl").write_text("\n".join(good_problems(3)) + "\n")
     offline.quantize_directory(model, home / "quantized", "int8", lambda done, total: None)
     offline.scale_directory(model, home / "scaled", UaqConfig(2), lambda done, total: None)
     words = [word for word in TRAIN[2:] if not word.startswith("name=")]
@@ -182,7 +183,11 @@ FIELDS = rows(r"""
     rollout.agent=json:play                 agent=json:play: ImportError: json has no function play
     rollout.agent=json:dumps                agent=json:dumps: TypeError: it is not async; expected
     rollout.max_turns=3                     rollout.max_turns=3: there is no agent; give
-    rollout.agent=json:dumps & rollout.max_episode_tokens=9999  the model has 512 positions
+    rollout.agent=json:dumps & rollout.max_episode_tokens=9999  _tokens=9999: the model has 512 posi
+    rollout.agent=json:dumps & rollout.max_episode_tokens=8  a prompt of rollout.max_prompt_length=
+    rollout.placement=colocated & rollout.max_staleness=1  rollout.max_staleness=1: with rollout.
+    rollout.placement=colocated & rollout.servers_at=[https://a]  all servers are on the learner
+    rollout.placement=colocated & quantization.publish=delta  quantization.publish=delta: 
     rollout.servers=0                       no server samples; give some, or rollout.servers_at
     rollout.min_servers=3 & rollout.servers_at=[http://a:1]  at most rollout.servers=1 plus 1
     rollout.servers_at=[http://a:1,http://a:1]  rollout.servers_at: lists a server twice
@@ -434,6 +439,17 @@ COMMANDS = rows("""
     quantize model out --format int4 --group-size 64  --group-size 64: must be 32 or 128
     quantize model out --group-size 32             --group-size 32: format int8 has no groups
     mismatch model problems.jsonl --format int4    groups of int4 are 128 wide
+    mismatch model problems.jsonl --format bf16    --format bf16: is not quantized; choose int8
+    mismatch model problems.jsonl --format int3    --format int3: formats are bf16, int8
+    mismatch model problems.jsonl --format fp8-block  128
+    mismatch nowhere problems.jsonl                nowhere
+    mismatch model nothing.jsonl                   nothing.jsonl
+    mismatch model few.jsonl                       3 prompts; it takes at least 4
+    mismatch model problems.jsonl --max-completion 512  --max-completion 512: the model has 512
+    mismatch model problems.jsonl --temperature 0  --temperature=0.0: input should be greater
+    mismatch model problems.jsonl --temperature nan  --temperature=nan: input should be a finite
+    mismatch model problems.jsonl --output model   exists; choose another file
+    mismatch model problems.jsonl --output model/no/x.json  there is no directory
     quantize quantized out                         is quantized already
     quantize -m out                                No such option: -m
     quantize -- -m out                             model directory '-m' does not exist

@@ -43,12 +43,6 @@ from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
 from qurl_megatron.rollout.server import ServerFailed, ServerPlan, answers, revive
 from qurl_megatron.weight_sync.elsewhere import servers as elsewhere
-from tiny import build_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.utils import is_layer_skipped
@@ -19,9 +18,7 @@ from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.sglang_plugin.weights import held_parts, write_bucket
-from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import model_tensors
-from qurl_megatron.weight_sync.gather import delta_bucket
 from sent import packed
 from tiny import build_published_model, build_tiny_model, quantized
 
@@ -56,13 +53,6 @@ def contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def same_bytes(held: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:
-    return held.keys() == sent.keys() and all(
-        torch.equal(held[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
-        for name, tensor in sent.items()
-    )
-
-
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
     ("family", "weight_format"),
@@ -88,12 +78,9 @@ def test_ranks_hold_what_was_sent_whole_and_as_a_delta(
         for model in ranks:
             write_bucket(model, packed(second))
             assert held_parts(model).keys() <= second.keys()
-        assert same_bytes(sglang_loader.whole_tensors(ranks, second), second)
-        changes = [delta.compare(name, (0, 0), second[name], first[name]) for name in first]
-        message = delta.pack([change for change in changes if change], torch.device("cpu"))
-        for model in ranks:
-            write_bucket(model, delta_bucket(1, message))
-        assert same_bytes(sglang_loader.whole_tensors(ranks, first), first)
+        assert sglang_loader.hold(ranks, second)
+        sglang_loader.send_changes(ranks, second, first)
+        assert sglang_loader.hold(ranks, first)
         assert sglang_loader.checksums_of(ranks) == {
             name: checksum(tensor) for name, tensor in first.items()
         }
@@ -123,7 +110,7 @@ def test_what_is_sent_lies_where_sglangs_own_loader_puts_the_file(
     for size, groups in LAYOUTS[family]:
         ranks = sglang_loader.build_ranks(model_dir, "bf16", size, groups)
         sglang_loader.load(ranks, load_file(model_dir / "model.safetensors"), groups)
-        assert same_bytes(sglang_loader.whole_tensors(ranks, sent), sent)
+        assert sglang_loader.hold(ranks, sent)
 
 
 @pytest.mark.usefixtures("engine")
@@ -145,7 +132,7 @@ def test_a_quantized_directory_is_loaded_like_a_publish(
     for size, groups in LAYOUTS[family]:
         ranks = sglang_loader.build_ranks(written, weight_format, size, groups)
         sglang_loader.load(ranks, load_file(written / "model.safetensors"), groups)
-        assert same_bytes(sglang_loader.whole_tensors(ranks, sent), sent)
+        assert sglang_loader.hold(ranks, sent)
 
 
 def test_sglangs_own_blocks_of_fp8_leave_the_gates_in_bf16(tmp_path: Path) -> None:

@@ -22,9 +22,6 @@ from qurl_megatron.sglang_plugin.formats import (
     apply_unquantized_experts,
 )
 from qurl_megatron.sglang_plugin.linear import quantize_tokens
-from qurl_megatron.sglang_plugin.weights import write_bucket
-from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.gather import delta_bucket
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -55,13 +52,6 @@ def weights(
     yield models[0], weight_format, [quantized(model, weight_format) for model in models]
 
 
-def same_bytes(held: dict[str, Tensor], sent: dict[str, Tensor]) -> bool:
-    return held.keys() == sent.keys() and all(
-        torch.equal(held[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
-        for name, tensor in sent.items()
-    )
-
-
 def parameters(ranks: list[Any]) -> list[tuple[int, int]]:
     """Return each parameter's identity and address."""
     return [(id(p), p.data_ptr()) for model in ranks for p in model.parameters()]
@@ -78,15 +68,12 @@ def test_every_layout_holds_what_was_sent_in_the_same_memory(
     built = parameters(ranks)
     for sent in (first, second):
         sglang_loader.load(ranks, sent, groups)
-        assert same_bytes(sglang_loader.whole_tensors(ranks, sent), sent)
+        assert sglang_loader.hold(ranks, sent)
     assert sglang_loader.checksums_of(ranks) == {
         name: checksum(tensor) for name, tensor in second.items()
     }
-    changes = [delta.compare(name, (0, 0), second[name], first[name]) for name in first]
-    message = delta.pack([change for change in changes if change], torch.device("cpu"))
-    for model in ranks:
-        write_bucket(model, delta_bucket(1, message))
-    assert same_bytes(sglang_loader.whole_tensors(ranks, first), first)
+    sglang_loader.send_changes(ranks, second, first)
+    assert sglang_loader.hold(ranks, first)
     assert parameters(ranks) == built
 
 
@@ -114,10 +101,10 @@ def test_a_quantized_directory_is_loaded_like_a_publish(
     written = tmp_path / "quantized"
     quantize_directory(model_dir, written, cast(WeightFormat, weight_format), lambda *_: None)
     stored = load_file(written / "model.safetensors")
-    assert same_bytes(stored, sent)
+    assert sglang_loader.same_bytes(stored, sent)
     ranks = sglang_loader.build_ranks(written, weight_format, 2, 2)
     sglang_loader.load(ranks, stored, 2)
-    assert same_bytes(sglang_loader.whole_tensors(ranks, sent), sent)
+    assert sglang_loader.hold(ranks, sent)
 
 
 def rounded(x: Tensor, weight_format: str) -> Tensor:

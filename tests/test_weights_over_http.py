@@ -41,13 +41,7 @@ from qurl_megatron.weight_sync.elsewhere.transport import HttpChannel, HttpDesti
 from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.weight_sync.gather import delta_bucket
 from sent import packed
-from tiny import build_tiny_model, quantized
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_model(tmp_path_factory.mktemp("model"))
-
+from tiny import quantized
 
 HELD = {"a": SentTensor("a", torch.int8, (3,))}
 

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -118,14 +117,6 @@ def machine_info() -> dict[str, Any]:
     ]
     cores = len(os.sched_getaffinity(0))
     return {"processor": machine.processor(), "cores": cores, "gpus": gpus}
-
-
-def run_python(arguments: list[str], log_file: Path) -> int:
-    """Run this Python in the repository root, append its output to `log_file`; return its code."""
-    with log_file.open("ab") as log:
-        command = [sys.executable, *arguments]
-        ran = subprocess.run(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
-    return ran.returncode
 
 
 def _format(value: Any) -> str:

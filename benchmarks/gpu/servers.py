@@ -31,7 +31,6 @@ from typing import Any, Literal
 
 import httpx
 
-from benchmarks import machine
 from benchmarks.gpu import policy, record, timing
 from benchmarks.shards import random_learner
 from qurl_megatron import device
@@ -46,7 +45,6 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.publish import Publisher
-from qurl_megatron.weight_sync.reshard import Converter
 
 # Format and rank of adapters of each server.
 VARIANTS: dict[str, tuple[FormatName, int]] = {
@@ -65,8 +63,6 @@ TRANSPORTS: dict[str, tuple[Transport, ...]] = {
     "14B": ("direct",),
     "32B": ("direct",),
 }
-PUBLISH_GOAL = 3.0  # publish time over the floor
-RATE_GOALS = {("32B", "int8"): 1.7, ("32B", "fp8"): 1.6, ("7B", "int8"): 1.2, ("7B", "fp8"): 1.2}
 PROMPT_LENGTH = 512
 BUCKET_BYTES = 512 * 2**20
 COPY_BYTES = 2**28
@@ -138,7 +134,7 @@ def measure(
                 )
                 publisher = Publisher(learner, Fleet("rollout", {0: server}), settings)
                 try:
-                    row = measure_publish(publisher, learner, weight_format, arguments.repetitions)
+                    row = measure_publish(publisher, learner, arguments.repetitions)
                 finally:
                     publisher.close()
                 results.add(f"{shape} {name} {transport}", row)
@@ -169,24 +165,15 @@ def server_config(number: int, arguments: argparse.Namespace) -> ServerConfig:
     return ServerConfig(mem_fraction_static=fraction, max_running_requests=most)
 
 
-def measure_publish(
-    publisher: Publisher,
-    learner: Learner,
-    weight_format: FormatName,
-    repetitions: int,
-) -> dict[str, Any]:
+def measure_publish(publisher: Publisher, learner: Learner, repetitions: int) -> dict[str, Any]:
     """Return times in seconds, sizes in bytes and the floor of `repetitions` publishes."""
     publisher.publish()  # warm-up: compiles kernels and allocates memory
-    timing.wait_for_device()
-    machine.reset_peak()
-    before = machine.held_bytes()
-    publish_s, convert_s = [], []
+    publish_s = []
     for _ in range(repetitions):
         start = time.perf_counter()
         published = publisher.publish()
         publish_s.append(time.perf_counter() - start)
         assert published.num_servers == 1
-        convert_s.append(convert_once(learner, weight_format))
     weights = sum(shard.numel() for *_, shard in learner.shards())
     floor_bytes = 2 * weights + 3 * published.conversion.num_bytes
     copied_bytes = COPY_BYTES if device.accelerator() == "cuda" else 2**20
@@ -195,20 +182,9 @@ def measure_publish(
         "weights": weights,
         "num_bytes": published.conversion.num_bytes,
         "publish_s": timing.summary(publish_s),
-        "convert_s": timing.summary(convert_s),
         "floor_s": floor_s,
         "over_floor": median(publish_s) / floor_s,
-        "extra_memory_bytes": machine.peak_bytes() - before,
     }
-
-
-def convert_once(learner: Learner, weight_format: FormatName) -> float:
-    """Return the seconds to build the buckets, including checksums, without sending them."""
-    converter = Converter(learner, weight_format, BUCKET_BYTES)
-    start = time.perf_counter()
-    converter.convert(lambda bucket: None)
-    timing.wait_for_device()
-    return time.perf_counter() - start
 
 
 def measure_rates(
@@ -249,7 +225,7 @@ def cache_tokens(server: Server) -> int:
 
 
 def compare_with_bf16(shape: str, name: str, results: record.Record) -> dict[str, Any]:
-    """Return publish times and rates relative to BF16's, and which goals are reached."""
+    """Return publish times and rates relative to BF16's."""
     compared: dict[str, Any] = {}
     rows = results.rows
     for key in [key for key in rows if key.startswith(f"{shape} {name} ")]:
@@ -257,11 +233,8 @@ def compare_with_bf16(shape: str, name: str, results: record.Record) -> dict[str
         row, bf16 = rows[key], rows.get(f"{shape} bf16 {what}", {})
         if "publish_s" in row.keys() & bf16.keys():
             compared[f"{what} time"] = row["publish_s"]["median_s"] / bf16["publish_s"]["median_s"]
-            compared[f"{what} reaches its goal"] = row["over_floor"] <= PUBLISH_GOAL
         elif "tokens_per_s" in row.keys() & bf16.keys():
             compared[what] = row["tokens_per_s"] / bf16["tokens_per_s"]
-            if goal := RATE_GOALS.get((shape, name)):
-                compared[f"{what} reaches its goal"] = compared[what] >= goal
     return compared
 
 

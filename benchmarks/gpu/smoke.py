@@ -3,7 +3,8 @@
 Each check is a process of its own. All but `compile` have a time limit, so a check that fails or
 hangs hides no other. Quick checks come first, so most have run if the machine is taken away:
 
-    quantize   the kernels' codes, scales and checksums are those of the CPU, in three formats
+    quantize   the kernels' codes, scales and checksums are those of the CPU, in three formats; how
+               near the kernels come to the bandwidth of a copy of as many bytes
     products   the quantized layers' products are near those of float64
     rank       a started process joins a process group on its device and reduces a tensor
     learner    log-probs, gradients and three optimizer steps are those of transformers and PyTorch
@@ -35,13 +36,21 @@ from typing import Any
 import psutil
 import torch
 
-from benchmarks.gpu import exact_interpreter, kernels, record
+from benchmarks.gpu import exact_interpreter, record, timing
 from benchmarks.runs import QURL
 from qurl_megatron import device
-from qurl_megatron.config.schema import QuantizationConfig, ServerConfig
+from qurl_megatron.config.schema import QuantizationConfig, ServerConfig, WeightFormat
 from qurl_megatron.process import die_with_parent
+from qurl_megatron.quantization.checksum import hash_codes
+from qurl_megatron.quantization.quantize import (
+    SMALLEST_SCALE,
+    code_dtype,
+    code_flips,
+    quantize,
+)
 
 REPETITIONS = 3
+LARGEST: dict[WeightFormat, float] = {"int8": 127.0, "fp8": 448.0, "fp8-block": 448.0}
 PEER_TIMEOUT_S = 20.0  # for a server in a publish of the check `peer`
 ANSWER = "smoke: "  # begins the line on which a check prints what it measured
 
@@ -112,26 +121,78 @@ def check_compile(arguments: argparse.Namespace) -> dict[str, Any]:
         return {"start_s": start_s, "with_answers_s": time.perf_counter() - start}
 
 
+def random_weight(arguments: argparse.Namespace) -> torch.Tensor:
+    """Return a weight of the shape of 32B's key projections; a tiny one in a rehearsal."""
+    shape = (33, 208) if arguments.rehearsal else (1024, 5120)
+    generator = torch.Generator(device=device.device()).manual_seed(0)
+    weight = torch.empty(shape, device=device.device()).normal_(std=0.02, generator=generator)
+    return weight.bfloat16()
+
+
 def check_quantize(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Compare the kernels with the CPU on a key projection of 32B."""
+    """Compare the kernels with the CPU, and their time with that of a copy of as many bytes."""
     exact_interpreter.install()
-    shape = (33, 208) if arguments.rehearsal else kernels.WEIGHTS["32B key"]
-    fractions = {}
-    for weight_format in kernels.FORMATS:
-        row = kernels.measure_quantize(shape, weight_format, REPETITIONS)
-        if row["codes_that_differ_from_the_cpu"]:
-            raise AssertionError(f"{weight_format}: codes differ from the CPU's")
-        if not (row["scales_equal_the_cpu"] and row["checksum_equals_the_cpu"]):
-            raise AssertionError(f"{weight_format}: scales or checksum differ from the CPU's")
-        fractions[f"{weight_format}_of_a_copy"] = row["with_checksum_of_a_copy"]
-    return fractions
+    weight = random_weight(arguments)
+    return {
+        f"{weight_format}_of_a_copy": compare_kernel(weight, weight_format, largest)
+        for weight_format, largest in LARGEST.items()
+    }
+
+
+def compare_kernel(weight: torch.Tensor, weight_format: WeightFormat, largest: float) -> float:
+    """Return the kernel's bandwidth over that of a copy, if it computes what the CPU computes."""
+    from qurl_megatron.quantization.kernels import quantize_on_gpu
+
+    moved_bytes = weight.nbytes + weight.numel()  # each weight read, each code written
+    count = timing.copies_to_rotate(moved_bytes)
+    inputs = [weight.clone() for _ in range(count)]
+    outputs = [torch.ones_like(weight).to(code_dtype(weight_format)) for _ in inputs]
+    source = torch.ones(moved_bytes // 2, dtype=torch.uint8, device=weight.device)
+    sources = [source.clone() for _ in inputs]
+    targets = [source.clone() for _ in inputs]
+    hashes, by_block = hash_codes(outputs[0], 0, 0), weight_format == "fp8-block"
+
+    def run_kernel(turn: int) -> Any:
+        place = turn % count
+        return quantize_on_gpu(
+            inputs[place],
+            None,
+            outputs[place],
+            largest,
+            SMALLEST_SCALE,
+            by_block=by_block,
+            hashes=hashes,
+        )
+
+    _, scale, checksum = run_kernel(0)
+    on_cpu = quantize(weight.cpu(), weight_format, with_checksum=True)
+    if code_flips(outputs[0].cpu(), on_cpu.codes):
+        raise AssertionError(f"{weight_format}: codes differ from the CPU's")
+    if not torch.equal(scale.cpu(), on_cpu.scale) or int(checksum) != on_cpu.checksum:
+        raise AssertionError(f"{weight_format}: scales or checksum differ from the CPU's")
+    passes = {
+        "kernel": run_kernel,
+        "copy": lambda turn: targets[turn % count].copy_(sources[turn % count]),
+    }
+    times = timing.take_turns(passes, REPETITIONS)
+    return times["copy"]["median_s"] / times["kernel"]["median_s"]
 
 
 def check_products(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare the quantized layers with an exact product, over 16 tokens."""
-    shape = (33, 208) if arguments.rehearsal else kernels.WEIGHTS["32B key"]
-    row = kernels.measure_linear(shape, 16, REPETITIONS)
-    errors = {name: row[f"{name}_relative_error"] for name in ("int8", "fp8")}
+    from qurl_megatron.sglang_plugin.formats import Fp8Config, Int8Config
+
+    weight = random_weight(arguments)
+    tokens = torch.randn(16, weight.shape[1], device=weight.device).bfloat16()
+    exact = tokens.double() @ weight.double().t()
+    errors = {}
+    for weight_format, config in (("int8", Int8Config()), ("fp8", Fp8Config())):
+        quantized = quantize(weight, weight_format)
+        layer = torch.nn.Module()
+        layer.weight = torch.nn.Parameter(quantized.codes, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(quantized.scale, requires_grad=False)
+        product = config.linear_method(config).apply(layer, tokens)
+        errors[weight_format] = float((product - exact).norm() / exact.norm())
     if errors["int8"] > 0.02 or errors["fp8"] > 0.06:  # about twice what the codes' rounding gives
         raise AssertionError(f"relative errors {errors}")
     return errors

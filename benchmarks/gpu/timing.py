@@ -41,12 +41,6 @@ def copies_to_rotate(num_bytes: int) -> int:
     return 1 if device.accelerator() == "cpu" else max(1, -(-ROTATED_BYTES // num_bytes))
 
 
-def wait_for_device() -> None:
-    """Wait until the GPU, if there is one, has done what it was asked for."""
-    if device.accelerator() == "cuda":
-        torch.cuda.synchronize()
-
-
 def copy_bandwidth(num_bytes: int, repetitions: int = 9) -> float:
     """Return the median bytes per second, read plus written, of a copy of `num_bytes`."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device.device())

@@ -22,9 +22,8 @@ import os
 import platform
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -245,8 +244,7 @@ def difference(arm: Arm, base: Arm) -> str:
 def mean_and_interval(fractions: list[float], sign: str = "") -> str:
     """Return the mean in percent with its 95 % interval."""
     points = [100 * fraction for fraction in fractions]
-    interval = 1.96 * stdev(points) / sqrt(len(points)) if len(points) > 1 else float("nan")
-    return f"{fmean(points):{sign}.1f} ± {interval:.1f}"
+    return f"{fmean(points):{sign}.1f} ± {1.96 * machine.standard_error(points):.1f}"
 
 
 if __name__ == "__main__":

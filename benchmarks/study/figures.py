@@ -1,8 +1,7 @@
 """Draw the study's picture: what each objective learns in each cell."""
 
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -11,6 +10,7 @@ matplotlib.use("svg")
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from benchmarks.machine import standard_error
 from benchmarks.study.train import GAP_NAMES, Arm
 
 COLUMNS = 4
@@ -39,7 +39,7 @@ def draw_map(outcomes: dict[Arm, dict[str, Any]], path: Path) -> None:
             panel.errorbar(
                 [ages.index(arm.staleness) for arm in arms],
                 [fmean(of_seeds) for of_seeds in scores],
-                [1.96 * stdev(of_seeds) / sqrt(len(of_seeds)) for of_seeds in scores],
+                [1.96 * standard_error(of_seeds) for of_seeds in scores],
                 label=objective,
                 marker=".",
                 capsize=2,

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.quantize import QuantizedTensor
 
 SYMBOLS = 12
 STATES = SYMBOLS * SYMBOLS  # pairs (current symbol, symbol of the prompt): current * SYMBOLS + it
@@ -33,17 +32,14 @@ class Engine:
     weight_format: str  # int8, fp8, or int4: INT8's codes from -7 to 7, with a scale per channel
     error: float = 1.0  # factor on the rounding error of the weights
 
-    def quantized(self, weight: Tensor) -> QuantizedTensor:
-        """Return the codes `[seeds * out, in]` of a weight `[seeds, out, in]`, and their scales."""
+    def weights(self, weight: Tensor) -> Tensor:
+        """Return the values `[seeds, out, in]` that the engine multiplies by."""
         rows = weight.flatten(0, 1)
         absmax = quantize.block_absmax(rows, self._eight_bits)
         if self.weight_format == "int4":
             absmax *= 127 / 7  # keeps INT8's codes within -7 to 7
-        return quantize.quantize(rows, self._eight_bits, absmax)
-
-    def weights(self, weight: Tensor) -> Tensor:
-        """Return the values `[seeds, out, in]` that the engine multiplies by."""
-        rounded = quantize.dequantize(self.quantized(weight)).view_as(weight)
+        codes = quantize.quantize(rows, self._eight_bits, absmax)
+        rounded = quantize.dequantize(codes).view_as(weight)
         return rounded if self.error == 1 else weight + self.error * (rounded - weight)
 
     def activations(self, inputs: Tensor) -> Tensor:

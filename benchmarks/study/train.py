@@ -4,7 +4,6 @@ import functools
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Literal
 
 import torch
@@ -28,7 +27,7 @@ from qurl_megatron.algorithm.objective import (
     token_weights,
 )
 from qurl_megatron.config.schema import ObjectiveConfig, OptimizerConfig, UaqConfig
-from qurl_megatron.quantization import quantize, uaq
+from qurl_megatron.quantization import uaq
 
 PROMPTS, COMPLETIONS = 16, 8  # per step and seed
 
@@ -94,7 +93,6 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
 
     before = score(None)
     totals: dict[str, float] = {}
-    codes, flips = codes_of(parameters, engine), []
     for _ in range(steps):
         with torch.no_grad():
             table = logprob_table(parameters, engine)
@@ -133,9 +131,6 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             sums = mismatch_sums(proximal, behaviour, mask, objective.ratio_cap)
             sums |= {name: stats[name] for name in ("clipped", "acr_widened")}
             totals = add_up([totals, {name: value.item() for name, value in sums.items()}])
-        if engine is not None:
-            last, codes = codes, codes_of(parameters, engine)
-            flips.append(quantize.code_flips(last, codes).item() / codes.numel())
     return Outcome(
         before=before.tolist(),
         after=score(None).tolist(),
@@ -144,7 +139,6 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
         stats={
             **rollout_statistics(totals),
             **{name: totals[name] / totals["tokens"] for name in ("clipped", "acr_widened")},
-            "code_flips": fmean(flips) if flips else 0.0,
         },
         seconds=time.monotonic() - began,
     )
@@ -192,15 +186,6 @@ def start(length: int, seeds: int) -> Parameters:
 def scaled(parameters: Parameters, uaq_scale: float) -> Parameters:
     transform = uaq.transform(UaqConfig(scale=uaq_scale), is_hybrid=False)
     return {name: transform(name, parameter) for name, parameter in parameters.items()}
-
-
-@torch.no_grad()
-def codes_of(parameters: Parameters, engine: Engine | None) -> Tensor:
-    """Return all codes of the engine's layers in one row; without an engine there are none."""
-    if engine is None:
-        return torch.zeros(0, dtype=torch.int8)
-    layers = [weight for name, weight in parameters.items() if ".mlp." in name]
-    return torch.cat([engine.quantized(weight).codes.flatten() for weight in layers])
 
 
 def make_optimizer(

@@ -115,6 +115,7 @@ def mismatch(
     ] = 0.1,
     output: Annotated[Path | None, typer.Option(help="JSON file to write. Default: none.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled answers.")] = 0,
+    temperature: Annotated[float, typer.Option(help="The run's rollout.temperature.")] = 1.0,
 ) -> Iterator[int]:
     """Find which tokens, layers and activations make the quantized model differ.
 
@@ -141,7 +142,9 @@ def mismatch(
     )
 
     model = Path(_found(model))
-    options = MismatchOptions(model, data, chosen, prompts, max_completion, budget, seed)
+    options = MismatchOptions(
+        model, data, chosen, prompts, max_completion, budget, seed, temperature
+    )
     read = read_prompts(options)
     yield 1
     with progress_bar(f"comparing {weight_format} with BF16", "passes") as progress:

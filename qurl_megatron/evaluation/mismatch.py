@@ -1,8 +1,8 @@
 """Find which tokens, layers and activations make a quantized model differ: `qurl mismatch`.
 
 The difference is KL(quantized || exact) of the next token, in nats. It is measured on tokens that
-the quantized model sampled as a rollout server does, one completion to each prompt. Its mean is
-what `mismatch.json` of a run estimates. It is split three ways:
+the quantized model sampled as a rollout server does, one completion to each prompt, at the
+temperature of a run. Its mean is what `mismatch.json` of that run estimates. It is split in three:
 
     tokens        by entropy, position and rank of the sampled token: `split`
     layers        by how far it falls if one layer of a server stays in BF16: `gain`
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.keep import module_of, shortened
-from qurl_megatron.config.schema import Config, ConfigError, WeightFormat
+from qurl_megatron.config.schema import Config, ConfigError, RolloutConfig, WeightFormat
+from qurl_megatron.config.text import from_tree
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.model.architecture import Architecture
@@ -162,6 +163,7 @@ class MismatchOptions:
     max_completion_length: int  # in tokens
     budget: float  # largest growth of a server's weights, as a fraction
     seed: int
+    temperature: float  # of the run, whose log-probs are of the logits over it
 
 
 def read_prompts(options: MismatchOptions) -> list[Prompt]:
@@ -172,6 +174,10 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
     """
     if options.weight_format == "bf16":
         raise ConfigError("--format bf16: is not quantized; choose int8, int4 or an fp8 format")
+    try:
+        from_tree(RolloutConfig, {"temperature": options.temperature})
+    except ConfigError as error:
+        raise ConfigError(f"--{error}") from None
     check_model(options.model)
     architecture = Architecture.from_directory(options.model)
     architecture.check_blocks(options.weight_format)
@@ -207,7 +213,7 @@ def measure(
 
     architecture = Architecture.from_directory(options.model)
     stops = stop_token_ids(architecture, load_tokenizer(options.model))
-    model = QuantizedModel(options.model, options.weight_format, stops)
+    model = QuantizedModel(options.model, options.weight_format, stops, options.temperature)
     sampled: list[Sampled] = []
     for start in range(0, len(prompts), BATCH):
         chunk = prompts[start : start + BATCH]
@@ -247,6 +253,7 @@ def measure(
         "model": str(options.model),
         "data": options.data,
         "format": options.weight_format,
+        "temperature": options.temperature,
         "completions": len(sampled),
         "tokens": len(measured.kl),
         "kl": float(measured.kl.double().mean()),
@@ -316,8 +323,9 @@ def print_mismatch(result: dict[str, Any]) -> None:
     """Print the tables of a measurement and what it recommends."""
     console = table_console()
     console.print(
-        f"{result['model']} in {result['format']}: KL {result['kl']:.3g} nats a token, over "
-        f"{result['tokens']:,} tokens of {result['completions']:,} completions",
+        f"{result['model']} in {result['format']} at temperature {result['temperature']:g}: KL "
+        f"{result['kl']:.3g} nats a token, over {result['tokens']:,} tokens of "
+        f"{result['completions']:,} completions",
         soft_wrap=True,
         markup=False,
     )

@@ -136,25 +136,30 @@ class Experts(torch.nn.ModuleList):
 
 
 class Float32Head(torch.nn.Module):
-    """The output layer, with float32 logits."""
+    """The output layer, with float32 logits over a temperature."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, temperature: float) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.temperature = weight, temperature
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., hidden] bfloat16 to logits [..., vocabulary] float32."""
-        return torch.nn.functional.linear(x.float(), self.weight.float())
+        return torch.nn.functional.linear(x.float(), self.weight.float()) / self.temperature
 
 
 class QuantizedModel:
     """A causal language model with a switch for each linear layer.
 
-    `groups` has the names of the layers that a server holds as one.
+    `groups` has the names of the layers that a server holds as one. All logits are over the
+    temperature, as those of a run are, so samples are drawn at it too.
     """
 
     def __init__(
-        self, directory: Path, weight_format: WeightFormat, stop_token_ids: list[int]
+        self,
+        directory: Path,
+        weight_format: WeightFormat,
+        stop_token_ids: list[int],
+        temperature: float = 1.0,
     ) -> None:
         """Load and quantize the model in a Hugging Face directory that `check_model` accepts."""
         from transformers import AutoModelForCausalLM, GenerationConfig
@@ -194,7 +199,7 @@ class QuantizedModel:
         for group, meter in zip(self.groups, self.meters, strict=True):
             first_layer = self._model.get_submodule(module_of(group[0]))
             first_layer.register_forward_pre_hook(functools.partial(self._measure, meter))
-        self._model.lm_head = Float32Head(self._model.lm_head.weight.detach())
+        self._model.lm_head = Float32Head(self._model.lm_head.weight.detach(), temperature)
 
     def added_bytes(self, group: Sequence[str]) -> int:
         """Return by how much a server's weights grow if these layers stay in BF16."""
@@ -214,7 +219,7 @@ class QuantizedModel:
 
     @torch.inference_mode()
     def sample(self, prompts: Sequence[Prompt], length: int, seed: int) -> list[Sampled]:
-        """Sample one completion to each prompt, of at most `length` tokens, at temperature 1."""
+        """Sample one completion to each prompt, of at most `length` tokens."""
         self._switch(kept=(), measures=False)
         torch.manual_seed(seed)
         # Padding goes on the left, so that all completions begin at the same position.
