@@ -41,6 +41,7 @@ class Node:
         self.servers: list[subprocess.Popen[bytes]] = []
         self.programs: list[Program] = []
         self.ranks: list[subprocess.Popen[bytes]] = []
+        self.settled: list[tuple[list[str], int]] = []  # what shares this machine's memory
 
     def begin(self, phase: str) -> None:
         self.at.get(phase, lambda: None)()
@@ -83,7 +84,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     config.run_dir.mkdir()
     node = Node(config)
     monkeypatch.setattr(supervisor, "preload", lambda *_: node.begin("imports"))
-    monkeypatch.setattr(supervisor, "settle_run", lambda *_: None)
+    monkeypatch.setattr(
+        supervisor, "settle_run", lambda _, servers, ranks: node.settled.append((servers, ranks))
+    )
     monkeypatch.setattr(supervisor, "start", node.start_rank)
     monkeypatch.setattr(ServerPlan, "start", lambda plan: node.start_server(plan))
     monkeypatch.setattr("qurl_megatron.launch.servers.answers", lambda server: True)
@@ -110,6 +113,7 @@ def test_what_a_signal_does_depends_on_the_phase_and_on_what_it_asks_for(
     node.at[phase] = lambda: os.kill(os.getpid(), number)
     assert node.supervise() == code
     assert (len(node.servers), len(node.ranks)) == started
+    assert node.settled == [(["rollout"], 2)] * started[0]  # before a server starts
     asked = 9 if number == END else STOPPED_EARLY
     assert [rank.returncode for rank in node.ranks] == [asked] * len(node.ranks)
     os.kill(os.getpid(), number)  # it is ignored from now on
