@@ -4,6 +4,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from answering import Address
@@ -51,6 +52,10 @@ LONGEST_FILES = [
     "test_training",
     "test_asynchronous",
 ]
+
+# On a busy machine an example may take any time.
+hypothesis.settings.register_profile("qurl", deadline=None)
+hypothesis.settings.load_profile("qurl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

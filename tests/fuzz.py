@@ -64,7 +64,6 @@ fuzzed = settings(
     max_examples=int(os.environ.get(INPUTS, 3)),
     derandomize=INPUTS not in os.environ,
     database=None,
-    deadline=None,
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

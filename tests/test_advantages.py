@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl_megatron.algorithm.advantages import (
@@ -97,7 +97,6 @@ def verl_gae(
 NUMBERS = st.floats(-8, 8, width=32)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=12),

@@ -46,7 +46,7 @@ def place(part: tuple[slice, ...]) -> tuple[int, int]:
     return row.start, columns[0].start if columns else 0
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     data=st.data(),
     dtype=st.sampled_from(DTYPES),

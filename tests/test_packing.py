@@ -55,4 +55,5 @@ def test_ranks_have_about_the_same_work() -> None:
 def test_context_parallel_ranks_share_a_sequence_from_both_ends() -> None:
     assert zigzag(8, 0, 2).tolist() == [0, 1, 6, 7]
     assert zigzag(8, 1, 2).tolist() == [2, 3, 4, 5]
+    assert zigzag(12, 1, 3).tolist() == [2, 3, 8, 9]
     assert zigzag(5, 0, 1).tolist() == [0, 1, 2, 3, 4]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl_megatron.quantization.quantize import (
@@ -48,7 +48,6 @@ def same_bytes(a: QuantizedTensor, b: QuantizedTensor) -> bool:
 
 @pytest.mark.parametrize(("weight_format", "largest"), [("int8", 127), ("int4-g32", 7)])
 @given(weight=weights)
-@settings(deadline=None)
 def test_integer_codes_are_within_half_a_step_of_the_weight(
     weight_format: str, largest: int, weight: torch.Tensor
 ) -> None:
@@ -95,7 +94,6 @@ def test_packed_codes_are_those_of_compressed_tensors() -> None:
 
 
 @given(weights)
-@settings(deadline=None)
 def test_fp8_codes_are_the_saturated_cast_of_the_scaled_weight(weight: torch.Tensor) -> None:
     quantized = quantize(weight, "fp8")
     scaled = (weight.float() / quantized.scale).clamp(-448, 448)
@@ -104,7 +102,6 @@ def test_fp8_codes_are_the_saturated_cast_of_the_scaled_weight(weight: torch.Ten
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @given(weight=weights)
-@settings(deadline=None)
 def test_scale_is_absmax_divided_by_the_largest_code(
     weight_format: str, weight: torch.Tensor
 ) -> None:
@@ -117,7 +114,6 @@ def test_scale_is_absmax_divided_by_the_largest_code(
 
 @pytest.mark.parametrize("weight_format", FORMATS)
 @given(weight=weights)
-@settings(deadline=None)
 def test_quantizing_again_changes_no_code(weight_format: str, weight: torch.Tensor) -> None:
     once = quantize(weight, weight_format)
     twice = quantize(dequantize(once), weight_format)

@@ -177,6 +177,25 @@ def test_a_server_that_waits_for_weights_gets_them_while_groups_are_awaited() ->
     assert len(batch) == 4 and len(client.asked) == 2
 
 
+def test_closing_cancels_what_is_sampled_ahead() -> None:
+    class EndlessClient(ScriptedClient):
+        async def group(self, prompt: Prompt, settings: dict[str, Any]) -> list[Completion]:
+            if len(self.asked) == 2:  # those of the first step are answered
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append(prompt.id)
+            return await super().group(prompt, settings)
+
+    ended: list[str] = []
+    config = two_prompt_config()
+    config.rollout.max_staleness = 1
+    with sampler_of(config, EndlessClient({}), score_exactly, PROMPTS) as sampler:
+        sampler.sample(step=1, version=1)
+        sampler.close()
+        assert len(ended) == 2
+
+
 def sample_stages(
     stages: dict[int, StageConfig],
 ) -> tuple[list[dict[str, Any]], list[str], dict[str, Any]]:

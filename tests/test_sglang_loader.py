@@ -45,7 +45,7 @@ def models(draw: st.DrawFn, weight_format: str) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("weight_format", FORMATS)
-@settings(max_examples=6, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=6, derandomize=True, phases=[Phase.generate])
 @given(data=st.data())
 def test_every_server_size_holds_the_checkpoint_quantized_directly(
     weight_format: str, data: st.DataObject
