@@ -157,8 +157,8 @@ def _check_base(config: Config, checkpoint: Path, model: str) -> None:
     """
     from qurl_megatron.quantization.adapter_files import base_hash
 
-    state = checkpoint / "state.json"
-    dates = [each.st_ctime for f in Path(model).glob("*") for each in (f.stat(), f.lstat())]
+    state, files = checkpoint / "state.json", [f for f in Path(model).glob("*") if f.exists()]
+    dates = [each.st_ctime for file in files for each in (file.stat(), file.lstat())]
     if model == config.model and max(dates) <= state.stat().st_ctime:
         return
     base = read_json_object(state).get("base")
