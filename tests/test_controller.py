@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from qurl_megatron.rollout.controller import Controller
+from qurl_megatron.rollout.controller import Controller, end
 
 
 def test_all_coroutines_run_in_one_thread_which_close_ends_with_them() -> None:
@@ -54,3 +54,23 @@ def test_what_a_caller_no_longer_waits_for_is_cancelled() -> None:
         time.sleep(0.1)
         running.cancel()
         assert cancelled.wait(5)
+
+
+def test_tasks_that_are_ended_have_tidied_up() -> None:
+    ended: list[str] = []
+
+    async def tidy_up(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append(name)
+
+    async def begin_and_end() -> None:
+        tasks = [asyncio.create_task(tidy_up(name)) for name in "ab"]
+        await asyncio.sleep(0)
+        await end(tasks)
+        assert ended == ["a", "b"]
+
+    with closing(Controller()) as controller:
+        controller.wait(begin_and_end())
