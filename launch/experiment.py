@@ -193,8 +193,10 @@ def named_runs(
     for word in sweeps:
         field, _, values = word.partition("=")
         listed = values.split(",")
-        if not all(listed) or len(set(listed)) < len(listed):
+        if not all(listed):
             raise ConfigError(f"--sweep {word}: not of the form field=value,value")
+        if len(set(listed)) < len(listed):
+            raise ConfigError(f"--sweep {word}: lists a value twice")
         axes.append({value: [f"{field}={value}"] for value in listed})
     name = name or f"{name_prefix(recipe)}-sweep"
     runs = []

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,7 @@ from qurl_megatron.quantization.adapter_files import (
 )
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.quantize import quantize
+from qurl_megatron.weight_sync import export
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
 from sent import as_bytes, tensors_in
@@ -339,6 +341,24 @@ def test_adapters_are_merged_over_the_base_that_they_were_trained_over_only(
     with pytest.raises(ConfigError, match="trained over another base; give that model, unchanged"):
         merge_directory(model, tmp_path / "changed", found, "bf16", lambda *_: None)
     assert not (tmp_path / "changed").exists()
+
+
+def test_an_export_that_is_refused_leaves_nothing_and_can_be_repeated(
+    adapters: Path, tmp_path: Path
+) -> None:
+    model, base = tmp_path / "model", read_adapters(adapters).base
+    own: Any = SimpleNamespace(targets=["*_proj"], alpha=ALPHA, weight_format="int8")
+    tensors = {
+        name.removeprefix("base_model.model."): values
+        for name, values in load_file(adapters / "adapter_model.safetensors").items()
+    }
+    places = tmp_path / "merged", tmp_path / "merged_adapters"
+    (tmp_path / "merged_adapters.partial").mkdir()  # of one that was killed
+    with pytest.raises(ConfigError, match="trained over another base"):
+        export._write_merged(tensors, own, "another", model, *places)
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "adapters"}
+    export._write_merged(tensors, own, base, model, *places)
+    assert all(place.is_dir() for place in places)
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"hash": "0"}', "not JSON"])

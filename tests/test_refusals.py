@@ -53,6 +53,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text.save(config, run_dir / "config.yaml")
     (home / "runs" / "spoilt" / "config.yaml").write_text("steps: [\n")
     (home / "runs" / "no_run").mkdir()
+    (home / "started").mkdir()  # what an evaluation leaves that ended while its server started
+    (home / "started" / "server.log").touch()
     (home / "own.py").write_text(OWN_PY)
     (home / "wrong.py").write_text("def recipe(:\n")
     (home / "runs.yaml").mkdir()
@@ -409,6 +411,7 @@ COMMANDS = rows("""
     eval model problems.jsonl format=int4          groups of int4 are 128 wide
     eval model problems.jsonl format=int8 keep=[no] max_prompt_length=9 max_completion_length=9  no:
     eval model problems.jsonl output=runs          output=runs: exists
+    eval model none.jsonl output=started max_prompt_length=99 max_completion_length=99  none.jsonl
     eval model problems.jsonl output=-x            must not begin with -
     eval model problems.jsonl max_prompt_length=1 max_completion_length=9  than max_prompt_length
     eval model problems.jsonl max_prompt_length=99 max_completion_length=999  set it to 413 or less
@@ -485,7 +488,7 @@ COMMANDS = rows("""
     launch quickstart --time 1:00:00               --time: only with --executor slurm
     launch quickstart --sweep steps                --sweep steps: not of the form
     launch quickstart --sweep steps=1,             --sweep steps=1,: not of the form
-    launch quickstart --sweep steps=1,1            --sweep steps=1,1: not of the form
+    launch quickstart --sweep steps=1,1            --sweep steps=1,1: lists a value twice
     launch quickstart --sweep steps=1,0            steps=0: input should be greater
     launch quickstart name=a;b --sweep steps=1,2   name=a;b-1: a run's name has
 """)

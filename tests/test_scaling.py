@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,14 @@ def test_wrong_files_and_runs_are_one_line(
     assert result.exit_code == 2
     assert result.stderr.removeprefix("qurl: ").startswith(message)
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_leaves_early_gets_the_files_and_no_error(tmp_path: Path) -> None:
+    code = "from qurl_megatron.cli import main; main()"
+    words = [sys.executable, "-c", code, "plan", "Qwen2.5-0.5B", "--gpus", "2,4"]
+    words += ["--output", str(tmp_path / "plan.csv")]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert command.stdout is not None
+    command.stdout.close()
+    assert (command.communicate()[1], command.returncode) == (b"", 0)
+    assert (tmp_path / "plan.csv").exists()

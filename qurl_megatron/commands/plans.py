@@ -139,6 +139,8 @@ def plan(
     if refusals and not rows:
         raise refusals[max(refusals)]
     rows += [scaling.measured_row(run, architecture, workload, node) for run in measured or []]
+    for file in output or []:  # first, in case nobody reads to the end
+        scaling.write(rows, file)
     if len(rows) == 1 and not refusals:
         plan_page.print_plan(rows[0].plan, rows[0].placements_s)
     else:
@@ -147,7 +149,6 @@ def plan(
         for objection in objections_to_limit(row.plan, limit_s, max_restarts + 1):
             print(f"Warning, {row.plan.gpus} GPUs: {objection}.")
     for file in output or []:
-        scaling.write(rows, file)
         print(f"{file} is ready")
     if rehearse:
         sys.exit(max(rehearse_page.rehearse_plan(row.plan) for row in rows))

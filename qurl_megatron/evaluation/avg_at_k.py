@@ -304,7 +304,10 @@ def check(config: EvalConfig) -> None:
     Raises:
         ConfigError, ArchitectureError: an input is wrong.
     """
-    if os.path.lexists(config.output):
+    output = Path(config.output)
+    # A log alone is what an evaluation left that ended while its server started.
+    is_left = output.is_dir() and {each.name for each in output.iterdir()} <= {"server.log"}
+    if os.path.lexists(output) and (output.is_symlink() or not is_left):
         raise ConfigError(f"output={config.output}: exists; choose another directory, output=DIR")
     if not config.data:
         raise ConfigError(
@@ -365,7 +368,7 @@ def run(config: EvalConfig) -> None:
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer, columns)
         served = served_model(config, model_dir, Path(scratch) / "converted")
-        output.mkdir(parents=True)
+        output.mkdir(parents=True, exist_ok=True)
         with (
             contextlib.ExitStack() as stack,
             serving(config, served, console) as fleet,  # before any thread, so tests can fork it

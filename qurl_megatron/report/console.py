@@ -13,6 +13,8 @@ metric that is not finite raises one at once.
 """
 
 import math
+import os
+import sys
 import textwrap
 import time
 from collections import defaultdict, deque
@@ -52,9 +54,16 @@ NOT_FINITE = "not finite"
 KL = "kl_behaviour_proximal_k3"
 
 
+class _TableConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """Print nothing more, and let the command go on; rich would end it."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def table_console() -> Console:
     """Return a console for tables. In a pipe, which rich takes for 80 columns, it is wider."""
-    console = Console(highlight=False)
+    console = _TableConsole(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, PIPE_COLUMNS)
     return console

@@ -137,16 +137,21 @@ def _write_merged(
     layers = adapted_layers(adapters.targets, Architecture.from_directory(source))
     # A layer that fuses projections has adapters for all of them, also without a target.
     kept = {name: values for name, values in tensors.items() if name.split(".lora_")[0] in layers}
-    write_adapters(
-        partial := partial_of(of_adapters),
-        kept,
-        alpha=adapters.alpha,
-        source=source,
-        weight_format=adapters.weight_format,
-        base=base,
-    )
-    merge_directory(source, destination, read_adapters(partial), adapters.weight_format, progress)
-    rename_whole(partial, of_adapters)
+    partial, weight_format = partial_of(of_adapters), adapters.weight_format
+    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    try:
+        write_adapters(
+            partial,
+            kept,
+            alpha=adapters.alpha,
+            source=source,
+            weight_format=weight_format,
+            base=base,
+        )
+        merge_directory(source, destination, read_adapters(partial), weight_format, progress)
+        rename_whole(partial, of_adapters)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _create_partial(destination: Path) -> Path:
