@@ -152,8 +152,8 @@ def prepare_resume(
 def _check_base(config: Config, checkpoint: Path, model: str) -> None:
     """Check that the model is the one, then at `model`, under a checkpoint's adapters.
 
-    Its files are read only if one was written, renamed or linked after the checkpoint. A copied
-    checkpoint is younger than its base: then only the learner, which always compares, finds out.
+    Its files are read only if one was written, renamed or linked after the checkpoint. If the
+    checkpoint is younger than the change, only the learner finds out, which always compares.
     """
     from qurl_megatron.quantization.adapter_files import base_hash
 

@@ -47,11 +47,10 @@ from qurl_megatron.rollout.preload import (
     preload,
     start,
 )
-from qurl_megatron.rollout.server import LOOPBACK, ServerFailed
+from qurl_megatron.rollout.server import LOOPBACK, POLL_S, ServerFailed
 
 LEARNER = "qurl_megatron.loop.train"
 START_FAILED = 3  # exit code of a job's supervisor with a server that failed in its first start
-POLL_S = 0.2
 # Exit codes of a rank after which the others are waited for; None: it still runs.
 KNOWN_CODES = (None, 0, STOPPED_EARLY, SAID_WHY)
 REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to stop early

@@ -53,8 +53,6 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         text.save(config, run_dir / "config.yaml")
     (home / "runs" / "spoilt" / "config.yaml").write_text("steps: [\n")
     (home / "runs" / "no_run").mkdir()
-    (home / "started").mkdir()  # what an evaluation leaves that ended while its server started
-    (home / "started" / "server.log").touch()
     (home / "own.py").write_text(OWN_PY)
     (home / "wrong.py").write_text("def recipe(:\n")
     (home / "runs.yaml").mkdir()
@@ -411,7 +409,6 @@ COMMANDS = rows("""
     eval model problems.jsonl format=int4          groups of int4 are 128 wide
     eval model problems.jsonl format=int8 keep=[no] max_prompt_length=9 max_completion_length=9  no:
     eval model problems.jsonl output=runs          output=runs: exists
-    eval model none.jsonl output=started max_prompt_length=99 max_completion_length=99  none.jsonl
     eval model problems.jsonl output=-x            must not begin with -
     eval model problems.jsonl max_prompt_length=1 max_completion_length=9  than max_prompt_length
     eval model problems.jsonl max_prompt_length=99 max_completion_length=999  set it to 413 or less

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -304,10 +305,7 @@ def check(config: EvalConfig) -> None:
     Raises:
         ConfigError, ArchitectureError: an input is wrong.
     """
-    output = Path(config.output)
-    # A log alone is what an evaluation left that ended while its server started.
-    is_left = output.is_dir() and {each.name for each in output.iterdir()} <= {"server.log"}
-    if os.path.lexists(output) and (output.is_symlink() or not is_left):
+    if os.path.lexists(config.output):
         raise ConfigError(f"output={config.output}: exists; choose another directory, output=DIR")
     if not config.data:
         raise ConfigError(
@@ -368,7 +366,7 @@ def run(config: EvalConfig) -> None:
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer, columns)
         served = served_model(config, model_dir, Path(scratch) / "converted")
-        output.mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True)
         with (
             contextlib.ExitStack() as stack,
             serving(config, served, console) as fleet,  # before any thread, so tests can fork it
@@ -419,13 +417,18 @@ def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[F
         seed=config.seed,
         loads=True,
     )
-    with plan.running() as server:
-        waited = f"{time.monotonic() - start:.0f} s"
-        console.print(f"the server is up after {waited}: {server.url}", markup=False)
-        with contextlib.closing(Controller()) as controller:
-            fleet = Fleet("evaluation", {0: server}, loaded=True, controller=controller)
-            fleet.watch()
-            yield fleet
+    try:
+        with plan.running() as server:
+            waited = f"{time.monotonic() - start:.0f} s"
+            console.print(f"the server is up after {waited}: {server.url}", markup=False)
+            with contextlib.closing(Controller()) as controller:
+                fleet = Fleet("evaluation", {0: server}, loaded=True, controller=controller)
+                fleet.watch()
+                yield fleet
+    except SystemExit:  # of a signal; a directory without answers would block the next evaluation
+        if [*output.iterdir()] == [plan.log_file]:
+            shutil.rmtree(output)
+        raise
 
 
 @contextlib.contextmanager

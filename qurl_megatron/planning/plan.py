@@ -21,7 +21,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
@@ -500,13 +500,11 @@ def suggest(
     best: Plan | None = None
     refusals: list[ConfigError] = []
     workload = workload or Workload.of(config)
-
-    def learner_s(layout: Config) -> float:
-        return learner_time(architecture, layout, workload, node).total
-
+    candidates = [*layouts(architecture, config, gpus, node, given)]
     # No step is shorter than the learner's part of it, which is cheap to compute.
-    for layout in sorted(layouts(architecture, config, gpus, node, given), key=learner_s):
-        if best and learner_s(layout) >= best.total_s:
+    learner_s = [learner_time(architecture, each, workload, node).total for each in candidates]
+    for least_s, layout in sorted(zip(learner_s, candidates, strict=True), key=itemgetter(0)):
+        if best and least_s >= best.total_s:
             break
         try:
             candidate = plan(architecture, layout, gpus, workload, node)

@@ -100,5 +100,6 @@ def test_a_signal_while_it_samples_ends_it_with_one_line_and_no_process_is_left(
     assert time.monotonic() - sent_at < 2 + 5  # the machine may be busy
     last = run.text().splitlines()[-1]
     assert last == "qurl: interrupted by SIGTERM" and "Traceback" not in run.text()
+    assert not (tmp_path / "eval").exists()  # it has no answers, and would block the next one
     _, alive = psutil.wait_procs(run.survivors(), timeout=30)
     assert alive == []
