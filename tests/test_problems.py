@@ -36,6 +36,11 @@ def read(tmp_path: Path, *entries: Any, fields: Fields = RECOGNIZED) -> list[Pro
     return read_problems(write_lines(tmp_path / "a.jsonl", *entries), {}, fields=fields).problems
 
 
+def write_parquet(path: Path, *rows: Any) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
 def refusal(data: str, message: str, options: Mapping[str, Any] | None = None) -> None:
     """Check that data is refused in one line with this text in it."""
     with pytest.raises(DataError, match=re.escape(message)) as refused:
@@ -48,13 +53,63 @@ def test_a_reward_function_gets_the_prompt_of_a_conversation_without_the_answer(
 ) -> None:
     asked = [{"role": "user", "content": "1 + 1?"}]
     chat = [*asked, {"role": "assistant", "content": "2"}]
-    kept = Fields(keeps_entries=True)
+    kept = Fields(for_function=True)
     (problem,) = read(tmp_path, {"messages": chat, "level": 3}, fields=kept)
     assert problem.columns == {"prompt": asked, "messages": chat, "level": 3}
     (problem,) = read(tmp_path, GOOD, fields=kept)
     assert problem.columns == GOOD
     with pytest.raises(DataError, match="line 1: has no field level, .* question, answer"):
         read(tmp_path, GOOD, fields=kept._replace(columns=["answer", "level"]))
+
+
+def test_a_function_of_the_users_own_gets_any_answer_as_it_is(tmp_path: Path) -> None:
+    own = Fields(for_function=True)
+    target = {"target": 98, "numbers": [44, 19, 35]}
+    for answer in (target, [target], True, [["6"]], {"target": ["n1", "N"]}, '["6"]'):
+        entry = {"prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": answer}}
+        for data in (
+            write_lines(tmp_path / "a.jsonl", entry, entry),
+            write_parquet(tmp_path / "a.parquet", entry, entry),
+        ):
+            (problem,) = read_problems(data, {}, fields=own).problems
+            assert problem.answer == answer and not problem.answers
+    (number,) = read(tmp_path, {**GOOD, "answer": 2.0}, fields=own)
+    assert number.answer == "2"
+    refusal(
+        write_lines(tmp_path / "a.jsonl", {**GOOD, "answer": target}),
+        "answer is a dict; expected a string or a number, such as answer.target, answer.numbers",
+    )
+
+
+def test_a_function_of_the_users_own_may_do_without_answers(tmp_path: Path) -> None:
+    own = Fields(for_function=True)
+    prompts = [{"prompt": f"A tweet on topic {number}."} for number in (0, 1, 1)]
+    data = write_lines(tmp_path / "a.jsonl", *prompts)
+    source = read_problems(data, {}, fields=own)
+    assert [(p.question, p.answer) for p in source.problems] == [
+        ("A tweet on topic 0.", None),
+        ("A tweet on topic 1.", None),
+    ]
+    assert source.notes == ["no entry has an answer, and the function gets None"]
+    assert source.dropped == {"repeats an earlier problem": [f"{data} line 3"]}
+    refusal(data, "line 1: answer is missing or empty")  # a built-in verifier needs them
+    with pytest.raises(DataError, match="line 1: gold is missing"):
+        read_problems(data, {}, fields=own._replace(answer="gold"))
+    with pytest.raises(DataError, match="line 2: .*; 1 of 2 entries have no answer; incomplete=d"):
+        read(tmp_path, GOOD, prompts[0], fields=own)
+
+
+def test_answers_among_words_are_counted(tmp_path: Path) -> None:
+    answers = ["18 wolves", "5 dollars", "The answer is 5", "6", "x"]
+    rows = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
+    data = write_lines(tmp_path / "a.jsonl", *rows)
+    for reward, noted in {"math": True, "deepscaler": True, "dapo": True, "exact": False}.items():
+        source = read_problems(data, {})
+        keep_verifiable({"data": source}, Config(reward=reward))
+        note = f"1 answers are a number among words, .* reward {reward}; .* line 1: '18 wolves'"
+        assert len(source.notes) == noted
+        assert not noted or re.search(note, source.notes[0])
+        assert len(source.problems) == len(answers)
 
 
 def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
@@ -180,11 +235,6 @@ def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
     }.items():
         refusal(f"{tmp_path}/{name}", f"{name}: {message}")
     refusal(write_lines(tmp_path / "a.jsonl", GOOD), "data_options.size", {"size": 3})
-
-
-def write_parquet(path: Path, *rows: Any) -> str:
-    pq.write_table(pa.Table.from_pylist(list(rows)), path)
-    return str(path)
 
 
 def test_published_file_formats_are_read(tmp_path: Path) -> None:

@@ -79,6 +79,47 @@ def test_any_answer_of_a_list_is_right(
     assert not any(score.failure for score in scores)
 
 
+@pytest.mark.parametrize(
+    ("verifier", "answer", "right", "wrong"),
+    [
+        # The JSON of a list of texts, as in Skywork's data.
+        ("math", '["\\\\frac{1}{2}", "3"]', ["\\boxed{0.5}", "\\boxed{3}"], "\\boxed{2}"),
+        ("gsm8k", '["1"]', ["#### 1"], "#### 2"),
+        ("exact", ' ["a", "b"]', ["b"], '["a", "b"]'),
+        ("exact", "[1, 2]", ["[1, 2]"], "1"),  # numbers: an answer that is a list
+        ("exact", "[]", ["[]"], ""),
+        ("exact", '["a", ""]', ['["a", ""]'], "a"),
+        # A number among words.
+        ("math", "5 dollars", ["\\boxed{5}", "\\boxed{5 dollars}"], "\\boxed{4}"),
+        ("math", "The answer is 1,200.", ["\\boxed{1200}"], "\\boxed{12}"),
+        ("gsm8k", "a\n#### 18 years old", ["#### 18"], "#### 8"),
+        ("gsm8k_flexible", "$5", ["it is 5"], "it is 4"),
+        ("dapo", "answer: -2.5", ["Answer: -2.5"], "Answer: 2.5"),
+        ("deepscaler", "It is 5.", ["</think> \\boxed{5}"], "</think> \\boxed{4}"),
+        ("exact", "5 dollars", ["5 dollars"], "5"),
+        # Words that may matter stay.
+        ("math", "2 and a half", [], "\\boxed{2}"),
+        ("math", "5 million dollars", [], "\\boxed{5}"),
+        ("math", "Sunday, May 5", ["\\boxed{Sunday, May 5}"], "\\boxed{5}"),
+    ],
+)
+def test_an_answer_written_as_a_list_or_among_words_is_read_as_meant(
+    verifier: str, answer: str, right: list[str], wrong: str
+) -> None:
+    reward, question = load(settings(verifier)), Question("", answer, {})
+    assert not reward.unverifiable(question)
+    scores = list(reward.score([*right, wrong], question))
+    assert [score.value for score in scores] == [1] * len(right) + [0]
+
+
+def test_a_list_of_texts_is_one_answer_in_reasoning_gym() -> None:
+    entry = reasoning_gym.create_dataset("jugs", size=1, seed=1)[0]
+    jugs = Question("", entry["answer"], entry["metadata"])
+    assert entry["answer"].startswith('["')
+    for verifier in ("reasoning_gym", "exact"):
+        assert score(settings(verifier), entry["answer"], jugs).value == 1
+
+
 def test_a_list_without_an_answer_that_can_be_compared_is_unverifiable() -> None:
     question = Question("", "none", {}, ("none", "some"))
     assert "'some' is no number" in load(settings("gsm8k")).unverifiable(question)
@@ -170,6 +211,15 @@ def test_rewards_of_verl_and_trl_and_arrays_are_scores(function: Callable[..., A
         assert score.timed_out == score.failure.startswith("timed out after 0.5 s")
     if function is verl:
         assert [score.parts for score in scores] == [{"accuracy": 1.0}, {"accuracy": 0.0}]
+
+
+def test_a_function_of_verl_gets_the_answer_of_its_data() -> None:
+    def verl(solution_str, ground_truth):  # type: ignore[no-untyped-def]
+        return float(str(ground_truth["target"]) in solution_str)
+
+    reward = RewardFunction(verl, Config(reward="a.py:f"))
+    (score,) = reward.score(["9 is the target"], Question("How many?", {"target": 9}, {}))
+    assert score == Score(1, {}, "")
 
 
 def test_texts_of_a_plain_question_are_no_messages() -> None:

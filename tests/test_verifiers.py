@@ -32,7 +32,7 @@ def credit(name: str, text: str, answer: str) -> float:
 @pytest.mark.parametrize(
     ("answer", "text", "strict", "flexible"),
     [
-        # verl's two rules, by the last 300 characters.
+        # verl's two rules, by the last 300 characters; the flexible one reads "12." as 12.
         ("72", "So it is #### 72", RIGHT, RIGHT),
         ("72", "So it is 72", WRONG, RIGHT),
         ("72", "####72", WRONG, RIGHT),
@@ -40,10 +40,12 @@ def credit(name: str, text: str, answer: str) -> float:
         ("72", "#### 72, no: #### 5", WRONG, WRONG),
         ("72", "#### 72\nThat took 3 steps.", RIGHT, WRONG),
         ("72", "#### $72", WRONG, RIGHT),
-        ("72", "#### 72.", WRONG, WRONG),  # the full stop belongs to the number
+        ("72", "#### 72.", WRONG, RIGHT),  # in the strict rule the full stop is of the number
+        ("72", "7 + 65 = 72, I think.", WRONG, RIGHT),
+        ("5", "It is .5", WRONG, WRONG),
         ("72", "#### 72.0", WRONG, WRONG),  # numbers are compared as texts
         ("72", "72 .", WRONG, RIGHT),  # a full stop alone is not a number
-        ("1,200", "#### 1,200", RIGHT, WRONG),  # only the strict rule removes commas
+        ("1,200", "#### 1,200", RIGHT, RIGHT),
         ("-3", "#### -3", RIGHT, RIGHT),
         ("48/2 = <<48/2=24>>24\n#### 72", "#### 72", RIGHT, RIGHT),
         ("72", "#### 72" + " " * 300, WRONG, WRONG),

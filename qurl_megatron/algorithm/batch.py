@@ -31,7 +31,7 @@ class Prompt:
 
     id: str  # a hash of the question (and of the answers if an earlier problem has the question)
     question: str
-    answer: str
+    answer: Any
     token_ids: list[int]  # after the chat template, if the tokenizer has one
     metadata: dict[str, Any] = field(default_factory=dict)  # fields for the verifier
     answers: tuple[str, ...] = ()  # the data's list of right answers, if it has one

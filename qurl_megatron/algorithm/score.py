@@ -3,6 +3,7 @@
 This file imports nothing heavy, because the processes that score import it.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -17,15 +18,19 @@ class Question:
     """What a verifier or a reward function learns of a problem."""
 
     question: str  # for a chat, the content of all messages
-    answer: str  # the first, if there are several
+    answer: Any  # a text, the first if there are several; for a user's function see `texts_of`
     metadata: dict[str, Any]
     answers: tuple[str, ...] = ()  # the data's list of right answers, if it has one
     columns: dict[str, Any] = field(default_factory=dict)  # the data's entry, for a user's reward
 
-    @property
-    def right_answers(self) -> tuple[str, ...]:
-        """The right answers, at least one."""
-        return self.answers or (self.answer,)
+
+def texts_of(answer: Any, answers: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the right answers as texts, at least one.
+
+    A function of the user's own may get any JSON value as the answer, and None if the data has
+    none.
+    """
+    return answers or (answer if isinstance(answer, str) else json.dumps(answer, default=str),)
 
 
 class Score(NamedTuple):

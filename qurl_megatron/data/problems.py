@@ -28,6 +28,7 @@ Recognized fields of an entry (others are ignored):
 with `role` and `content`. If the assistant has the last message of a conversation, that is not part
 of the question. Other fields of a message (`tool_calls`, `name`) and the `tools` of an entry go to
 the chat template unchanged. An answer is a string, a number, or a list of these, all of them right.
+For a function of the user's own it may be any JSON value, or be missing in all entries.
 
 `metadata` holds fields for the verifier; reward reasoning_gym needs its `source_dataset`.
 
@@ -57,10 +58,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from qurl_megatron.algorithm.score import Question
+from qurl_megatron.algorithm.score import Question, texts_of
 from qurl_megatron.config.schema import Config, Unusable
 from qurl_megatron.data.scoring import unverifiable
-from qurl_megatron.data.verifiers import reasoning_gym_tasks
+from qurl_megatron.data.verifiers import has_other_words, reasoning_gym_tasks
 from qurl_megatron.model import hub
 
 REASONING_GYM = "reasoning_gym:"
@@ -91,7 +92,7 @@ class Problem:
 
     question: str  # for a chat, the content of all messages
     messages: list[dict[str, Any]]  # role, content and more; a plain question is one user message
-    answer: str  # the first, if there are several
+    answer: Any  # a text, the first if there are several; see `texts_of`
     metadata: dict[str, Any]  # fields for the verifier
     location: str  # file and line, for messages
     tools: list[dict[str, Any]] | None = None  # for the chat template
@@ -110,7 +111,8 @@ class Fields(NamedTuple):
     answer: str = ""
     required: bool = True
     incomplete: Unusable = "refuse"  # what becomes of entries without an answer
-    keeps_entries: bool = False  # for a reward function, which may ask for any field
+    for_function: bool = False  # of the user's own, which gets entries and answers as they are
+    without_answer: bool = False  # no entry has one
     columns: Collection[str] = ()  # fields that each entry must have, for a reward function
 
 
@@ -177,11 +179,19 @@ def read_problems(
             continue
         except DataError as error:
             raise DataError(f"{location}: {error}") from None
-        key = problem.question, problem.answers or (problem.answer,)
+        key = problem.question, texts_of(problem.answer, problem.answers)
         if key in unique:
             source.dropped["repeats an earlier problem"].append(location)
             continue
         unique[key] = problem
+    is_named = fields.answer and fields.required
+    if incomplete and not unique and fields.for_function and not is_named:
+        fields = fields._replace(without_answer=True)
+        source = dataclasses.replace(
+            read_problems(data, data_options, seed=seed, fields=fields), data=source.data
+        )
+        source.notes.append("no entry has an answer, and the function gets None")
+        return source
     if incomplete and (fields.incomplete == "refuse" or not unique):
         location, first = next(iter(incomplete.items()))
         hint = "; incomplete=drop leaves such entries out" if unique else ""
@@ -213,10 +223,21 @@ def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str
     questions = [
         Question(each.question, each.answer, each.metadata, each.answers) for each in every
     ]
-    answers = iter(unverifiable(config, questions))
+    reasons_of = iter(unverifiable(config, questions))
     for name, source in sources.items():
-        asked = list(zip(source.problems, answers, strict=False))  # the next source has the rest
+        asked = list(zip(source.problems, reasons_of, strict=False))  # the next source has the rest
         reasons = [f"{problem.location}: {reason}" for problem, reason in asked if reason]
+        worded = [
+            f"{problem.location}: {answer!r}"
+            for problem, reason in asked
+            for answer in texts_of(problem.answer, problem.answers)
+            if not reason and has_other_words(config.reward, answer)
+        ]
+        if worded:
+            source.notes.append(
+                f"{len(worded):,} answers are a number among words, which a completion may have to "
+                f"repeat for reward {config.reward}; the first is {worded[0]}"
+            )
         if not reasons:
             continue
         if config.reward == "reasoning_gym" or len(reasons) == len(asked):
@@ -565,18 +586,20 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     verl = isinstance(entry.get("reward_model"), dict)
     usual = "reward_model.ground_truth" if verl else "answer"
     name = _name(entry, fields.answer, (usual,), fields.required)
+    answer: Any = None
     if last and not fields.answer and _look_up(entry, name) is None:
         answer = last
-    else:
-        value = _value(entry, name, "answer_key", Incomplete)
-        answers = _answers(value, name) if isinstance(value, list) else ()
-        answer = answers[0] if answers else _text(value, name)
+    elif not fields.without_answer:
+        answer = _value(entry, name, "answer_key", Incomplete)
+        if not fields.for_function or _is_text(answer):
+            answers = _answers(answer, name) if isinstance(answer, list) else ()
+            answer = answers[0] if answers else _text(answer, name)
     metadata = entry.get("metadata")
     if not isinstance(metadata, dict | None):
         raise DataError(f"metadata is a {type(metadata).__name__}; expected an object")
     tools = _tools(entry.get("tools"))
     columns: dict[str, Any] = {}
-    if fields.keeps_entries:  # a conversation is given without its answer
+    if fields.for_function:  # a conversation is given without its answer
         columns = {**entry, "prompt": messages} if isinstance(asked, list) else entry
     if missing := [column for column in fields.columns if column not in columns]:
         raise DataError(
@@ -618,6 +641,13 @@ def _is_missing(value: Any) -> bool:
     """Return whether it is nothing, blank, or NaN: what pandas puts where a column has a gap."""
     is_blank = isinstance(value, str) and not value.strip()
     return value is None or is_blank or (isinstance(value, float) and math.isnan(value))
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value can be read as a text, or as a list of texts."""
+    if isinstance(value, list):
+        return not any(isinstance(each, list) for each in value) and all(map(_is_text, value))
+    return isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
 
 
 def _answers(values: list[Any], field: str) -> tuple[str, ...]:
@@ -682,7 +712,11 @@ def _text(value: Any, field: str) -> str:
     if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
         return _number(value, field)
     if not isinstance(value, str):
-        raise DataError(f"{field} is a {type(value).__name__}; expected a string or a number")
+        parts = ", ".join(f"{field}.{name}" for name in value) if isinstance(value, dict) else ""
+        raise DataError(
+            f"{field} is a {type(value).__name__}; expected a string or a number"
+            + (f", such as {parts}" if parts else "")
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:

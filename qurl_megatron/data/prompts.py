@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.algorithm.score import texts_of
 from qurl_megatron.config.schema import Config, Unusable
 from qurl_megatron.data.problems import (
     DataError,
@@ -58,7 +59,7 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
         config.question_key,
         config.answer_key,
         incomplete=config.incomplete,
-        keeps_entries=is_own_function(config),
+        for_function=is_own_function(config) or bool(config.rollout.agent),
         columns=() if config.rollout.agent else columns,
     )
     sources = {"data": read(config.data, config.data_options, fields=fields)}
@@ -144,7 +145,7 @@ def tokenize(
         # The first problem with a question is identified by the question alone.
         identity = problem.question
         if identity in questions:
-            identity += "\0" + "\0".join(problem.answers or (problem.answer,))
+            identity += "\0" + "\0".join(texts_of(problem.answer, problem.answers))
         questions.add(problem.question)
         prompts.append(
             Prompt(

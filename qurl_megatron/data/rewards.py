@@ -39,7 +39,7 @@ from typing import Any, Literal
 
 from qurl_megatron.algorithm.score import ACCURACY, TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config
-from qurl_megatron.data.verifiers import VERIFIERS
+from qurl_megatron.data.verifiers import VERIFIERS, right_answers
 
 VERIFIER_CPU_LIMIT_S = 3.0
 MAX_FAILURE_LENGTH = 300
@@ -276,7 +276,7 @@ class BuiltIn(RewardFunction):
     def unverifiable(self, question: Question) -> str:
         """Return the verifier's reason."""
         reason = ""
-        for each in _one_by_one(question):
+        for each in self._one_by_one(question):
             with _cpu_limit(VERIFIER_CPU_LIMIT_S):
                 reason = self._verifier.unverifiable(each)
             if not reason:
@@ -294,7 +294,7 @@ class BuiltIn(RewardFunction):
         """Return the largest credit for any answer; raise what the verifier raised for them all."""
         credits: list[float] = []
         failures: list[Exception] = []
-        for each in _one_by_one(question):
+        for each in self._one_by_one(question):
             try:
                 with _cpu_limit(VERIFIER_CPU_LIMIT_S):
                     credits.append(self._verifier.credit(text, each))
@@ -304,10 +304,10 @@ class BuiltIn(RewardFunction):
             raise failures[0]
         return max(credits)
 
-
-def _one_by_one(question: Question) -> list[Question]:
-    """Return a question with each of its answers alone."""
-    return [replace(question, answer=answer, answers=()) for answer in question.right_answers]
+    def _one_by_one(self, question: Question) -> list[Question]:
+        """Return a question with each of its right answers alone."""
+        answers = right_answers(self._config.reward, question)
+        return [replace(question, answer=answer, answers=()) for answer in answers]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from qurl_megatron.algorithm.score import TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import rewards
-from qurl_megatron.data.verifiers import is_plain
+from qurl_megatron.data.verifiers import is_plain, right_answers
 from qurl_megatron.process import END_CONTAINED, contain, die_with_parent, start_worker
 
 if TYPE_CHECKING:  # it imports torch, which a worker does not need
@@ -198,7 +198,7 @@ class _Worker:
 
 
 def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
-    """Return why no completion of each problem could be right; empty texts where one could.
+    """Return why no completion of each problem could be right; empty texts where one may.
 
     Worker processes find out, because reading 40,000 LaTeX answers takes minutes of CPU time. No
     process is started if all answers are plain numbers.
@@ -207,10 +207,14 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
         ConfigError: the reward cannot be loaded.
     """
     reasons = [""] * len(questions)
+    if rewards.is_own_function(config):
+        return reasons
     doubtful = [
         row
         for row, question in enumerate(questions)
-        if not any(is_plain(config.reward, answer) for answer in question.right_answers)
+        if not any(
+            is_plain(config.reward, answer) for answer in right_answers(config.reward, question)
+        )
     ]
     if not doubtful:
         return reasons

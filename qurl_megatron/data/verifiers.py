@@ -6,14 +6,16 @@ with published results must have been rewarded for the same.
 This file imports no verifier's library at its top; a verifier imports its own when it is built.
 """
 
+import contextlib
 import functools
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, Protocol
 
-from qurl_megatron.algorithm.score import Question
+from qurl_megatron.algorithm.score import Question, texts_of
 from qurl_megatron.data.deepscaler import DeepScaler
 
 TAIL_LENGTH = 300  # the last characters of a text, all that GSM8K's and DAPO's rules read
@@ -46,8 +48,9 @@ _NUMBER = "-?[0-9.]+"
 class Gsm8k(Verifier):
     """GSM8K as verl scores it, by the last 300 characters of a text.
 
-    Strict: the number after the last "#### ", without its commas. Flexible: the last number, with
-    its commas. The answer is what follows "####" in it, without commas.
+    Strict: the number after the last "#### ", without its commas. Flexible: the last number, as it
+    is read: verl's has a full stop behind it and its commas, so "12." and "1,200" are wrong there.
+    The answer is what follows "####" in it, without commas.
     """
 
     def __init__(self, *, flexible: bool) -> None:
@@ -65,9 +68,9 @@ class Gsm8k(Verifier):
 
     def _number(self, text: str) -> str | None:
         if self._flexible:
-            numbers = [found for found in re.findall(r"-?[0-9.,]+", text) if found != "."]
-            return numbers[-1] if numbers else None
-        numbers = re.findall(r"#### (-?[0-9.,]+)", text)
+            numbers = re.findall(r"-?[0-9.,]*[0-9]", text)
+        else:
+            numbers = re.findall(r"#### (-?[0-9.,]+)", text)
         return numbers[-1].replace(",", "") if numbers else None
 
 
@@ -263,6 +266,69 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {
     "reasoning_gym": ReasoningGym,
     "exact": Exact,
 }
+
+
+def right_answers(reward: str, question: Question) -> list[str]:
+    """Return the texts that a built-in verifier compares with, each of them right.
+
+    A text that is the JSON of a list of texts is that list. Of a number with a unit behind it or
+    "The answer is" before it, the number alone is right too, but not for `exact`. The answers of
+    reasoning-gym stay as they are: a list of texts can be one answer there.
+    """
+    given = texts_of(question.answer, question.answers)
+    if "source_dataset" in question.metadata:
+        return list(given)
+    right = [each for answer in given for each in _listed(answer)]
+    return right if reward == "exact" else [*right, *filter(None, map(_number_alone, right))]
+
+
+def _listed(answer: str) -> list[str]:
+    """Return the texts of a JSON list of texts, or the answer alone."""
+    if answer.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            texts = json.loads(answer)
+            if texts and all(isinstance(each, str) and each.strip() for each in texts):
+                return list(texts)
+    return [answer]
+
+
+_AMONG_WORDS = re.compile(
+    r"(?P<before>[a-z][a-z ,']*(?::\s*|\s))?\$?(?P<number>-?[0-9][0-9,]*(?:\.[0-9]+)?)"
+    r"(?P<after>(?:\s+[a-z]+)*)\.?",
+    re.IGNORECASE,
+)
+_OPENING = re.compile(r"(?:(?:the )?(?:final )?answer(?: is)?:?|it is)\s*", re.IGNORECASE)
+_UNITS = set(
+    """square cubic unit units point points dollar dollars euro euros pound pounds cent cents
+    degree degrees mm cm dm m km centimeter centimeters meter meters metre metres kilometer
+    kilometers inch inches foot feet yard yards mile miles mph acre acres second seconds minute
+    minutes hour hours day days week weeks month months year years old mg g kg gram grams kilogram
+    kilograms ounce ounces ml l liter liters litre litres gallon gallons""".split()
+)
+
+
+def _among_words(answer: str) -> re.Match[str] | None:
+    """Return the match of a number with nothing but words around it."""
+    answer = answer.rsplit("####", 1)[-1].strip()
+    return _AMONG_WORDS.fullmatch(answer) if len(answer) <= 80 else None
+
+
+def _number_alone(answer: str) -> str:
+    """Return the number in "The answer is 5." or "5 dollars"; empty: other words may matter."""
+    found = _among_words(answer)
+    if found is None or not _OPENING.fullmatch(found["before"] or "it is"):
+        return ""
+    is_known = set(found["after"].lower().split()) <= _UNITS
+    return found["number"] if is_known and found["number"] != found[0] else ""
+
+
+def has_other_words(reward: str, answer: str) -> bool:
+    """Return whether a number has words around it that a completion may have to repeat."""
+    if reward not in ("math", "dapo", "deepscaler"):
+        return False  # the others do not look for a number, or refuse such an answer
+    found = _among_words(answer)
+    words = found and re.search(r"[A-Za-z]{2}", f"{found['before'] or ''} {found['after']}")
+    return bool(words) and not _number_alone(answer)
 
 
 def is_plain(reward: str, answer: str) -> bool:

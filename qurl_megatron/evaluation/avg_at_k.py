@@ -193,7 +193,7 @@ class ProblemResult:
     """A problem with its generated answers: one line of an answers file."""
 
     question: str
-    answer: str | list[str]  # the right answer, or several
+    answer: Any  # the right answer, or a list of several; for a user's function any JSON value
     greedy: Answer
     sampled: list[Answer]
 
@@ -286,7 +286,7 @@ def settle_cache(config: EvalConfig, architecture: Architecture) -> None:
 
 def write_answers(results: list[ProblemResult], path: Path) -> None:
     """Write `results` as jsonl, one problem per line."""
-    lines = (json.dumps(dataclasses.asdict(result)) + "\n" for result in results)
+    lines = (json.dumps(dataclasses.asdict(result), default=str) + "\n" for result in results)
     write_whole(path, "".join(lines))
 
 
@@ -483,7 +483,7 @@ def _load_prompts(
         config.question_key,
         config.answer_key,
         incomplete=config.incomplete,
-        keeps_entries=is_own_function(reward),
+        for_function=is_own_function(reward) or bool(config.agent),
         columns=() if config.agent else columns,
     )
     sources = {

@@ -54,7 +54,9 @@ def run(config: EvalConfig, count: int) -> None:
     drawn = config.temperature, config.top_p
     tokenizer = load_tokenizer(model, *template)
     stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
-    fields = Fields(config.question_key, config.answer_key, incomplete=config.incomplete)
+    fields = Fields(
+        config.question_key, config.answer_key, incomplete=config.incomplete, for_function=True
+    )
     source = read_problems(config.data[0], {}, seed=config.seed, fields=fields)
     prompts = tokenize(
         source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, stops=stops
