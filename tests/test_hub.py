@@ -195,6 +195,29 @@ def test_a_model_that_is_downloaded_in_part_is_said_and_continued(
     assert Path(local_model(MODEL), "model.safetensors").is_file()
 
 
+def test_a_cache_without_lists_of_files_is_read_where_there_is_no_hub(
+    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Older versions of the library keep no lists, and a copied cache may lack them."""
+    model, data = local_model(MODEL), local_data(f"{DATA}:main")
+    commit = Path(model).name
+    for lists in tmp_path.glob("cache/*/trees"):
+        shutil.rmtree(lists)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in (MODEL, f"{MODEL}@main", f"{MODEL}@{commit}", model, f"{model}/"):
+        assert Path(local_model(name)) == Path(model)
+    for name in (f"{DATA}:main", data):
+        assert len(read_problems(name, {}).problems) == 64
+    shutil.move(tmp_path / "cache", tmp_path / "copied")
+    copied = model.replace("/cache/", "/copied/")
+    assert local_model(copied) == copied
+    Path(copied, "model.safetensors").unlink()
+    with refused(HubError, f"{MODEL}@{commit}: has no .safetensors"):
+        local_model(copied)
+    with refused(HubError, f"{MODEL}: there is no such directory here", "HF_HUB_OFFLINE is set"):
+        local_model(MODEL)
+
+
 def test_a_run_keeps_its_commit_when_the_branch_moves_on(
     hub: SmallHub, tiny_files: dict[str, bytes], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ snapshot is gone or not whole, the same commit is downloaded again.
 
 import contextlib
 import errno
+import functools
 import re
 import sys
 import warnings
@@ -107,8 +108,9 @@ def download(
 ) -> Path:
     """Download the files that match `allowed` patterns and no `ignored` one; return the snapshot.
 
-    A commit that has been downloaded is not asked for again. If the Hub does not answer, what the
-    cache has of a branch or tag is used.
+    A commit that has been downloaded is not asked for again. If the Hub does not give it, what the
+    cache has is used; only its list of a commit's files, which older versions of the library did
+    not keep, can say that something is missing.
 
     Raises:
         HubError: not all of it can be downloaded.
@@ -145,7 +147,22 @@ def download(
             warnings.simplefilter("ignore")  # about a disk that is too small: an error says so
             return Path(huggingface_hub.snapshot_download(repository.name, **given, **patterns))
     except Exception as error:  # of the Hub, the network and the disk
+        with contextlib.suppress(LocalEntryNotFoundError, ValueError):
+            snapshot = huggingface_hub.snapshot_download(
+                repository.name, **given, **patterns, local_files_only=True
+            )
+            _warn_of_no_list(repository.name)
+            return Path(snapshot)
         raise HubError(f"{repository}: {_reason(error, repository, kind)}") from error
+
+
+@functools.cache  # said once
+def _warn_of_no_list(name: str) -> None:
+    print(
+        f"qurl: {name}: the cache has no list of its files, and the Hub does not answer; what is "
+        "there is taken for all of it",
+        file=sys.stderr,
+    )
 
 
 def is_listed(commit: Repository, kind: Kind) -> bool:
