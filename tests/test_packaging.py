@@ -47,11 +47,13 @@ CORE = requirements_of(PROJECT["dependencies"])
 EXTRAS = requirements_of(
     [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
 )
-LOCKED = dict(
-    re.findall(
-        r"^([\w.-]+)==(\S+) \\$", (REPOSITORY / "requirements.txt").read_text(), re.MULTILINE
+LOCKED = {
+    name: version
+    for file in ("requirements.txt", "requirements-model.txt")
+    for name, version in re.findall(
+        r"^([\w.-]+)==(\S+) \\$", (REPOSITORY / file).read_text(), re.MULTILINE
     )
-)
+}
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +133,7 @@ def test_the_image_installs_what_make_installs_and_docs_say_on_the_cuda_of_torch
     """Docker itself does not run here."""
     lines = (REPOSITORY / "docker" / "Dockerfile").read_text().replace("\\\n", "").splitlines()
     copied = [words[1:-1] for words in map(str.split, lines) if words[:1] == ["COPY"]]
-    assert copied == [["requirements.txt", "requirements-gpu.txt"]]
+    assert copied == [["requirements.txt", "requirements-model.txt", "requirements-gpu.txt"]]
     installed = [
         line.partition("pip install --no-cache-dir ")[2].replace("/tmp/", "")
         for line in lines
