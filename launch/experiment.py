@@ -36,7 +36,7 @@ from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.status import owner_of, slurm_jobs
 from qurl_megatron.model import hub
 from qurl_megatron.planning.gpus import H100, node_of
-from qurl_megatron.planning.job import objections
+from qurl_megatron.planning.job import idle_gpus, objections
 from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
@@ -155,7 +155,8 @@ def launch_jobs(jobs: Sequence[Job], options: JobOptions, *, dry_run: bool) -> i
     node = node_of(options.gpu, options.gpus_per_node)
     for job in jobs:
         limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
-        for objection in objections(job.config, node, limit_s, max_jobs):
+        idle = [] if options.heterogeneous else idle_gpus(job.config, node)
+        for objection in (*idle, *objections(job.config, node, limit_s, max_jobs)):
             print(f"qurl: {job.config.name}: warning: {objection}", file=sys.stderr)
     print_summaries(jobs)
     if dry_run:
@@ -289,12 +290,14 @@ def job_script(
     Raises:
         ConfigError: the run does not fit on the nodes, or an option is malformed.
     """
-    learner, rollout = smallest_plan(config, options.gpus_per_node)
-    if options.heterogeneous and not rollout:
+    if options.heterogeneous and config.rollout.placement == "colocated":
         raise ConfigError(
             "rollout.placement=colocated: a heterogeneous job has two groups of nodes, and learner "
             "and servers share one; leave --heterogeneous out"
         )
+    learner, rollout = smallest_plan(
+        config, options.gpus_per_node, heterogeneous=options.heterogeneous
+    )
     has_gpu_gres = knows_gpus(options.sbatch.get("partition"))
     if options.heterogeneous:
         groups = [(len(side), max(node.gpus for node in side)) for side in (learner, rollout)]

@@ -7,7 +7,6 @@ submitted yet: `smallest_plan`, which finds how many nodes the run needs.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -24,8 +23,8 @@ from qurl_megatron.planning.memory import RUNTIME_BYTES, learner_memory, total_b
 from qurl_megatron.planning.nodes import (
     ServerSpec,
     deal,
-    fit_on_nodes,
-    nodes_of_learner,
+    nodes_of_run,
+    server_sizes,
     server_specs,
 )
 from qurl_megatron.process import free_port, make_key
@@ -168,9 +167,10 @@ class NodeGroup:
     nodes: list[str]
     het_group: int | None  # index in a heterogeneous job; None: a job of equal nodes
     cpus: int  # granted on each node
+    gpus: int | None = None  # of each node; not known in a heterogeneous job
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class NodePlan:
     """The learner ranks and servers of one node, and the number of GPUs they need."""
 
@@ -214,21 +214,30 @@ def plan_here(config: Config, num_gpus: int, attempt: int) -> JobPlan:
 
 
 def make_plan(
-    config: Config, attempt: int, learner_nodes: list[str], rollout_nodes: list[str], port: int
+    config: Config,
+    attempt: int,
+    learner_nodes: list[str],
+    rollout_nodes: list[str],
+    port: int,
+    gpus_per_node: int | None = None,
 ) -> JobPlan:
-    """Spread ranks evenly over the learner nodes, and servers one by one over the rollout nodes.
+    """Spread ranks evenly over the learner nodes, and servers one by one over all nodes.
 
-    Colocated servers are on the nodes of the learner, and `rollout_nodes` is empty.
+    A server beside ranks has GPUs of its own there. Colocated servers have those of the ranks, and
+    `rollout_nodes` is empty.
+
+    Args:
+        gpus_per_node: None for nodes of two kinds; the learner's then have no servers.
 
     Raises:
-        ConfigError: the ranks do not divide evenly, a rollout node would have no server,
-            transport=direct is set for servers on other nodes, or a colocated server does not fit
-            on the learner's GPUs of one node.
+        ConfigError: the ranks do not divide evenly, the servers do not fit, a rollout node would
+            have none, transport=direct is set for servers on other nodes, or a colocated server
+            does not fit on the learner's GPUs of one node.
     """
     is_colocated = config.rollout.placement == "colocated"
-    if config.quantization.transport == "direct" and not is_colocated:
+    if config.quantization.transport == "direct" and rollout_nodes:
         raise ConfigError(
-            "quantization.transport=direct: in a Slurm job the servers are on other nodes than the "
+            "quantization.transport=direct: servers of this job are on other nodes than the "
             "learner; set it to broadcast or auto"
         )
     world_size = config.learner.world_size
@@ -244,29 +253,35 @@ def make_plan(
             f"rollout.servers={config.rollout.servers}: {len(rollout_nodes)} rollout nodes need at "
             f"least as many servers; there are {len(specs)}, the evaluation server included"
         )
-    beside: dict[int, list[Placed]] = {}  # of each learner node
-    for set_name, index, gpu in _place_on_learner(config, specs) if is_colocated else []:
-        node, first = divmod(gpu, ranks)
-        size = getattr(config, set_name).server.tensor_parallel_size
-        if first + size > ranks:
-            raise ConfigError(
-                f"{set_name}.server.tensor_parallel_size={size}: with rollout.placement=colocated "
-                f"a server is on the GPUs of one node, and the learner has {ranks} ranks on each; "
-                f"set it to a divisor of {ranks}"
-            )
-        beside.setdefault(node, []).append((set_name, index, first))
     senders = {rank // ranks for rank in sending_ranks(config.learner)}
     nodes = [
-        NodePlan(name, ranks, ranks, beside.get(number, []), sends=number in senders)
+        NodePlan(name, ranks, ranks, sends=number in senders)
         for number, name in enumerate(learner_nodes)
     ]
-    for name, on_node in zip(rollout_nodes, deal(specs, len(rollout_nodes)), strict=True):
-        # The last of these is the number of GPUs, so it is one more than there are servers.
-        firsts = [0, *itertools.accumulate(spec.server.tensor_parallel_size for spec in on_node)]
-        servers = [
-            (spec.set_name, spec.index, gpu) for spec, gpu in zip(on_node, firsts, strict=False)
-        ]
-        nodes.append(NodePlan(name, firsts[-1], servers=servers))
+    nodes += [NodePlan(name, gpus=0) for name in rollout_nodes]
+    if is_colocated:
+        for set_name, index, gpu in _place_on_learner(config, specs):
+            number, first = divmod(gpu, ranks)
+            size = getattr(config, set_name).server.tensor_parallel_size
+            if first + size > ranks:
+                raise ConfigError(
+                    f"{set_name}.server.tensor_parallel_size={size}: with "
+                    "rollout.placement=colocated a server is on the GPUs of one node, and the "
+                    f"learner has {ranks} ranks on each; set it to a divisor of {ranks}"
+                )
+            nodes[number].servers.append((set_name, index, first))
+        return JobPlan(make_key(), attempt, learner_nodes[0], port, nodes)
+    hosts = nodes if gpus_per_node else nodes[len(learner_nodes) :]
+    sizes = server_sizes(config)
+    places = deal(sizes, [node.gpus for node in hosts])
+    for spec, size, (number, first) in zip(specs, sizes, places, strict=True):
+        if gpus_per_node and first + size > gpus_per_node:
+            raise ConfigError(
+                f"--nodes={len(nodes)}: too few; nodes of {gpus_per_node} GPUs do not hold the "
+                f"learner's {world_size} ranks and servers of {sum(sizes)} GPUs"
+            )
+        hosts[number].servers.append((spec.set_name, spec.index, first))
+        hosts[number].gpus = max(hosts[number].gpus, first + size)
     return JobPlan(make_key(), attempt, learner_nodes[0], port, nodes)
 
 
@@ -278,36 +293,25 @@ def sending_ranks(learner: LearnerConfig) -> list[int]:
     return [start + first for start in range(0, learner.world_size, stage) for first in firsts]
 
 
-def smallest_plan(config: Config, gpus_per_node: int) -> tuple[list[NodePlan], list[NodePlan]]:
-    """Return the fewest learner nodes and rollout nodes that give each rank a GPU of its own.
-
-    If learner and servers are colocated there are no rollout nodes.
+def smallest_plan(
+    config: Config, gpus_per_node: int, *, heterogeneous: bool = False
+) -> tuple[list[NodePlan], list[NodePlan]]:
+    """Return the nodes of the learner and the further ones of `nodes_of_run`, with their parts.
 
     Raises:
         ConfigError: there is no server, one needs more than a node, or the learner's ranks do not
             divide evenly over nodes.
     """
-    specs = server_specs(config)
-    if not specs:
+    if not server_specs(config):
         raise ConfigError(
             "rollout.servers=0: a Slurm job has at least one server of its own; set it to 1, or "
             "evaluate something"
         )
-    for spec in specs:
-        size = spec.server.tensor_parallel_size
-        if size > gpus_per_node:
-            raise ConfigError(
-                f"{spec.set_name}.server.tensor_parallel_size={size}: a server must fit on one "
-                f"node, which has --gpus-per-node={gpus_per_node}"
-            )
-    sizes = [spec.server.tensor_parallel_size for spec in specs]
-    num_nodes = 1
-    while not fit_on_nodes(sizes, num_nodes, gpus_per_node):
-        num_nodes += 1
-    learner = [
-        f"learner{n}" for n in range(nodes_of_learner(config.learner.world_size, gpus_per_node))
-    ]
-    is_colocated = config.rollout.placement == "colocated"
-    rollout = [] if is_colocated else [f"rollout{n}" for n in range(num_nodes)]
-    nodes = make_plan(config, 0, learner, rollout, port=0).nodes
+    numbers = nodes_of_run(config, gpus_per_node, heterogeneous=heterogeneous)
+    learner, rollout = (
+        [f"{side}{number}" for number in range(count)]
+        for side, count in zip(("learner", "rollout"), numbers, strict=True)
+    )
+    of_all = None if heterogeneous else gpus_per_node
+    nodes = make_plan(config, 0, learner, rollout, port=0, gpus_per_node=of_all).nodes
     return nodes[: len(learner)], nodes[len(learner) :]

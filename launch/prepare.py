@@ -14,14 +14,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 
 from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
-from qurl_megatron.config.text import load, save, with_overrides
+from qurl_megatron.config.text import leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM, local_data
 from qurl_megatron.data.rewards import absolute
@@ -29,13 +29,17 @@ from qurl_megatron.files import list_checkpoints, read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
-from qurl_megatron.launch.status import claim
+from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.model import hub
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
 from qurl_megatron.planning.host import check_host, check_workers
 from qurl_megatron.rollout import toolkit
+
+# Fields that this module fills in where a recipe leaves them open, and what says where a run is.
+SETTLED = ("rollout.stop_token_ids", "rollout.server.releases", "evaluation.server.releases")
+OF_DIRECTORY = ("name", "output_dir", "recipe_file")
 
 
 def prepare_new(
@@ -66,18 +70,8 @@ def prepare_new(
             f"run: qurl resume {config.run_dir}"
         )
     _find(config, Config())
-    uaq_is_given = any(word.startswith("quantization.uaq.") for word in words)
-    has_none = config.quantization.format == "bf16" or config.adapters.rank > 0
-    if has_none and not uaq_is_given:
-        config.quantization.uaq = UaqConfig()  # there is no quantized update to scale
-    elif not uaq_is_given and config.quantization.uaq != UaqConfig():
-        with suppress(ArchitectureError):  # which is refused below
-            architecture = Architecture.from_directory(config.model)
-            if architecture.num_experts:  # `check_scales` has the reason
-                scale, of_recipe = 1 if architecture.delta_net else 2, config.quantization.uaq.scale
-                config.quantization.uaq = UaqConfig(scale=scale)
-                text = f"quantization.uaq.scale={scale} for a model with experts, not {of_recipe:g}"
-                print(f"qurl: {text}", file=sys.stderr)
+    if said := _choose_scale(config, words):
+        print(f"qurl: {said}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as scratch:
         built, train = Path(scratch) / "model", None
         if not config.model and config.model_builder:
@@ -98,6 +92,28 @@ def prepare_new(
             _make_paths_absolute(config)
             _write(config, data_summary)
     return config, data_summary
+
+
+def _choose_scale(config: Config, words: Sequence[str]) -> str:
+    """Give a recipe's UAQ the scale that suits format and model, unless `words` give one.
+
+    Return a line that says so, where a recipe's scale becomes another one.
+    """
+    uaq = config.quantization.uaq
+    if uaq == UaqConfig() or any(word.startswith("quantization.uaq.") for word in words):
+        return ""
+    if config.quantization.format == "bf16" or config.adapters.rank > 0:
+        config.quantization.uaq = UaqConfig()  # there is no quantized update to scale
+        return ""
+    try:
+        architecture = Architecture.from_directory(config.model)
+    except ArchitectureError:  # which is refused later
+        return ""
+    if not architecture.num_experts:
+        return ""
+    scale = 1 if architecture.delta_net else 2  # `check_scales` has the reason
+    config.quantization.uaq = UaqConfig(scale=scale)
+    return f"quantization.uaq.scale={scale} for a model with experts, not {uaq.scale:g}"
 
 
 def prepare_resume(
@@ -173,19 +189,51 @@ def prepare_resume_or_new(
     recipe: str,
     overrides: list[str],
     node: Node,
+    script: str = "",
     **how: bool,
 ) -> tuple[Config, str]:
-    """Resume the named run, or create it, for a job on such nodes; `how` has both's options."""
+    """Resume the named run, or create it, for a job on such nodes; `how` has both's options.
+
+    `overrides` change a run that exists, as those of `prepare_resume` do. The rest of the recipe
+    must be as the run has it, unless `script` is that of the run's last job, which has nothing new
+    to say.
+    """
     place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
     if not any(word.startswith("name=") for word in place):
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
     run_dir = with_overrides(Config(), place).run_dir
     if (run_dir / "config.yaml").is_file():
         others = [word for word in overrides if word not in place]
-        return prepare_resume(run_dir, others, node=node, **how)
+        last = run_dir / JOB_SCRIPT
+        try:
+            if not (script and last.exists() and last.read_text() == script):
+                check_as_saved(recipe, others, load(run_dir / "config.yaml"))
+            return prepare_resume(run_dir, others, node=node, **how)
+        except ConfigError as error:
+            raise ConfigError(
+                f"name={run_dir.name}: {run_dir} exists: {error}; choose another name; "
+                f"{how_to_resume(run_dir)}"
+            ) from None
     if run_dir.exists():
         raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
     return prepare_new(recipe, overrides, node=node, **how)
+
+
+def check_as_saved(recipe: str, overrides: list[str], saved: Config) -> None:
+    """Check that a recipe has the values of an existing run in the fields that are not overridden.
+
+    Raises:
+        ConfigError: it has not; the message names the first field.
+    """
+    config = with_overrides(load_recipe(recipe).config, overrides)
+    _choose_scale(config, overrides)
+    given = {word.partition("=")[0] for word in overrides}
+    before = leaf_values(saved)
+    for field, value in leaf_values(config).items():
+        is_given = any(f"{each}.".startswith(f"{field}.") for each in given)
+        is_open = value == "" or (field in SETTLED and value in ([], "auto"))
+        if not is_given and not is_open and value != before[field] and field not in OF_DIRECTORY:
+            raise ConfigError(f"it has {field}={before[field]}, and {recipe} {value}")
 
 
 def _write(config: Config, data_summary: str) -> None:

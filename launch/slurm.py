@@ -6,8 +6,8 @@ It reads the variables that the script sets (`launch/experiment.py:_variables`),
 with QURL_.
 
 Every node of the job has one task, which supervises its part of the plan (`supervisor.py`). The
-nodes of the learner are one job step, also where servers share them. Each other node has servers
-only, and is a step by itself. This process starts and watches them:
+nodes of the learner, on which there may be servers too, are one job step. Each other node has
+servers only, and is a step by itself. This process starts and watches them:
 
 - When the learner ends, the other nodes are ended too. The job's exit code is the learner's.
 - The supervisor of a rollout node that ends is started again. When the node is lost, or its
@@ -102,7 +102,14 @@ def _run(config: Config, max_restarts: int) -> int:
         learner_group = groups[0]
         attempt = Attempt.create(config)
         rollout_nodes = [name for group in groups[1:] for name in group.nodes]
-        plan = make_plan(config, attempt.number, learner_group.nodes, rollout_nodes, free_port())
+        plan = make_plan(
+            config,
+            attempt.number,
+            learner_group.nodes,
+            rollout_nodes,
+            free_port(),
+            learner_group.gpus,
+        )
         save_servers_at(config)
     plan.save(attempt.logs / "plan.json")
     job = {
@@ -299,7 +306,7 @@ def nodes_of_job(job: str) -> list[str]:
 def node_groups(
     environment: Mapping[str, str], world_size: int, *, is_colocated: bool = False
 ) -> list[NodeGroup]:
-    """Return the job's learner nodes and rollout nodes, or one group if they are colocated.
+    """Return the job's learner nodes, which may have servers too, and its other nodes, if any.
 
     A heterogeneous job has two groups of nodes. In one allocation the learner gets the first nodes,
     as many as its ranks fill with one GPU each.
@@ -328,16 +335,14 @@ def node_groups(
     if not gpus:
         raise ConfigError("no GPUs in the allocation: ask for --gpus-per-node")
     num_learner = nodes_of_learner(world_size, gpus)
-    if num_learner + (not is_colocated) > len(nodes):
-        more = ", and at least one more is needed for the rollout servers"
+    if num_learner > len(nodes):
         raise ConfigError(
             f"--nodes={len(nodes)}: the learner's {world_size} ranks take {num_learner} nodes of "
-            f"{gpus} GPUs{'' if is_colocated else more}"
+            f"{gpus} GPUs"
         )
     cpus = min_cpus(environment["SLURM_JOB_CPUS_PER_NODE"])
-    learner, rollout = nodes[:num_learner], nodes[num_learner:]
-    sides = [learner] if is_colocated else [learner, rollout]
-    return [NodeGroup(side, None, cpus) for side in sides]
+    sides = [nodes[:num_learner], [] if is_colocated else nodes[num_learner:]]
+    return [NodeGroup(side, None, cpus, gpus) for side in sides if side]
 
 
 def gpus_of_node(environment: Mapping[str, str]) -> int:
@@ -594,11 +599,12 @@ def main() -> None:
     if command == "guard":
         return guard(Path(*words))
     print(f"{datetime.now():%F %T} {shlex.join(sys.argv[1:])}", flush=True)
-    script, recipe, *overrides = words
+    file, recipe, *overrides = words
+    script = Path(file).read_text()
     with exit_on_bad_input():
-        config, data_summary = prepare_resume_or_new(recipe, overrides, job_node())
+        config, data_summary = prepare_resume_or_new(recipe, overrides, job_node(), script)
     # This script resumes the run. Its variables may be secrets.
-    write_whole(config.run_dir / JOB_SCRIPT, Path(script).read_text(), private=True)
+    write_whole(config.run_dir / JOB_SCRIPT, script, private=True)
     if is_finished(config.run_dir):
         print(f"{config.run_dir} is finished")
         return

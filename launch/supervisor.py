@@ -123,7 +123,7 @@ def supervise(
                 servers.save()
             if node.ranks:
                 rosters = await_rosters(attempt, plan, servers, signals)
-                cpus = [[]] * node.ranks if host == LOOPBACK else cpus_of_ranks(node.ranks)
+                cpus = [[]] * node.ranks if host == LOOPBACK else cpus_of_gpus(node.gpus)
                 programs = rank_programs(attempt, plan, node, rosters, cpus, signals.to_stop)
                 for rank, program in programs.items():
                     if not signals:
@@ -220,10 +220,10 @@ def rank_programs(
     }
 
 
-def cpus_of_ranks(ranks: int) -> list[list[int]]:
+def cpus_of_gpus(gpus: int) -> list[list[int]]:
     """Return equal parts of this process's CPUs, in the order of sockets, as GPUs usually are.
 
-    CPUs that share a core are next to each other. With more ranks than CPUs the parts are empty.
+    CPUs that share a core are next to each other. With more GPUs than CPUs the parts are empty.
     """
 
     def place(cpu: int) -> tuple[int, ...]:
@@ -234,8 +234,8 @@ def cpus_of_ranks(ranks: int) -> list[list[int]]:
             return 0, 0, cpu
 
     cpus = sorted(os.sched_getaffinity(0), key=place)
-    size = len(cpus) // ranks
-    return [cpus[rank * size : (rank + 1) * size] for rank in range(ranks)]
+    size = len(cpus) // gpus
+    return [cpus[gpu * size : (gpu + 1) * size] for gpu in range(gpus)]
 
 
 def watch(ranks: dict[int, Started], servers: Servers, signals: Signals, has_ranks: bool) -> int:

@@ -148,6 +148,15 @@ def test_every_field_that_is_named_exists(page: Path) -> None:
         assert known or name.endswith((".py", ".md")), f"{page.name} names {name}"
 
 
+def test_each_command_on_the_pages_that_starts_a_run_has_a_name_of_its_own() -> None:
+    names = []
+    for page in PROSE:
+        joined = re.sub(r"\\\n *", "", page.read_text())
+        for command in re.findall(r"qurl (?:launch|train) .*", joined):
+            names += re.findall(r" name=(\w+)", command)
+    assert len(names) > 8 and len(names) == len({*names})
+
+
 def python_blocks(text: str) -> list[str]:
     """Return the blocks of code of a page, fenced or indented, that import something."""
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)

@@ -1,5 +1,6 @@
 """`qurl launch` and `nemorun`: nodes, scripts, sweeps and refusals; what `qurl status` says."""
 
+import itertools
 import json
 import os
 import re
@@ -26,16 +27,18 @@ from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.placement import smallest_plan
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume, prepare_resume_or_new
 from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.launch.status import claim
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import host
-from qurl_megatron.planning.gpus import Node
+from qurl_megatron.planning.gpus import DGX_H100, Node, node_of
+from qurl_megatron.planning.job import idle_gpus
 from qurl_megatron.planning.memory import kv_bytes_per_token
-from qurl_megatron.planning.nodes import server_specs
-from qurl_megatron.planning.plan import plan
+from qurl_megatron.planning.nodes import gpus_of_run, server_specs
+from qurl_megatron.planning.plan import most_servers, plan
 from qurl_megatron.recipes import quickstart
 from recipe_inputs import RECIPES
 
@@ -116,7 +119,7 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
         max_restarts=3,
     )
     (part,) = parts_of(script)
-    # Two ranks on one node. Seven servers, the evaluation server included, on two nodes of 4 GPUs.
+    # Two ranks and seven servers, the evaluation server included, on three nodes of 4 GPUs.
     assert (part["nodes"], part["gpus-per-node"], part["qos"]) == ("3", "4", "high")
     assert not part.keys() & {"no-kill", "container-image"}
     container = (
@@ -138,6 +141,43 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     ]
 
 
+@pytest.mark.parametrize("gpus_per_node", [4, 8])
+def test_a_job_asks_for_the_gpus_that_were_planned(gpus_per_node: int) -> None:
+    node, layouts = node_of("H100", gpus_per_node), 0
+    for ranks, size, evaluation, placement in itertools.product(
+        (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 4), (0, 1, 2), ("separate", "colocated")
+    ):
+        words = [f"learner.data_parallel_size={ranks}", f"rollout.placement={placement}"]
+        words += [
+            f"rollout.server.tensor_parallel_size={size}",
+            f"evaluation.problems={evaluation}",
+        ]
+        words += [f"evaluation.server.tensor_parallel_size={max(1, evaluation)}"]
+        config = with_overrides(Config(), words)
+        numbers = [4, 8, 16, 24, 32] if placement == "separate" else [ranks]
+        for gpus in numbers:
+            if gpus % gpus_per_node or not (servers := most_servers(config, gpus, node)):
+                continue
+            if placement == "colocated" and (ranks < size or ranks % gpus_per_node):
+                continue
+            layouts += 1
+            config.rollout.servers = servers
+            asked = sum(map(len, smallest_plan(config, gpus_per_node)))
+            assert asked * gpus_per_node == gpus, (words, servers)
+            idle = sum(int(said.split()[0]) for said in idle_gpus(config, node))
+            assert idle == gpus - gpus_of_run(config)
+    assert layouts > 100
+
+
+def test_a_layout_that_is_planned_can_be_launched_on_as_many_gpus() -> None:
+    for gpus in (8, 16):
+        words = ["Qwen2.5-7B", f"--gpus={gpus}", "rollout.placement=separate"]
+        shown = CliRunner().invoke(app, ["plan", *words]).stdout
+        _, _, layout = shown.splitlines()[0].partition(": ")
+        (part,) = parts_of(script_of(*layout.split(), recipe="scaling_32b"))
+        assert int(part["nodes"]) * int(part["gpus-per-node"]) == gpus
+
+
 @pytest.mark.parametrize(("gpus", "pipeline", "servers"), [(16, 4, 4), (8, 2, 2)])
 def test_learner_and_servers_that_take_turns_have_all_gpus_of_one_group_of_nodes(
     gpus: int, pipeline: int, servers: int
@@ -156,7 +196,7 @@ def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_name
     assert parts_of(script_of(sbatch={"nodes": 3}))[0]["nodes"] == "3"
     assert parts_of(script_of(sbatch={"time": 10}))[0]["signal"] == "B:USR1@300"  # not sooner
     with pytest.raises(ConfigError, match="^nodes=1: too few; the run takes 2 of them"):
-        script_of(sbatch={"nodes": 1})
+        script_of("rollout.servers=6", sbatch={"nodes": 1})
     with pytest.raises(ConfigError, match="^--env A B: not the name of an environment variable"):
         script_of(environment={"A B": "x"})
 
@@ -338,7 +378,12 @@ def test_what_the_plan_says_against_a_job_is_a_warning(
     options = JobOptions({"time": "10"}, gpus_per_node=4, gpu="A100", max_restarts=2)
     launch("quickstart", ["name=s"], ["steps=2,3"], options=options, dry_run=True)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
-    assert warnings == [f"qurl: s-{steps}: warning: {steps} A100 4 600 3" for steps in (2, 3)]
+    idle = "3 of the 8 GPUs of a job's 2 nodes stay idle: rollout.servers=5 would use them"
+    assert warnings == [
+        f"qurl: s-{steps}: warning: {said}"
+        for steps in (2, 3)
+        for said in (idle, f"{steps} A100 4 600 3")
+    ]
 
 
 def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,7 +451,7 @@ def test_nothing_starts_without_sbatch_or_over_a_run_that_exists_or_is_owned(
     # A job resumes it, and may change only what a resume may change.
     before = Path("runs/first/config.yaml").read_text()
     dry_run("first", "steps=9")
-    with pytest.raises(ConfigError, match="seed=1: the run has 0"):
+    with pytest.raises(ConfigError, match="^name=first: runs/first exists: seed=1: the run has 0"):
         dry_run("first", "seed=1")
     assert Path("runs/first/config.yaml").read_text() == before
     # Only one that waits may follow another.
@@ -415,6 +460,40 @@ def test_nothing_starts_without_sbatch_or_over_a_run_that_exists_or_is_owned(
             dry_run("first")
         dry_run("first", dependency="afterany:7")
     assert "#SBATCH --dependency=afterany:7" in capsys.readouterr().out
+
+
+def test_a_launch_resumes_a_run_only_if_the_recipe_does_not_contradict_it() -> None:
+    """What is given beside the recipe changes the run, as `qurl resume` does."""
+    Path("own.yaml").write_text("recipe: quickstart\nsteps: 7\n")
+    for recipe in ("quickstart", "own.yaml"):
+        given = [f"name={recipe[:3]}", "rollout.completions_per_prompt=2"]
+        package, own = load_recipe(recipe).as_words()
+        words = [*own, *given]
+
+        def again(*changes: str, recipe: str = package, script: str = "") -> Config:
+            how = {"writes": False, "asks_servers": False}
+            return prepare_resume_or_new(recipe, [*changes], DGX_H100, script, **how)[0]
+
+        config, _ = prepare_new(package, words)
+        assert again(*words).steps == config.steps
+        assert again(*words, "steps=9").steps == 9
+        run = f"name={config.name}: {config.run_dir} exists: "
+        ways = f"; choose another name; to start again: qurl resume {config.run_dir}"
+        with pytest.raises(ConfigError) as refused:
+            again(*words, recipe="quickstart_experts")
+        first = "it has model_builder=qurl_megatron.recipes.quickstart:build_model, and quickstart_"
+        assert str(refused.value).startswith(run + first) and str(refused.value).endswith(ways)
+        with pytest.raises(ConfigError) as refused:  # a word is left out
+            again(*words[:-1])
+        assert str(refused.value) == (
+            f"{run}it has rollout.completions_per_prompt=2, and {package} 8{ways}"
+        )
+        # A requeued job does not contradict what the user has changed since.
+        prepare_resume(config.run_dir, ["rollout.servers=3"])
+        (config.run_dir / "job.sh").write_text("its script")
+        assert again(*words, script="its script").rollout.servers == 3
+        with pytest.raises(ConfigError, match="it has rollout.servers=3"):
+            again(*words, script="another script")
 
 
 @pytest.fixture

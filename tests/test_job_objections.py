@@ -10,7 +10,7 @@ from qurl_megatron.config.text import with_overrides
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.planning import job
 from qurl_megatron.planning.gpus import DGX_H100
-from qurl_megatron.planning.job import objections, objections_to_limit
+from qurl_megatron.planning.job import idle_gpus, objections, objections_to_limit
 from qurl_megatron.planning.plan import Plan, plan
 from qurl_megatron.recipes import dapo_aime, quickstart, scaling_32b
 
@@ -66,3 +66,35 @@ def test_what_a_plan_refuses_is_an_objection_and_what_it_does_not_know_is_none(
     (objection,) = of(scaling_32b.recipe(), "learner.tensor_parallel_size=3")
     assert objection.startswith("`qurl plan` refuses this run: ")
     assert of(dapo_aime.recipe(), "advantage_estimator=gae") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("learner.tensor_parallel_size=2 rollout.servers=6", ""),
+        (
+            "learner.tensor_parallel_size=2 rollout.servers=2",
+            "4 of the 8 GPUs of a job's node stay idle: rollout.servers=6 would use them; "
+            "--gpus-per-node 4 --sbatch exclusive=false leaves them to other jobs",
+        ),
+        (
+            "learner.tensor_parallel_size=3 rollout.server.tensor_parallel_size=2",
+            "3 of the 8 GPUs of a job's node stay idle: rollout.servers=2 would use 2 of them; "
+            "--gpus-per-node 5 --sbatch exclusive=false leaves them to other jobs",
+        ),
+        (
+            "learner.data_parallel_size=12 rollout.server.tensor_parallel_size=4",
+            "8 of the 24 GPUs of a job's 3 nodes stay idle: rollout.servers=2 would use 4 of them",
+        ),
+        (
+            "learner.data_parallel_size=12 rollout.placement=colocated rollout.servers=12",
+            "4 of the 16 GPUs of a job's 2 nodes stay idle: a larger "
+            "learner.data_parallel_size would use them",
+        ),
+    ],
+)
+def test_idle_gpus_of_a_jobs_nodes_are_counted_with_what_would_use_them(
+    words: str, said: str
+) -> None:
+    config = with_overrides(Config(), ["evaluation.problems=0", *words.split()])
+    assert [*idle_gpus(config, DGX_H100)] == [said][: bool(said)]

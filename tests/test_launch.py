@@ -91,8 +91,10 @@ def test_an_uneven_spread_is_refused(learner_nodes: int, rollout_nodes: int, mes
 def test_weights_are_not_written_into_servers_of_other_nodes() -> None:
     config = config_of(1, 1, 1)
     config.quantization.transport = "direct"
-    with pytest.raises(ConfigError, match=r"^quantization.transport=direct: in a Slurm job"):
+    with pytest.raises(ConfigError, match=r"^quantization.transport=direct: servers of this job"):
         make_plan(config, 0, ["a"], ["b"], port=1)
+    (node,) = make_plan(config, 0, ["a"], [], port=1, gpus_per_node=8).nodes  # they are beside it
+    assert node == NodePlan("a", gpus=2, ranks=1, servers=[("rollout", 0, 1)], sends=True)
 
 
 def shared_config(ranks: int, servers: int, gpus_per_server: int, problems: int = 0) -> Config:
@@ -120,8 +122,26 @@ def test_smallest_plan_has_the_fewest_nodes_that_hold_the_ranks_and_servers() ->
     assert [node.ranks for node in learner] == [8, 8]
     assert [len(node.servers) for node in rollout] == [2, 2, 2]
     assert [node.gpus for node in rollout] == [8, 8, 5]  # the evaluation server has its own GPU
-    learner, rollout = smallest_plan(config_of(1, 1, 1), gpus_per_node=8)
-    assert ([node.gpus for node in learner], [node.gpus for node in rollout]) == ([1], [1])
+
+
+def test_servers_have_the_gpus_that_the_learner_leaves_free_on_its_nodes() -> None:
+    config = config_of(12, 4, 2, problems=1)  # six ranks on each of two nodes
+    assert smallest_plan(config, gpus_per_node=8) == (
+        [
+            NodePlan("learner0", 8, 6, [("rollout", 3, 6)], sends=True),
+            NodePlan("learner1", 7, 6, [("evaluation", 0, 6)]),
+        ],
+        [NodePlan("rollout0", 6, servers=[("rollout", n, 2 * n) for n in range(3)])],
+    )
+    learner, rollout = smallest_plan(config, gpus_per_node=8, heterogeneous=True)
+    assert [node.gpus for node in (*learner, *rollout)] == [6, 6, 5, 4]  # nodes of two kinds
+    # Beside a rank no process has its GPU, however many nodes there are.
+    for further in ([], ["c"], ["c", "d"]):
+        for node in make_plan(config_of(2, 3, 1), 0, ["a"], further, 1, gpus_per_node=8).nodes:
+            firsts = [first for _, _, first in node.servers]
+            assert sorted([*range(node.ranks), *firsts]) == [*range(node.gpus)]
+    with pytest.raises(ConfigError, match=r"^--nodes=1: too few; nodes of 4 GPUs do not hold the"):
+        make_plan(config_of(2, 3, 1), 0, ["a"], [], port=1, gpus_per_node=4)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +175,10 @@ def test_one_allocation_gives_the_learner_as_many_nodes_as_its_ranks_fill(
     environment = job_environment(monkeypatch, "a,b,c", cpus="64(x2),32", gpus="4")
     learner, rollout = slurm.node_groups(environment, world_size=8)
     assert (learner.nodes, rollout.nodes, learner.cpus) == (["a", "b"], ["c"], 32)
-    with pytest.raises(ConfigError, match="12 ranks take 3 nodes of 4 GPUs, and at least one more"):
-        slurm.node_groups(environment, world_size=12)
+    (both,) = slurm.node_groups(environment, world_size=9)  # which leave three GPUs
+    assert (both.nodes, both.gpus) == (["a", "b", "c"], 4)
+    with pytest.raises(ConfigError, match="--nodes=3: the learner's 16 ranks take 4 nodes of 4 GP"):
+        slurm.node_groups(environment, world_size=16)
     with pytest.raises(ConfigError, match="ask for --gpus-per-node"):
         slurm.node_groups({**environment, "SLURM_GPUS_ON_NODE": "0"}, world_size=8)
     del environment["SLURM_GPUS_ON_NODE"]  # a cluster that counts no GPUs

@@ -186,11 +186,11 @@ def test_each_rank_of_a_jobs_node_has_whole_cores_of_one_socket(
         (topology / "core_id").write_text(f"{cpu % 2}\n")
     monkeypatch.setattr(supervisor, "TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert supervisor.cpus_of_ranks(4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert supervisor.cpus_of_ranks(3) == [[0, 4], [1, 5], [2, 6]]
-    assert supervisor.cpus_of_ranks(9) == [[]] * 9
+    assert supervisor.cpus_of_gpus(4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert supervisor.cpus_of_gpus(3) == [[0, 4], [1, 5], [2, 6]]
+    assert supervisor.cpus_of_gpus(9) == [[]] * 9
     monkeypatch.setattr(supervisor, "TOPOLOGY", tmp_path / "missing")
-    assert supervisor.cpus_of_ranks(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert supervisor.cpus_of_gpus(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_rank_that_dies_ends_the_others_and_the_end_of_its_log_is_shown(

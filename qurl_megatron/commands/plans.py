@@ -110,7 +110,7 @@ def plan(
     from qurl_megatron.config.validate import check_lengths, check_weight_format
     from qurl_megatron.launch.slurm import time_limit_s
     from qurl_megatron.planning.gpus import node_of
-    from qurl_megatron.planning.job import objections_to_limit
+    from qurl_megatron.planning.job import idle_gpus, objections_to_limit
     from qurl_megatron.planning.plan import plan_run
 
     scaling.check_outputs(output or [])
@@ -146,7 +146,8 @@ def plan(
     else:
         scaling.print_rows(rows, refusals)
     for row in rows:
-        for objection in objections_to_limit(row.plan, limit_s, max_restarts + 1):
+        idle = [] if row.run else idle_gpus(row.plan.config, node)
+        for objection in (*idle, *objections_to_limit(row.plan, limit_s, max_restarts + 1)):
             print(f"Warning, {row.plan.gpus} GPUs: {objection}.")
     for file in output or []:
         print(f"{file} is ready")

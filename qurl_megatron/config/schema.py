@@ -545,10 +545,10 @@ class RolloutConfig(AgentConfig):
     explains. Otherwise the run ends before it trains on them."""
 
     placement: Placement = "separate"
-    """Which GPUs the servers have. separate: GPUs of their own. colocated: the learner's, in turn.
-    While servers sample, the learner waits in the host's memory, and while it trains, they sleep;
-    only on one machine and without `max_staleness`. `qurl train` chooses colocated where the
-    machine has too few GPUs for separate."""
+    """Which GPUs the servers have. separate: GPUs of their own, on the learner's nodes or others.
+    colocated: the learner's, in turn. While servers sample, the learner waits in the host's
+    memory, and while it trains, they sleep; only without `max_staleness`. `qurl train` chooses
+    colocated where the machine has too few GPUs for separate."""
 
     servers_at: list[Url] = dataclasses.field(default_factory=list)
     """URLs of further servers, which somebody has started elsewhere with `qurl serve`. They get the

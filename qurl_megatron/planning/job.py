@@ -1,4 +1,4 @@
-"""What the plan of a run says against its Slurm jobs: too little memory, or too little time."""
+"""What the plan of a run says against its Slurm jobs: idle GPUs, too little memory or time."""
 
 import dataclasses
 import math
@@ -11,7 +11,8 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.planning.colocation import DoesNotFit
 from qurl_megatron.planning.gpus import Node
 from qurl_megatron.planning.lengths import Workload
-from qurl_megatron.planning.plan import Plan, plan_run
+from qurl_megatron.planning.nodes import gpus_of_run, nodes_of_run
+from qurl_megatron.planning.plan import Plan, most_servers, plan_run
 
 
 def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> list[str]:
@@ -39,6 +40,24 @@ def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> lis
     except ConfigError as error:
         return [f"`qurl plan` refuses this run: {error}"]
     return [*objections_to_limit(plan, limit_s, max_jobs)]
+
+
+def idle_gpus(config: Config, node: Node) -> Iterator[str]:
+    """Yield a sentence on the GPUs of a job's nodes that a run leaves idle, and what uses them."""
+    nodes, used = sum(nodes_of_run(config, node.gpus)), gpus_of_run(config)
+    idle = nodes * node.gpus - used
+    if not idle:
+        return
+    rollout = config.rollout
+    remedy = "a larger learner.data_parallel_size would use them"
+    if more := most_servers(config, nodes * node.gpus, node) - rollout.servers:
+        taken = more * rollout.server.tensor_parallel_size
+        which = "them" if taken == idle else f"{taken} of them"
+        remedy = f"rollout.servers={rollout.servers + more} would use {which}"
+    if nodes == 1:
+        remedy += f"; --gpus-per-node {used} --sbatch exclusive=false leaves them to other jobs"
+    whole = f"{nodes} nodes" if nodes > 1 else "node"
+    yield f"{idle} of the {nodes * node.gpus} GPUs of a job's {whole} stay idle: {remedy}"
 
 
 def objections_to_limit(plan: Plan, limit_s: float, max_jobs: int) -> Iterator[str]:

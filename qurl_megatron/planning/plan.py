@@ -54,7 +54,7 @@ from qurl_megatron.planning.memory import (
     total_bytes,
     with_cheapest_recomputation,
 )
-from qurl_megatron.planning.nodes import fit_on_nodes, nodes_of_learner
+from qurl_megatron.planning.nodes import fit, gpus_of_run, nodes_of_learner, nodes_of_run
 from qurl_megatron.planning.rollout_time import (
     ServerLoad,
     SteadyState,
@@ -68,7 +68,6 @@ from qurl_megatron.planning.step_time import (
     is_direct,
     learner_time,
     plan_publish,
-    server_gpus,
 )
 
 REMEDIES = {
@@ -150,8 +149,7 @@ def plan(
 ) -> Plan:
     """Return the memory and time of the layout of `config` on `gpus` GPUs.
 
-    Rollout servers take all GPUs that the learner and the evaluation server leave. On more than
-    one node the learner and the servers have nodes of their own, as in a Slurm job. If they are
+    Rollout servers take all GPUs that the learner and the evaluation server leave. If they are
     colocated, both have all GPUs.
 
     Args:
@@ -172,10 +170,9 @@ def plan(
     servers = most_servers(config, gpus, node)
     if not servers:
         evaluation = " and the evaluation server" if config.evaluation.enabled else ""
-        nodes = " on nodes of their own" if gpus > node.gpus else ""
         raise ConfigError(
-            f"{gpus} GPUs: beside the learner's {config.learner.world_size}{nodes} there is no "
-            f"room for a rollout server of {config.rollout.server.tensor_parallel_size}{evaluation}"
+            f"{gpus} GPUs: beside the learner's {config.learner.world_size} there is no room for a "
+            f"rollout server of {config.rollout.server.tensor_parallel_size}{evaluation}"
         )
     rollout = dataclasses.replace(config.rollout, servers=servers)
     config = dataclasses.replace(config, rollout=rollout)
@@ -194,11 +191,9 @@ def plan_run(architecture: Architecture, config: Config, workload: Workload, nod
     Raises:
         ConfigError: it does not fit the model or the memory of the GPUs.
     """
-    servers = 0 if config.rollout.placement == "colocated" else server_gpus(config)
-    gpus = config.learner.world_size + servers
+    gpus = gpus_of_run(config)
     if gpus > node.gpus:
-        learner_nodes = nodes_of_learner(config.learner.world_size, node.gpus)
-        gpus = (learner_nodes + nodes_of_learner(servers, node.gpus)) * node.gpus
+        gpus = sum(nodes_of_run(config, node.gpus)) * node.gpus
     _check_layout(architecture, config, gpus, node)
     return _planned(architecture, config, gpus, workload, node)
 
@@ -259,16 +254,13 @@ def most_servers(config: Config, gpus: int, node: Node = DGX_H100) -> int:
     ranks = config.learner.world_size
     if config.rollout.placement == "colocated":
         return ranks // config.rollout.server.tensor_parallel_size
-    if gpus <= node.gpus:
-        nodes, gpus_per_node = 1, gpus - ranks
-    else:
-        nodes = gpus // node.gpus - nodes_of_learner(ranks, node.gpus)
-        gpus_per_node = node.gpus
+    on_learner = nodes_of_learner(ranks, node.gpus)
+    used = [-(-ranks // on_learner)] * on_learner + [0] * (gpus // node.gpus - on_learner)
     evaluation = config.evaluation
     last = [evaluation.server.tensor_parallel_size] if evaluation.enabled else []
     size = config.rollout.server.tensor_parallel_size
-    for servers in range(max(0, nodes * gpus_per_node) // size, 0, -1):
-        if fit_on_nodes([size] * servers + last, nodes, gpus_per_node):
+    for servers in range(max(0, gpus - ranks) // size, 0, -1):
+        if fit([size] * servers + last, used, min(gpus, node.gpus)):
             return servers
     return 0
 

@@ -57,6 +57,7 @@ from qurl_megatron.planning.memory import (
     state_bytes_per_sequence,
     values_by_copies,
 )
+from qurl_megatron.planning.nodes import nodes_of_run
 
 # Fitted in November 2026 to 26 inter-token latencies of Qwen3-8B in BF16 and FP8 on one H100
 # (vLLM 0.30, github.com/tgarg01/silybench-data, 24 Sep 2026). INT8 is assumed to equal FP8.
@@ -347,21 +348,12 @@ def plan_publish(architecture: Architecture, config: Config, node: Node = DGX_H1
     return PublishPlan(num_bytes, is_direct=False, time_s=time_s)
 
 
-def server_gpus(config: Config) -> int:
-    """Return how many GPUs the servers of a run have, if these are not the learner's."""
-    rollout, evaluation = config.rollout, config.evaluation
-    of_evaluation = evaluation.server.tensor_parallel_size if evaluation.enabled else 0
-    return rollout.servers * rollout.server.tensor_parallel_size + of_evaluation
-
-
 def is_direct(config: Config, node: Node = DGX_H100) -> bool:
-    """Return whether ranks write into the servers' parameters: all are in one node."""
+    """Return whether ranks write into the servers' parameters: each server's node has ranks."""
     quantization, rollout = config.quantization, config.rollout
     if rollout.placement == "colocated":
         return rollout.server.releases == "cache"
-    gpus = config.learner.world_size + server_gpus(config)
-    return (
-        quantization.transport != "broadcast"
-        and quantization.publish == "full"
-        and gpus <= node.gpus
-    )
+    if quantization.transport == "broadcast" or quantization.publish != "full":
+        return False
+    _, further_nodes = nodes_of_run(config, node.gpus)
+    return not further_nodes
