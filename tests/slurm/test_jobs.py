@@ -199,6 +199,27 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
     cluster.wait_for(cluster.left_over, lambda left: left == [], what="ended")
 
 
+def test_servers_have_the_gpus_that_the_learner_leaves_on_its_node(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    words = ["learner.data_parallel_size=1", "rollout.servers=2", "steps=4"]
+    script = script_of(*words)  # a rank and a server on one node, a server on the other
+    assert "#SBATCH --nodes=2\n" in script
+    job = cluster.submit(tmp_path, script, "--nodelist=n1,n2")
+    wait_for_text(job, "step 2/")
+    run_dir = tmp_path / "runs" / "run"
+    nodes = json.loads((run_dir / "logs" / "plan.json").read_text())["nodes"]
+    parts = [(node["name"], node["ranks"], node["servers"], node["gpus"]) for node in nodes]
+    # The rank has the first GPU of its node, and no server has that one.
+    assert parts == [("n1", 1, [["rollout", 1, 1]], 2), ("n2", 0, [["rollout", 0, 0]], 1)]
+    for node in ("n1", "n2"):
+        (supervisor,) = cluster.supervisors(node)
+        assert supervisor.environ()["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert wait_for_end(job) == "COMPLETED", job.text()
+    assert [step["servers_serving"] for step in metrics_of(run_dir)] == [2] * 4
+    assert cluster.left_over() == []
+
+
 @pytest.mark.parametrize(("gpus_per_node", "nodes"), [(2, ["n1"]), (1, ["n1", "n2"])])
 def test_learner_and_servers_take_turns_on_the_same_gpus_of_one_group_of_nodes(
     cluster: Cluster, tmp_path: Path, gpus_per_node: int, nodes: list[str]
