@@ -202,7 +202,7 @@ def test_a_job_goes_on_without_lost_servers_tasks_and_nodes_until_none_is_left(
 def test_servers_have_the_gpus_that_the_learner_leaves_on_its_node(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    words = ["learner.data_parallel_size=1", "rollout.servers=2", "steps=4"]
+    words = ["learner.tensor_parallel_size=1", "rollout.servers=2", "steps=4"]
     script = script_of(*words)  # a rank and a server on one node, a server on the other
     assert "#SBATCH --nodes=2\n" in script
     job = cluster.submit(tmp_path, script, "--nodelist=n1,n2")
