@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conversations import DROPS_THOUGHTS, KEEPS_THOUGHTS, SPECIAL, VOCABULARY, chat_tokenizer
-from qurl_megatron.agents.chat import TemplateError, check_template, parse, render
+from qurl_megatron.agents.chat import check_template, parse
 from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
 from qurl_megatron.agents.tools import call_tools, schema
+from qurl_megatron.model.chat_template import TemplateError, read_message, render
 from tiny import EOS_TOKEN_ID
 
 KEEPS, DROPS = chat_tokenizer(KEEPS_THOUGHTS), chat_tokenizer(DROPS_THOUGHTS)
@@ -113,7 +114,8 @@ def test_whatever_is_said_sampled_tokens_stay_and_text_is_what_the_template_writ
             reply = await policy.chat(messages, tools=tools)
             if len(server.sequences) > before:
                 expected.append([])
-                whole = render(tokenizer, messages, [schema(tool) for tool in tools])
+                read = [read_message(message) for message in messages]
+                whole = render(tokenizer, read, [schema(tool) for tool in tools])
                 prompt = [token for token, sampled in server.sequences[-1] if not sampled]
                 assert prompt == tokenizer.encode(whole, add_special_tokens=False)
             expected[-1] += turns[number]

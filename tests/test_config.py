@@ -223,7 +223,7 @@ FIXED = """
     quantization.uaq.through_up=true advantage_estimator=gae data=other.jsonl data_options.size=7
     question_key=text answer_key=text overlong_prompts=refuse rollout.max_prompt_length=9 seed=1
     incomplete=drop system_prompt=Think. chat_template_options.enable_thinking=false
-    template_date=2024-02-29
+    ignore_media=true template_date=2024-02-29
     evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE name=other
     output_dir=elsewhere evaluation.problems=0 evaluation.problems=9 adapters.rank=8
 """.split()

@@ -176,7 +176,7 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         (b'{"question": "\\ud800", "answer": "6"}', "question is not Unicode text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            "messages[0].content has a part that is not text",
+            "messages[0].content has an image, audio or video; the policy reads text only; ignore_",
         ),
         ({"messages": CHAT}, "answer is missing or empty"),
         (
@@ -574,13 +574,53 @@ RESULT = {"role": "tool", "content": "6", "name": "add"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
-def test_text_of_tools_is_left_as_it_is(tmp_path: Path) -> None:
+def test_tools_calls_and_their_results_are_read_in_the_form_of_templates(tmp_path: Path) -> None:
+    function = {"name": "add", "arguments": {}}
+    calls = [{"type": "function", "function": function}]
+    read_call = {"role": "assistant", "content": "", "tool_calls": calls}
     for tools in ([TOOL], json.dumps([TOOL])):
         entry = {"messages": [USER, CALL, RESULT, ASSISTANT], "tools": tools}
         for problem in read_in_both_formats(tmp_path, entry):
-            assert problem.messages == [USER, CALL, RESULT]
+            assert problem.messages == [USER, read_call, RESULT]
             assert problem.tools == [TOOL]
             assert (problem.question, problem.answer) == ("3 + 3?\n\n6", "It is 6.")
+
+
+FILE = {"bytes": b"\x89PNG", "path": None}
+IMAGE = {"type": "image", "image": "a.png"}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("entry", "where"),
+    [
+        ({"question": "3 + 3?", "images": [FILE]}, "has the field images"),
+        ({"question": "3 + 3?", "drawing": FILE}, "has the field drawing"),
+        ({"question": "3 + 3?", "image_url": "https://a.b/c.png"}, "has the field image_url"),
+        ({"messages": [{**USER, "images": ["a.png"]}]}, r"messages\[0\] has the field images"),
+        ({"messages": [{**USER, "content": [*PARTS, IMAGE]}]}, r"messages\[0\].content has an im"),
+        (
+            {"messages": [{**USER, "content": [*PARTS, AUDIO]}]},
+            r"messages\[0\].content has an image, audio or video",
+        ),
+    ],
+)
+def test_images_audio_and_video_are_refused_until_they_are_ignored(
+    entry: dict[str, Any], where: str, tmp_path: Path
+) -> None:
+    data = write_parquet(tmp_path / "a.parquet", {**entry, "answer": "6"})
+    with pytest.raises(DataError, match=f"row 1: {where}.*ignore_media=true"):
+        read_problems(data, {})
+    (problem,) = read_problems(data, {}, fields=Fields(ignores_media=True)).problems
+    assert problem.question == "3 + 3?"
+    nothing: Any = {
+        "question": "3 + 3?",
+        "answer": "6",
+        "images": [],
+        "video": None,
+        "type": "image",
+    }
+    assert read(tmp_path, nothing)
 
 
 def test_field_that_only_has_the_name_of_tools_is_ignored(tmp_path: Path) -> None:

@@ -178,8 +178,11 @@ def test_prompt_is_the_text_of_its_question_or_a_chat_that_the_template_renders(
 
 def test_chat_that_needs_a_template_is_refused_without_one(tmp_path: Path) -> None:
     chat = {**VERL, "prompt": [{"role": "system", "content": "Be brief."}, *CHAT]}
-    with pytest.raises(DataError, match="line 2: a chat of 2 messages, and .* no chat template"):
-        tokenized(tmp_path, VERL, chat)
+    with_tools = {**VERL, "tools": [{"name": "add"}]}
+    for entry, number in ((chat, 2), (with_tools, 1)):
+        refused = f"line 2: a chat of {number} messages, or with tools, and .* no chat template"
+        with pytest.raises(DataError, match=refused):
+            tokenized(tmp_path, GOOD, entry)
     (alone,) = tokenized(tmp_path, VERL)
     assert len(alone.token_ids) == len("3 + 3?")
 
@@ -287,30 +290,72 @@ def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_el
         load(config)
 
 
+def test_a_system_message_without_text_does_not_count_as_one(tmp_path: Path) -> None:
+    nothing: list[Any] = ["", None, []]
+    none = [{"role": "system", "content": content} for content in nothing]
+    own = [{"role": role, "content": "Own."} for role in ("system", "developer")]
+    entries = [{**VERL, "prompt": [each, *CHAT], "answer": "1"} for each in (*none, *own)]
+    template = CHAT_TEMPLATE.replace(
+        "<{{ message.role }}>",
+        "{% if message.role == 'system' %}<system>{% else %}<user>{% endif %}",
+    )
+    texts = []
+    for entry in entries:
+        source = read_problems(write_lines(tmp_path / "c.jsonl", entry), {})
+        (prompt,) = tokenize(source, character_tokenizer(template), 99, system_prompt="Be brief.")
+        texts.append(text(prompt))
+    brief, kept = (f"<system>{order}<user>3 + 3?<assistant>" for order in ("Be brief.", "Own."))
+    assert texts[:4] == [brief, brief, brief, kept]
+
+
 def test_tools_and_all_of_a_message_reach_the_chat_template(tmp_path: Path) -> None:
     template = (
         "{% for tool in tools %}{{ tool.name }};{% endfor %}{% for message in messages %}"
-        "{{ message.name if message.name is defined else message.content }}|{% endfor %}"
+        "{{ message.name if message.name is defined }}{{ message.content }}|{% endfor %}"
     )
     messages = [{"role": "user", "content": "hi", "name": "Ann"}, *CHAT]
     entry = {"messages": messages, "answer": "6", "tools": [{"name": "add"}]}
     [prompt] = tokenized(tmp_path, entry, chat_template=template)
-    assert text(prompt) == "add;Ann|3 + 3?|"
+    assert text(prompt) == "add;Annhi|3 + 3?|"
+
+
+ONLY_USERS = (
+    "{% for m in messages if m.role in ('user', 'system') %}{{ m.role }}:{{ m.content }}"
+    "{% endfor %}"
+)
+
+
+def test_what_a_chat_template_leaves_out_is_refused_by_line_and_role(tmp_path: Path) -> None:
+    human = {"messages": [{"role": "human", "content": "4 + 3?"}], "answer": "7"}
+    with pytest.raises(DataError, match="line 2: the chat template leaves out .* role 'human'"):
+        tokenized(tmp_path, VERL, human, chat_template=ONLY_USERS)
+    with pytest.raises(DataError, match="line 1: the chat template leaves out the tool 'add'"):
+        tokenized(tmp_path, {**VERL, "tools": [{"name": "add"}]}, chat_template=ONLY_USERS)
+
+
+def test_a_developers_message_is_written_as_the_systems_and_the_summary_says_so(
+    tmp_path: Path,
+) -> None:
+    entries = [{"messages": [{"role": "developer", "content": "Add."}, *CHAT], "answer": "6"}]
+    source = read_problems(write_lines(tmp_path / "c.jsonl", *entries), {})
+    (prompt,) = tokenize(source, character_tokenizer(ONLY_USERS), 99)
+    assert text(prompt) == "system:Add.user:3 + 3?"
+    assert source.notes == ["messages of role developer, written as system: 1 prompts"]
 
 
 @pytest.mark.parametrize(
-    ("calls", "template", "reason"),
+    ("template", "reason"),
     [
-        (7, "{% for call in messages[0].tool_calls %}{{ call.id }}{% endfor %}", "not iterable"),
-        ([{}], "{{ messages[0].tool_calls[0].arguments | tojson }}", "not JSON serializable"),
-        ("x", "{{ messages[0].tool_calls.items() }}", "has no attribute 'items'"),
-        ("x", "{{ raise_exception('tools are not supported') }}", "not supported"),
-        ("x", "{{ '%d\\n' % messages[0].tool_calls }}", "a real number is required"),
+        ("{{ messages[0].tool_calls[0].index | tojson }}", "not JSON serializable"),
+        ("{{ messages[0].tool_calls.items() }}", "has no attribute 'items'"),
+        ("{{ raise_exception('tools are not supported') }}", "not supported"),
+        ("{{ '%d\n' % messages[0].tool_calls }}", "a real number is required"),
     ],
 )
 def test_messages_that_a_chat_template_cannot_render_are_refused_in_one_line(
-    calls: Any, template: str, reason: str, tmp_path: Path
+    template: str, reason: str, tmp_path: Path
 ) -> None:
+    calls = [{"function": {"name": "add"}}]
     entry = {"messages": [{**CHAT[0], "tool_calls": calls}], "answer": "6"}
     with pytest.raises(DataError, match=f"line 1: the chat template refuses it.*{reason}") as told:
         tokenized(tmp_path, entry, chat_template=template)

@@ -66,6 +66,7 @@ PURE = {
     "data/verifiers",
     "learner/packing",
     "model/architecture",
+    "model/chat_template",
     "model/delta_rule",
     "model/tokenizer",
     "model/weight_map",

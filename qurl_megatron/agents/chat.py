@@ -20,7 +20,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from qurl_megatron.agents.tools import Message, Tool, schema
+from qurl_megatron.agents.tools import Tool, schema
+from qurl_megatron.model.chat_template import CALLED, Message, TemplateError, read_message, render
 from qurl_megatron.model.tokenizer import turn_end
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -35,11 +36,6 @@ _THOUGHTFUL: list[Message] = [
     {"role": "user", "content": "a question"},
     {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nan answer"},
 ]
-_CALL = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": {}}}
-
-
-class TemplateError(ValueError):
-    """A chat template by which new messages cannot be appended to a conversation."""
 
 
 class Chat:
@@ -63,11 +59,12 @@ class Chat:
         """Return the policy's next message; `messages` are the whole conversation so far.
 
         Raises:
-            TemplateError: the chat template cannot append messages.
-            EpisodeOver, ValueError, TypeError: as in `Policy.generate`.
+            TemplateError: the chat template cannot append messages, or leaves out a part of them.
+            EpisodeOver, ValueError, TypeError: as in `Policy.generate`, or of a wrong message.
         """
         check_template(self._tokenizer)
         schemas = [schema(tool) for tool in tools]
+        messages = [read_message(each) for each in messages]
         plain = [_plain(each) for each in messages]
         # Empty until the turn is done, so that a turn that fails leads to a new rendering.
         known, self._known = self._known, []
@@ -92,7 +89,7 @@ class Chat:
         message = parse(text, self._tokenizer.chat_template)
         # A template may open the turn behind an empty thought, as Qwen3's without enable_thinking.
         self._has_thought |= _THOUGHT_END in text or written.rstrip().endswith(_THOUGHT_END)
-        self._known, self._tools = [*plain, _plain(message)], schemas
+        self._known, self._tools = [*plain, _plain(read_message(message))], schemas
         return message
 
 
@@ -124,23 +121,6 @@ def parse(text: str, template: str = "") -> Message:
     }
 
 
-def render(
-    tokenizer: Any,
-    messages: list[Message],
-    tools: list[dict[str, Any]],
-    *,
-    opens: bool = True,
-) -> str:
-    """Return a conversation as its template writes it; `opens` begins the policy's next turn."""
-    text: str = tokenizer.apply_chat_template(
-        [_with_parsed_arguments(message) for message in messages],
-        tools=tools or None,
-        tokenize=False,
-        add_generation_prompt=opens,
-    )
-    return text
-
-
 def _added(
     tokenizer: Any,
     new: list[Message],
@@ -152,10 +132,8 @@ def _added(
     A template may write `before` differently once messages follow it. Only the number of end
     tokens stays the same, so the text is cut after that number of them.
     """
-    user, assistant = before[:-1], before[-1]
     if new and new[0]["role"] == "tool":
-        assistant = {**assistant, "tool_calls": [_CALL]}
-    before = [*user, assistant]
+        before = [*before[:-1], CALLED]
     base = render(tokenizer, before, tools, opens=False)
     whole = render(tokenizer, [*before, *new], tools)
     end, cut = tokenizer.decode([turn_end(tokenizer)]), 0
@@ -219,27 +197,8 @@ def check_template(tokenizer: Any) -> None:
 
 def _plain(message: Message) -> tuple[Any, ...]:
     """Return what two messages must share to be the same, however a framework rewrote them."""
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part.get("text", "") for part in content)
     calls = [
-        (call["function"]["name"], json.dumps(_arguments(call), sort_keys=True))
-        for call in message.get("tool_calls") or []
+        (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
+        for call in message.get("tool_calls", [])
     ]
-    return message["role"], content, calls
-
-
-def _arguments(call: dict[str, Any]) -> Any:
-    """Return a call's arguments as an object, for templates; in OpenAI's API they are JSON."""
-    arguments = call["function"]["arguments"]
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
-
-
-def _with_parsed_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _arguments(call)}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
+    return message["role"], message["content"], calls

@@ -18,7 +18,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Message = dict[str, Any]
+from qurl_megatron.model.chat_template import Message
+
 Tool = Callable[..., Any] | dict[str, Any]
 """A function, or its JSON schema in the form of OpenAI's API."""
 

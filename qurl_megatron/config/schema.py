@@ -768,6 +768,10 @@ class Config:
     """What happens to entries without an answer, in `data` and in `evaluation.data`. drop: they are
     left out and counted. refuse: the run does not start."""
 
+    ignore_media: bool = False
+    """Leave images, audio and video out of entries of `data` and `evaluation.data`, and train on
+    their text alone. False: such entries are refused."""
+
     system_prompt: Lines = ""
     """System message put before each question that has none; the tokenizer needs a chat template.
     Empty: none."""

@@ -51,6 +51,7 @@ _FIXED = {
     "question_key": _SETS_DATA_ORDER,
     "answer_key": _SETS_DATA_ORDER,
     "incomplete": _SETS_DATA_ORDER,
+    "ignore_media": _SETS_DATA_ORDER,
     "overlong_prompts": _SETS_DATA_ORDER,
     "rollout.max_prompt_length": _SETS_DATA_ORDER,  # longer ones are dropped
     "system_prompt": _SETS_DATA_ORDER,  # and so are a prompt's tokens

@@ -27,7 +27,7 @@ Recognized fields of an entry (others are ignored):
 `Fields` names other fields. The question is a string or a list of chat messages, which are objects
 with `role` and `content`. If the assistant has the last message of a conversation, that is not part
 of the question. Other fields of a message (`tool_calls`, `name`) and the `tools` of an entry go to
-the chat template unchanged. An answer is a string, a number, or a list of these, all of them right.
+the chat template. An answer is a string, a number, or a list of these, all of them right.
 For a function of the user's own it may be any JSON value, or be missing in all entries.
 
 `metadata` holds fields for the verifier; reward reasoning_gym needs its `source_dataset`.
@@ -63,6 +63,7 @@ from qurl_megatron.config.schema import Config, Unusable
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import has_other_words, reasoning_gym_tasks
 from qurl_megatron.model import hub
+from qurl_megatron.model.chat_template import read_message
 
 REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
@@ -113,6 +114,7 @@ class Fields(NamedTuple):
     incomplete: Unusable = "refuse"  # what becomes of entries without an answer
     for_function: bool = False  # of the user's own, which gets entries and answers as they are
     without_answer: bool = False  # no entry has one
+    ignores_media: bool = False  # images, audio and video are left out; else they are refused
     columns: Collection[str] = ()  # fields that each entry must have, for a reward function
 
 
@@ -567,12 +569,14 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
         raise DataError(f"a JSON {type(entry).__name__}; expected an object")
     name = _name(entry, fields.question, (*QUESTION_FIELDS, "messages"), fields.required)
     asked = _value(entry, name, "question_key")
+    if not fields.ignores_media and (media := _media({**entry, "type": None})):
+        raise DataError(f"has the field {media}; {_TEXT_ONLY}")
     also = [each for each in QUESTION_FIELDS if entry.get(each) not in (None, "", asked)]
     if name in QUESTION_FIELDS and not fields.question and also:
         raise DataError(
             f"has {name} and {also[0]}, which differ; name the one to ask with question_key={name}"
         )
-    messages = _messages(asked, name)
+    messages = _messages(asked, name, fields.ignores_media)
     last = ""
     answers: tuple[str, ...] = ()
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
@@ -582,7 +586,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
             f"the last message of {name} is the assistant's; end it with the user's, or call it "
             "messages, whose last one is the answer"
         )
-    question = "\n\n".join(message["content"] for message in messages if "content" in message)
+    question = "\n\n".join(message["content"] for message in messages if message["content"])
     verl = isinstance(entry.get("reward_model"), dict)
     usual = "reward_model.ground_truth" if verl else "answer"
     name = _name(entry, fields.answer, (usual,), fields.required)
@@ -656,7 +660,7 @@ def _answers(values: list[Any], field: str) -> tuple[str, ...]:
     return tuple(_text(each, f"{field}[{number}]") for number, each in enumerate(values))
 
 
-def _messages(value: Any, field: str) -> list[dict[str, Any]]:
+def _messages(value: Any, field: str, ignores_media: bool) -> list[dict[str, Any]]:
     if not isinstance(value, list):
         text = _text(value, field)
         if _TEXT_OF_MESSAGES.match(text):
@@ -667,25 +671,56 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": text}]
     if not value or not all(isinstance(message, dict) for message in value):
         raise DataError(f"{field} is a list, but not of chat messages, each with role and content")
-    return [_message(each, f"{field}[{number}]") for number, each in enumerate(value)]
+    return [_message(each, f"{field}[{n}]", ignores_media) for n, each in enumerate(value)]
 
 
 # A list of messages as JSON, or as Python prints it into a CSV file.
 _TEXT_OF_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|content)["']\s*:""")
 
 
-def _message(message: dict[str, Any], field: str) -> dict[str, Any]:
-    """Return a chat message whose role and content are texts, and the rest as it is."""
+def _message(message: dict[str, Any], field: str, ignores_media: bool) -> dict[str, Any]:
+    """Return a chat message as `read_message` does, with a role and a text."""
     message = _without_none(message)
-    message["role"] = _text(message.get("role"), f"{field}.role")
+    message["role"] = role = _text(message.get("role"), f"{field}.role")
     content = message.get("content")
-    if isinstance(content, list):  # OpenAI's content parts
-        if not all(isinstance(part, dict) and "text" in part for part in content):
-            raise DataError(f"{field}.content has a part that is not text")
-        content = "".join(_text(part["text"], f"{field}.content") for part in content)
-    if content is not None or "tool_calls" not in message:
+    if isinstance(content, list):
+        texts = [part for part in content if not (isinstance(part, dict) and _media(part))]
+        if ignores_media:
+            message["content"] = texts
+        elif len(texts) < len(content):
+            raise DataError(f"{field}.content has an image, audio or video; {_TEXT_ONLY}")
+    elif not isinstance(content, str | None):
         message["content"] = _text(content, f"{field}.content")
+    if not ignores_media and (name := _media(message)):
+        raise DataError(f"{field} has the field {name}; {_TEXT_ONLY}")
+    try:
+        message = read_message(message)
+    except ValueError as error:
+        raise DataError(f"{field}: {error}") from None
+    may_be_empty = role in ("system", "developer", "tool") or "tool_calls" in message
+    if message["content"] or not may_be_empty:
+        message["content"] = _text(message["content"], f"{field}.content")
     return message
+
+
+_TEXT_ONLY = "the policy reads text only; ignore_media=true leaves images, audio and video out"
+_MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_(url|path|file|\d+))?")
+
+
+def _media(fields: dict[str, Any]) -> str:
+    """Return the field of an entry, message or part that is an image, audio or video.
+
+    Its name says so, or its value is a file as the library `datasets` keeps it. A part of a message
+    says it in its `type`. Empty: there is none.
+    """
+    for name, value in fields.items():
+        first = value[0] if isinstance(value, list) and value else value
+        is_file = isinstance(first, dict) and first.keys() == {"bytes", "path"}
+        is_media = value and isinstance(value, str | list | dict) and _MEDIA.fullmatch(name)
+        if is_file or is_media:
+            return name
+    kind = fields.get("type")
+    return "type" if isinstance(kind, str) and _MEDIA.fullmatch(kind) else ""
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:

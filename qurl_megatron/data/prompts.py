@@ -27,6 +27,7 @@ from qurl_megatron.data.problems import (
     read_problems,
 )
 from qurl_megatron.data.rewards import is_own_function
+from qurl_megatron.model.chat_template import TemplateError, knows_developer, render
 from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
 
 BINS = 8
@@ -59,6 +60,7 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
         config.question_key,
         config.answer_key,
         incomplete=config.incomplete,
+        ignores_media=config.ignore_media,
         for_function=is_own_function(config) or bool(config.rollout.agent),
         columns=() if config.rollout.agent else columns,
     )
@@ -113,13 +115,16 @@ def tokenize(
     prompts: list[Prompt] = []
     questions: set[str] = set()
     shortest = math.inf
-    num_cut, ends = 0, end_tokens(tokenizer, stops)
+    num_cut, num_renamed, ends = 0, 0, end_tokens(tokenizer, stops)
     longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
     for problem in source.problems:
         messages = problem.messages
-        has_own = messages[0]["role"] in ("system", "developer")
+        orders = [each for each in messages if each["role"] in ("system", "developer")]
+        has_own = any(each["content"] for each in orders)
         if system_prompt and not has_own:
-            messages = [{"role": "system", "content": system_prompt}, *messages]
+            others = [each for each in messages if each not in orders]
+            messages = [{"role": "system", "content": system_prompt}, *others]
+        num_renamed += any(each["role"] == "developer" for each in orders)
         text = _prompt_text(problem, messages, tokenizer)
         # A tokenizer takes 1 s and 300 MB for a million characters, so it gets no more than a
         # prompt can have.
@@ -160,6 +165,10 @@ def tokenize(
         )
     if num_cut:
         source.notes.append(f"end tokens, or a second beginning, cut off: {num_cut:,} prompts")
+    if num_renamed and not knows_developer(tokenizer):
+        source.notes.append(
+            f"messages of role developer, written as system: {num_renamed:,} prompts"
+        )
     if not prompts and source.problems:
         raise DataError(
             f"{source.data}: every prompt has more than max_prompt_length {max_prompt_length} "
@@ -170,23 +179,17 @@ def tokenize(
 
 def _prompt_text(problem: Problem, messages: list[dict[str, Any]], tokenizer: Any) -> str:
     if getattr(tokenizer, "chat_template", None):
-        tools = {"tools": problem.tools} if problem.tools else {}
         try:
-            return str(
-                tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, tokenize=False, **tools
-                )
-            )
-        except Exception as error:  # a template may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(
-                f"{problem.location}: the chat template refuses it ({reason})"
-            ) from error
-    if [message["role"] for message in messages] == ["user"]:
+            return render(tokenizer, messages, problem.tools or ())
+        except TemplateError as error:
+            raise DataError(f"{problem.location}: {error}") from None
+    is_question = [message["role"] for message in messages] == ["user"]
+    if is_question and not problem.tools and "tool_calls" not in messages[0]:
         return problem.question
     raise DataError(
-        f"{problem.location}: a chat of {len(messages)} messages, and the tokenizer has no chat "
-        "template; without one, only a single user message can be used, and no system_prompt"
+        f"{problem.location}: a chat of {len(messages)} messages, or with tools, and the tokenizer "
+        "has no chat template; without one, only a single user message can be used, and no "
+        "system_prompt"
     )
 
 

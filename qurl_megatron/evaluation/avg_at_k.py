@@ -137,6 +137,8 @@ class EvalConfig(AgentConfig):
     assistant's last message."""
     incomplete: Unusable = "refuse"
     """What happens to entries without an answer. drop: they are left out and counted."""
+    ignore_media: bool = False
+    """Leave images, audio and video out of entries. False: such entries are refused."""
     system_prompt: str = ""
     """System message put before each question that has none. Empty: none."""
     stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
@@ -483,6 +485,7 @@ def _load_prompts(
         config.question_key,
         config.answer_key,
         incomplete=config.incomplete,
+        ignores_media=config.ignore_media,
         for_function=is_own_function(reward) or bool(config.agent),
         columns=() if config.agent else columns,
     )

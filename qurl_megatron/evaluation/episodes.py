@@ -55,7 +55,11 @@ def run(config: EvalConfig, count: int) -> None:
     tokenizer = load_tokenizer(model, *template)
     stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
     fields = Fields(
-        config.question_key, config.answer_key, incomplete=config.incomplete, for_function=True
+        config.question_key,
+        config.answer_key,
+        incomplete=config.incomplete,
+        ignores_media=config.ignore_media,
+        for_function=True,
     )
     source = read_problems(config.data[0], {}, seed=config.seed, fields=fields)
     prompts = tokenize(
