@@ -355,9 +355,9 @@ def test_an_export_that_is_refused_leaves_nothing_and_can_be_repeated(
     places = tmp_path / "merged", tmp_path / "merged_adapters"
     (tmp_path / "merged_adapters.partial").mkdir()  # of one that was killed
     with pytest.raises(ConfigError, match="trained over another base"):
-        export._write_merged(tensors, own, "another", model, *places)
+        export._write_merged(tensors, own, "another", model, *places, "unbiased")
     assert {path.name for path in tmp_path.iterdir()} == {"model", "adapters"}
-    export._write_merged(tensors, own, base, model, *places)
+    export._write_merged(tensors, own, base, model, *places, "unbiased")
     assert all(place.is_dir() for place in places)
 
 

@@ -45,11 +45,14 @@ from learner_reference import (
     make_rows,
     measure,
     measure_model,
+    of_optimizer,
+    parts_of,
     policy_gradient,
 )
-from qurl_megatron.config.schema import OptimizerConfig
+from qurl_megatron.config.schema import OptimizerConfig, Rounding
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import CHUNK, Architecture, Family
+from qurl_megatron.quantization.rounding import write_rounded
 from tiny import build_tiny_model
 
 FAMILIES: tuple[Family, ...] = ("qwen2", "qwen3", "llama")
@@ -409,11 +412,80 @@ def test_bfloat16_computes_with_rounded_weights_and_keeps_unrounded_masters(
     stored = references["qwen3-tied"].first_weights["model.layers.0.mlp.down_proj.weight"]
     expected = stored[:, : rank["computed_with"].shape[1]] / 3
     assert torch.equal(rank["master"].view_as(expected), expected)
-    assert torch.equal(rank["computed_with"], expected.bfloat16())
+    rounded = torch.empty_like(expected, dtype=torch.bfloat16)
+    write_rounded(rounded, expected, "model.layers.0.mlp.down_proj.weight", "unbiased")
+    assert torch.equal(rank["computed_with"], rounded)
     assert not torch.equal(rank["computed_with"].float(), expected)
     # The change is far below bfloat16's resolution.
     assert all(5e-7 < change < 2e-6 for change in rank["changes"].values()), rank["changes"]
     assert 0 < rank["grad_norm"] < 100
+
+
+ROUNDED: dict[str, dict[str, Any]] = {
+    "TP1": {"architecture": "llama", "tied": True, **DIMS},
+    "TP4": {"architecture": "qwen2", **DIMS, "num_attention_heads": 8},  # cuts groups of heads
+    "TP2xDP2": {"architecture": "qwen3", "tied": True, **DIMS},  # its optimizer is offloaded
+    "CP2xVPP2": {"architecture": "qwen2", "tied": True, **DIMS},
+    "PP2xDP2, EP2": {"architecture": "qwen3_moe", **EXPERTS},
+    "TP2xPP2": {"architecture": "qwen3_5_text", **HYBRID},
+}
+
+
+def round_masters(model: Path, layout: dict[str, Any], rounding: Rounding) -> list[Any]:
+    """Return weights and masters as loaded, after a step without gradients, and after two steps."""
+    from qurl_megatron.learner.learner import Learner
+
+    optimizer = OptimizerConfig(learning_rate=1e-5, rounding=rounding)
+    learner = Learner(
+        model,
+        learner_config(layout, dtype="bfloat16"),
+        optimizer,
+        transform=lambda name, tensor: tensor / 3 if name.endswith("_proj.weight") else tensor,
+    )
+    share = share_of(learner, make_batch())
+    states = []
+    for factor in (None, 0, 1, 1):
+
+        def loss(*args: Any, factor: Any = factor) -> tuple[Tensor, dict[str, Tensor]]:
+            total, stats = policy_gradient(*args)
+            return total * factor, stats
+
+        if factor is not None:
+            learner.update(share, loss, temperature=1.0)
+        masters = parts_of(learner, of_optimizer(learner, "master"))
+        states.append((parts_of(learner, learner.shards()), masters))
+    learner.close()
+    return states
+
+
+@pytest.mark.parametrize("layout", ROUNDED)
+def test_every_layout_rounds_masters_by_their_position_in_the_full_tensors(
+    layout: str, tmp_path: Path
+) -> None:
+    """At load and after each step; a step without gradients changes nothing."""
+    model = build_tiny_model(tmp_path / "model", dtype=torch.float32, **ROUNDED[layout])
+    world_size = learner_config(LAYOUTS[layout]).world_size
+    ranks = run_ranks(round_masters, world_size, model, LAYOUTS[layout], "unbiased")
+    states = [
+        [gathered([rank[number][kind] for rank in ranks]) for kind in (0, 1)] for number in range(4)
+    ]
+    for weights, masters in states:
+        assert weights.keys() == masters.keys()
+        for name, master in masters.items():
+            expected = torch.empty(master.shape, dtype=weights[name].dtype)
+            write_rounded(expected, master, name, "unbiased")
+            assert torch.equal(weights[name], expected), name
+    (loaded, _), (untouched, _), _, (trained, _) = states
+    assert all(torch.equal(loaded[name], untouched[name]) for name in loaded)
+    moved = {name for name in loaded if not torch.equal(loaded[name], trained[name])}
+    assert moved >= {name for name in loaded if name.endswith("_proj.weight")}
+
+
+def test_masters_are_rounded_to_the_nearest_number_if_asked(models: dict[str, Path]) -> None:
+    (states,) = run_ranks(round_masters, 1, models["qwen3-tied"], {}, "nearest")
+    for weights, masters in states:
+        for weight, master in zip(weights, masters, strict=True):
+            assert torch.equal(weight.tensor, master.tensor.to(weight.tensor.dtype)), weight.name
 
 
 def logprobs_on_one_rank(model: Path, dtype: str) -> Tensor:

@@ -75,6 +75,7 @@ PURE = {
     "quantization/kernels",
     "quantization/products",
     "quantization/quantize",
+    "quantization/rounding",
     "quantization/uaq",
     "rollout/wire",
     "weight_sync/bucket",

@@ -162,6 +162,7 @@ def quantized(
     """
     from qurl_megatron.model.huggingface import Weights
     from qurl_megatron.quantization import quantize
+    from qurl_megatron.quantization.rounding import write_rounded
 
     architecture = Architecture.from_directory(model_dir)
     weights = Weights(model_dir, architecture)
@@ -176,7 +177,8 @@ def quantized(
             tensors[quantize.scale_name(name, weight_format)] = quantize.engine_scale(codes)
         else:
             dtype = torch.float32 if name.endswith(".A_log") else torch.bfloat16
-            tensors[name] = weight.to(dtype)
+            tensors[name] = torch.empty(weight.shape, dtype=dtype)
+            write_rounded(tensors[name], weight, name, "unbiased")
     return tensors
 
 

@@ -71,6 +71,7 @@ Releases = Literal["auto", "cache", "all"]
 Transport = Literal["broadcast", "direct", "auto"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
+Rounding = Literal["unbiased", "nearest"]
 Unusable = Literal["drop", "refuse"]
 """What happens to an entry of the data that cannot be used."""
 
@@ -211,6 +212,12 @@ class OptimizerConfig:
     minibatches_per_step: Count = 1
     """Number of optimizer steps per rollout batch. The first one's own forward pass gives the
     proximal log-probs of its minibatch; the other minibatches need an extra pass."""
+
+    rounding: Rounding = "unbiased"
+    """How BF16 values are made of the float32 masters: those that a bfloat16 learner computes with,
+    and those that are sent or saved. unbiased: up or down in proportion to the distance, by a fixed
+    dither, so that small updates act at once. nearest: to the nearest BF16 number, which hides an
+    update until a weight has crossed half the distance to the next one."""
 
 
 @dataclasses.dataclass

@@ -7,7 +7,8 @@ computes, and which `Share` of a minibatch it has. Invariants:
 - `update` follows the gradient of the loss summed over all tokens, whatever the number of micro
   batches and data-parallel ranks. Nothing else averages or rescales it.
 - Master weights are float32: the checkpoint's values after `transform`, never rounded. The forward
-  pass uses them rounded to the compute dtype.
+  pass uses them rounded to the compute dtype; to BF16 by `optimizer.rounding`, so that every layout
+  rounds alike.
 """
 
 import itertools
@@ -31,7 +32,7 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import add_up
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, Rounding
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.adapters import Adapters, FrozenBase, frozen_layers, initial_a
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
@@ -44,7 +45,7 @@ from qurl_megatron.learner.model import (
     tensor_parallel_place,
     virtual_stages,
 )
-from qurl_megatron.learner.optimizer_shards import OptimizerShards, fuse_adam, fuse_norm
+from qurl_megatron.learner.optimizer_shards import Dither, OptimizerShards, fuse_adam, fuse_norm
 from qurl_megatron.learner.shares import MicroBatch, Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -52,6 +53,7 @@ from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.model.weight_map import Rule
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import as_integers, checksum, combine, digest, part_key
+from qurl_megatron.quantization.rounding import row_keys
 from qurl_megatron.quantization.uaq import Transform
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -440,7 +442,9 @@ class Learner:
         self.optimizer = get_megatron_optimizer(config, self.chunks, use_gloo_process_groups=False)
         fuse_adam(self.optimizer)
         fuse_norm()
-        self._optimizer_shards = OptimizerShards(self.optimizer)
+        self.rounding: Rounding = optimizer.rounding
+        dithers = {} if self.rounding == "nearest" else dict(self._dithers())
+        self._optimizer_shards = OptimizerShards(self.optimizer, dithers)
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
             init_lr=0.0,
@@ -455,6 +459,24 @@ class Learner:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+    def _dithers(self) -> Iterator[tuple[Tensor, Dither]]:
+        """Yield the parameters, and where they lie in the full tensors."""
+        place = device.device()
+        for _, rule, layer, parameter in self._parameters():
+            tp_rank, tp_size = tensor_parallel_place(rule)
+            keys, first_column = [], 0
+            for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
+                index = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
+                rows, *columns = index
+                keys.append(row_keys(hf_name, rows.start, rows.stop - rows.start, place))
+                first_column = columns[0].start if columns else 0  # of all parts alike
+            merged = weight_map.merge(rule, keys, self.architecture, tp_size)
+            yield parameter, Dither(merged, first_column)
+        for chunk in self.chunks:
+            for name, parameter in chunk.module.named_parameters():
+                if name in chunk.module.own_parameters:
+                    yield parameter, Dither(row_keys(name, 0, len(parameter), place), 0)
 
     @torch.no_grad()
     def _load(self, weights: Weights, transform: Transform | None) -> None:
@@ -480,8 +502,7 @@ class Learner:
                     )
                 parts.append(transform(hf_name, master) if transform else master)
             shard = weight_map.merge(rule, parts, self.architecture, tp_size)
-            parameter.copy_(shard)
-            self._optimizer_shards.write_master(parameter, shard)
+            self._optimizer_shards.write(parameter, shard)
 
     def _load_base(self, weights: Weights, rule: Rule, layer: int, module: FrozenBase) -> None:
         """Load this rank's part of codes and scales, which are the same on any layout."""

@@ -12,12 +12,16 @@ flat range of a row-major tensor consists of a few boxes. Of a [4, 5] tensor the
 the end of row 0, rows 1 and 2, and the beginning of row 3. So each rank saves what it has, under
 the names and shapes of the whole tensors, without a gather. Any layout can load what any other has
 saved.
+
+The same boxes are rounded to BF16 after each step, by dithers that belong to positions in the whole
+Hugging Face tensors (`quantization/rounding.py`). Megatron itself rounds to the nearest number.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,15 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import DistributedOptimizer, clip_grads
 from torch import Tensor
+
+from qurl_megatron.quantization.rounding import round_rows
+
+
+class Dither(NamedTuple):
+    """Where a parameter lies in the Hugging Face tensors that it is made of."""
+
+    row_keys: Tensor  # [rows] int32, from `quantization.rounding`
+    first_column: int  # of the full tensors
 
 
 @dataclass(frozen=True)
@@ -87,8 +100,14 @@ def _l2_norm(_: int, __: Tensor, tensors: list[list[Tensor]], *___: Any) -> tupl
 class OptimizerShards:
     """Master weights and moments on this rank, by parameter."""
 
-    def __init__(self, optimizer: Any) -> None:
-        """Find the parts of `optimizer`, from `get_megatron_optimizer`."""
+    def __init__(self, optimizer: Any, dithers: Mapping[Tensor, Dither]) -> None:
+        """Find the parts of `optimizer`, from `get_megatron_optimizer`.
+
+        Args:
+            dithers: of all parameters, if BF16 values are rounded without bias; empty: they are
+                rounded to the nearest number.
+        """
+        self._dithers = dithers
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         self._parts: list[DistributedOptimizer] = [
             part for part in parts if not part.is_stub_optimizer
@@ -108,6 +127,33 @@ class OptimizerShards:
             for group, own in zip(parameters, shards, strict=True)
             for parameter, updated in zip(group, own, strict=True)
         }
+        if dithers:
+            for part in self._parts:
+                # Megatron calls it between Adam's step and the gather of the parameters.
+                name = DistributedOptimizer._copy_main_params_to_model_params.__name__
+                setattr(part, name, partial(self._round_masters, part))
+
+    def _round_masters(self, part: DistributedOptimizer) -> None:
+        """Write this rank's masters of a part of the optimizer into the parameters."""
+        for parameter in part.model_param_gbuf_map:
+            self._round(parameter, self.master(parameter), *self._range(parameter))
+
+    def _round(self, parameter: Tensor, values: Tensor, start: int, stop: int) -> None:
+        """Write flat float32 values into a range of a parameter."""
+        target = parameter.detach().view(-1)[start:stop]
+        if parameter.dtype != torch.bfloat16 or not self._dithers:
+            target.copy_(values)
+            return
+        keys, first_column = self._dithers[parameter]
+        for box in boxes(parameter.shape, start, stop):
+            row, column = (*box.offset, 0)[:2]
+            own = slice(box.start - start, box.stop - start)
+            round_rows(
+                target[own].view(box.shape),
+                values[own].view(box.shape),
+                keys[row : row + box.shape[0]],
+                first_column + column,
+            )
 
     def master(self, parameter: Tensor) -> Tensor:
         """Return the flat float32 values that the optimizer updates; empty if this rank has none.
@@ -118,10 +164,11 @@ class OptimizerShards:
             return parameter.new_empty(0, dtype=torch.float32)
         return self._updated[parameter].detach()
 
-    def write_master(self, parameter: Tensor, values: Tensor) -> None:
-        """Copy this rank's range of `values`, which have the parameter's shape."""
-        start, stop = self._range(parameter)
-        self.master(parameter).copy_(values.reshape(-1)[start:stop])
+    def write(self, parameter: Tensor, values: Tensor) -> None:
+        """Set a parameter, and this rank's range of its master, to float32 values of its shape."""
+        flat, (start, stop) = values.to(parameter.device).reshape(-1), self._range(parameter)
+        self._round(parameter, flat, 0, len(flat))
+        self.master(parameter).copy_(flat[start:stop])
 
     def gather_master(self, parameter: Tensor) -> Tensor:
         """Return the whole master, in the parameter's shape, on the first rank that shares it.

@@ -14,17 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qurl_megatron.config.schema import ConfigError, WeightFormat
+from qurl_megatron.config.schema import ConfigError, Rounding, WeightFormat
 from qurl_megatron.files import write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, Weights, write_tensors
 from qurl_megatron.quantization import offline, quantize
 from qurl_megatron.quantization.checksum import checksum, digest
+from qurl_megatron.quantization.rounding import write_rounded
 
 CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "qurl_base.json"
 _PREFIX = "base_model.model."  # of peft's names
@@ -199,11 +201,12 @@ def merge_directory(
     adapters: AdapterFiles,
     weight_format: WeightFormat,
     progress: Progress,
+    rounding: Rounding = "unbiased",
 ) -> None:
     """Write a model with adapters merged into its weights, in the stored dtype.
 
     Linear layers first take the values that they have in `weight_format`, and those with adapters
-    then add the product.
+    then add the product. `rounding` says how sums become BF16.
 
     Raises:
         ArchitectureError, ConfigError: the source or the destination cannot be used, or
@@ -226,10 +229,13 @@ def merge_directory(
         added = adapters.product(name)
         if added is not None:
             values += added
-        return {name: values.to(tensor.dtype)}
+        merged = torch.empty_like(tensor)
+        write_rounded(merged, values, name, rounding)
+        return {name: merged}
 
-    job = {"merge": weight_format, "scaling": adapters.scaling, "adapters": _sums(adapters)}
-    offline.rewrite_directory(source, destination, rewrite, {}, job, progress)
+    sums = _sums(adapters)
+    job = {"merge": weight_format, "rounding": rounding, "scaling": adapters.scaling}
+    offline.rewrite_directory(source, destination, rewrite, {}, job | {"adapters": sums}, progress)
 
 
 def _sums(adapters: AdapterFiles) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.config.keep import adapted_layers
-from qurl_megatron.config.schema import UaqConfig
+from qurl_megatron.config.schema import Rounding, UaqConfig
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole
 from qurl_megatron.learner import checkpoint as checkpoints
@@ -36,6 +36,7 @@ from qurl_megatron.quantization.adapter_files import (
     read_adapters,
     write_adapters,
 )
+from qurl_megatron.quantization.rounding import write_rounded
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.reshard import Converter
@@ -56,10 +57,11 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
         if rank() == 0:
             for earlier in (destination, of_adapters):
                 shutil.rmtree(earlier, ignore_errors=True)
-            _write_merged(tensors, learner.adapters, base, source, destination, of_adapters)
+            places = source, destination, of_adapters
+            _write_merged(tensors, learner.adapters, base, *places, learner.rounding)
         return
     partial = from_rank_zero(lambda: _create_partial(destination))
-    writer = _Writer(source, partial, config, f"-{rank():05}")
+    writer = _Writer(source, partial, config, learner.rounding, f"-{rank():05}")
     converter = Converter(learner, "masters", FILE_BYTES)
     converter.convert(lambda bucket: writer.write_file(bucket.tensors()))
     files = to_rank_zero(writer.file_of, converter.senders)
@@ -91,7 +93,8 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         tensors = {name: values for layer in layers for name, values in layer}
         base = checkpoints.read_state(checkpoint).base
         source = Path(config.model)
-        _write_merged(tensors, adapters, base, source, destination, of_adapters, progress)
+        places = source, destination, of_adapters
+        _write_merged(tensors, adapters, base, *places, config.optimizer.rounding, progress)
         return
     model = checkpoint / "model"
     values = weight_map.num_parameters(Architecture.from_directory(model))
@@ -102,7 +105,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         )
     partial = _create_partial(destination)
     try:
-        writer = _Writer(checkpoint / "model", partial, config.quantization.uaq)
+        writer = _Writer(model, partial, config.quantization.uaq, config.optimizer.rounding)
         for layer in checkpoints.read_masters(checkpoint, progress):
             writer.write_file(layer)
         writer.finish()
@@ -131,6 +134,7 @@ def _write_merged(
     source: Path,
     destination: Path,
     of_adapters: Path,
+    rounding: Rounding,
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Write peft's directory, and the model in which base and adapters are merged."""
@@ -148,7 +152,8 @@ def _write_merged(
             weight_format=weight_format,
             base=base,
         )
-        merge_directory(source, destination, read_adapters(partial), weight_format, progress)
+        read = read_adapters(partial)
+        merge_directory(source, destination, read, weight_format, progress, rounding)
         rename_whole(partial, of_adapters)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -164,8 +169,11 @@ def _create_partial(destination: Path) -> Path:
 class _Writer:
     """Writes the safetensors files of a directory one by one, and then the files beside them."""
 
-    def __init__(self, source: Path, directory: Path, config: UaqConfig, infix: str = "") -> None:
+    def __init__(
+        self, source: Path, directory: Path, config: UaqConfig, rounding: Rounding, infix: str = ""
+    ) -> None:
         self._source = source
+        self._rounding: Rounding = rounding
         self._directory = directory
         self._infix = infix  # keeps the files of several writers apart
         self._dtype = stored_dtype(source)
@@ -183,7 +191,9 @@ class _Writer:
             # Tensors that a server holds in float32 stay so; config.json's dtype is for the others.
             is_exact = weight_map.sent_dtype(name) == torch.float32
             dtype = torch.float32 if is_exact else self._dtype
-            values = self._unscale(name, master.cpu()).to(dtype).contiguous()
+            unscaled = self._unscale(name, master.cpu())
+            values = torch.empty(unscaled.shape, dtype=dtype)
+            write_rounded(values, unscaled, name, self._rounding)
             place = weight_map.in_file(name, self._architecture)
             if place.name == name:
                 tensors[name] = values

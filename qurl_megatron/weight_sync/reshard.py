@@ -59,6 +59,7 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import Rule, TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part, checksum_tensor
+from qurl_megatron.quantization.rounding import write_rounded
 from qurl_megatron.weight_sync.bucket import (
     Bucket,
     Manifest,
@@ -347,9 +348,10 @@ class Converter:
                 if self._quantize(weight, views, shared.get(name), measures):
                     summed.add(name)
             elif views[name].numel():
-                views[name].copy_(weight.part.tensor)
+                part, view = weight.part.tensor, views[name]
+                write_rounded(view, part, name, self._learner.rounding, weight.part.offset)
                 if weight.is_adapter:
-                    measures.meter.measure(name, weight.part.tensor, views[name])
+                    measures.meter.measure(name, part, view)
         rest = [tensor for tensor in planned.tensors if tensor.name not in summed]
         parts = [Part(views[tensor.name], *tensor.offset_on(team.rank)) for tensor in rest]
         if parts:
