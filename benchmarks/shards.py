@@ -30,6 +30,7 @@ class Shards:
         """Draw the weights of one layer, and of what is beside the layers."""
         self.architecture = architecture
         self.adapters = None
+        self.rounding = "unbiased"
         self._shards: list[tuple[Rule, Tensor]] = []
         generator = torch.Generator(device=device.device()).manual_seed(tensor_parallel_rank)
         for rule in weight_map.rules(architecture):

@@ -40,9 +40,7 @@ def write_b(learner: Any) -> None:
             is_target = name.removesuffix(".lora_B.weight") in targets
             parts.append(whole[index] * is_target)
         shard = weight_map.merge(rule, parts, learner.architecture, place[1])
-        with torch.no_grad():
-            parameter.copy_(shard)
-        learner._optimizer_shards.write_master(parameter, shard)
+        learner._optimizer_shards.write(parameter, shard)
 
 
 class Adapted(torch.nn.Module):

@@ -1,6 +1,7 @@
 """An exported policy computes the same in transformers as in the learner."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from safetensors.torch import load_file
 
 from batches import ragged, score, update
 from distributed import run_ranks
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, Rounding, UaqConfig
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.weight_sync.bucket import Bucket
+from sent import tensors_in
 from tiny import Family, build_published_model, build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)
@@ -116,6 +119,46 @@ def test_transformers_computes_what_the_learner_does(
     assert moved > 0.01  # the export has the update
     AutoTokenizer.from_pretrained(destination)
     assert not (tmp_path / "exported.partial").exists()
+
+
+def export_and_send(
+    source: Path, destination: Path, layout: dict[str, Any], dtype: Any, rounding: Rounding
+) -> dict[str, torch.Tensor]:
+    """Train, export to files of BF16, and return what BF16 servers get of this rank."""
+    from batches import negative_log_likelihood
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.weight_sync.export import export
+    from qurl_megatron.weight_sync.reshard import Converter
+
+    optimizer = OptimizerConfig(learning_rate=1e-4, rounding=rounding)
+    learner = Learner(source, LearnerConfig(**layout, dtype=dtype), optimizer)
+    weights = torch.full((TOKENS.numel(),), 1 / TOKENS.numel())
+    for _ in range(2):
+        update(learner, ragged(TOKENS), weights, negative_log_likelihood)
+    export(learner, source, destination, UaqConfig())
+    sent: list[Bucket] = []
+    Converter(learner, "bf16", 2**20).convert(sent.append)
+    learner.close()
+    return tensors_in(sent)
+
+
+@pytest.mark.parametrize("rounding", ["unbiased", "nearest"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_export_holds_the_bf16_values_that_servers_get(
+    dtype: str, rounding: Rounding, tmp_path: Path
+) -> None:
+    source = build_tiny_model(tmp_path / "model", "qwen3", vocab_size=251)
+    layout = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    destination = tmp_path / "exported"
+    sent, *_ = run_ranks(export_and_send, 4, source, destination, layout, dtype, rounding)
+    exported: dict[str, torch.Tensor] = {}
+    for file in destination.glob("*.safetensors"):
+        exported |= load_file(file)
+    before = load_file(source / "model.safetensors")
+    assert exported.keys() == sent.keys() == before.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in sent.items())
+    changed = sum(int((exported[name] != tensor).sum()) for name, tensor in before.items())
+    assert changed > sum(tensor.numel() for tensor in before.values()) / 20
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])

@@ -318,6 +318,7 @@ def count_host_reads(model_dir: Path, config: LearnerConfig) -> list[int]:
         some: Any = SimpleNamespace(
             architecture=learner.architecture,
             adapters=None,
+            rounding="unbiased",
             shards=lambda of_experts, c=chosen: c,
         )
         converter = Converter(some, "int8", BUCKET_BYTES)

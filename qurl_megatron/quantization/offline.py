@@ -50,6 +50,7 @@ from qurl_megatron.model.huggingface import (
     write_tensors,
 )
 from qurl_megatron.quantization import quantize, uaq
+from qurl_megatron.quantization.rounding import write_rounded
 
 JOB_FILE = "job.json"
 UAQ_FIELD = "qurl_uaq"  # in config.json: the UaqConfig that a directory was scaled with
@@ -99,7 +100,9 @@ def quantize_directory(
     def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
         is_quantized = weight_map.find_hugging_face(name)[0].quantized
         if weight_format == "bf16" or not is_quantized or name.removesuffix(".weight") in kept:
-            return {name: tensor.to(weight_map.sent_dtype(name))}
+            sent = torch.empty(tensor.shape, dtype=weight_map.sent_dtype(name))
+            write_rounded(sent, tensor, name, "unbiased")
+            return {name: sent}
         quantized = quantize.quantize(tensor, weight_format)
         scale_name = quantize.scale_name(name, weight_format)
         return {name: quantized.codes, scale_name: quantize.engine_scale(quantized)}
