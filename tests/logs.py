@@ -20,6 +20,7 @@ ZEROS |= {
 }
 ZEROS |= {"verifier_failure": "", "by_staleness": None, "reward_parts": {}, "objective_parts": {}}
 ZEROS |= {"episode_ends": None, "episode_failure": "", "prefix_cached_by_turn": None}
+ZEROS |= {"update_shown_fraction": None}
 GOOD: dict[str, Any] = ZEROS | {  # a step that no rule of the report's advice objects to
     "entropy": 1.0,
     "grad_norm": 0.5,

@@ -260,7 +260,7 @@ def test_any_layout_resumes_and_peft_and_transformers_get_what_was_trained(
     for name, layer in layers.items():
         product = ALPHA / RANK * layer.b @ layer.a
         found = merged.get_submodule(name).weight
-        torch.testing.assert_close(found, layer.base.weight + product, rtol=2**-8, atol=1e-6)
+        torch.testing.assert_close(found, layer.base.weight + product, rtol=2**-7, atol=1e-6)
         assert product.abs().max() > 2**-8 * found.abs().max(), name
 
 

@@ -113,6 +113,15 @@ def test_the_report_says_if_nothing_is_wrong() -> None:
     assert in_bf16.startswith("No sign that BF16 rollouts harm this run: ")
 
 
+def test_an_update_that_rounding_hides_is_told_only_if_nearest_rounding_was_asked_for() -> None:
+    hidden = [{"update_shown_fraction": 0.09}] * WINDOW
+    assert lines(hidden)[-1] == []
+    nearest = with_overrides(Config(), ["optimizer.rounding=nearest"])
+    (line,) = lines(hidden, nearest)[-1]
+    assert "BF16 values show 9% of what the learner has changed" in line
+    assert lines([{"update_shown_fraction": None}] * WINDOW, nearest)[-1] == []
+
+
 def test_only_the_naive_objective_is_warned_of_a_large_divergence_from_the_start() -> None:
     for objective, count in {"naive": 1, "acr": 0}.items():
         watch = Watch(with_overrides(Config(), [f"objective.objective={objective}"]))

@@ -432,16 +432,18 @@ ROUNDED: dict[str, dict[str, Any]] = {
 
 
 def round_masters(model: Path, layout: dict[str, Any], rounding: Rounding) -> list[Any]:
-    """Return weights and masters as loaded, after a step without gradients, and after two steps."""
+    """Return weights and masters as loaded, after a step without gradients, and after two steps.
+
+    With each, the fraction of the update that is shown.
+    """
     from qurl_megatron.learner.learner import Learner
 
+    def divide(name: str, tensor: Tensor) -> Tensor:
+        return tensor / 3 if rounding == "unbiased" and name.endswith("_proj.weight") else tensor
+
     optimizer = OptimizerConfig(learning_rate=1e-5, rounding=rounding)
-    learner = Learner(
-        model,
-        learner_config(layout, dtype="bfloat16"),
-        optimizer,
-        transform=lambda name, tensor: tensor / 3 if name.endswith("_proj.weight") else tensor,
-    )
+    config = learner_config(layout, dtype="bfloat16")
+    learner = Learner(model, config, optimizer, transform=divide)
     share = share_of(learner, make_batch())
     states = []
     for factor in (None, 0, 1, 1):
@@ -453,7 +455,8 @@ def round_masters(model: Path, layout: dict[str, Any], rounding: Rounding) -> li
         if factor is not None:
             learner.update(share, loss, temperature=1.0)
         masters = parts_of(learner, of_optimizer(learner, "master"))
-        states.append((parts_of(learner, learner.shards()), masters))
+        weights = parts_of(learner, learner.shards())
+        states.append((weights, masters, learner.update_shown()))
     learner.close()
     return states
 
@@ -479,13 +482,17 @@ def test_every_layout_rounds_masters_by_their_position_in_the_full_tensors(
     assert all(torch.equal(loaded[name], untouched[name]) for name in loaded)
     moved = {name for name in loaded if not torch.equal(loaded[name], trained[name])}
     assert moved >= {name for name in loaded if name.endswith("_proj.weight")}
+    at_load, without_gradients, *shown = (state[2] for state in ranks[0])
+    assert at_load is without_gradients is None
+    assert shown == pytest.approx([1, 1], abs=0.1)
 
 
 def test_masters_are_rounded_to_the_nearest_number_if_asked(models: dict[str, Path]) -> None:
     (states,) = run_ranks(round_masters, 1, models["qwen3-tied"], {}, "nearest")
-    for weights, masters in states:
+    for weights, masters, _ in states:
         for weight, master in zip(weights, masters, strict=True):
             assert torch.equal(weight.tensor, master.tensor.to(weight.tensor.dtype)), weight.name
+    assert 0 < states[-1][2] < 0.3
 
 
 def logprobs_on_one_rank(model: Path, dtype: str) -> Tensor:

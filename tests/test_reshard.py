@@ -31,6 +31,7 @@ from qurl_megatron.launch.placement import sending_ranks
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
+from qurl_megatron.quantization.rounding import write_rounded
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
@@ -208,7 +209,9 @@ def test_what_is_quantized_is_the_bf16_that_the_learner_computes_with(tmp_path: 
     for name in quantized_names:
         master = masters[name]
         assert master.dtype == torch.float32
-        right = quantize.quantize(master.bfloat16(), "int8")
+        computed_with = torch.empty(master.shape, dtype=torch.bfloat16)
+        write_rounded(computed_with, master, name, "unbiased")
+        right = quantize.quantize(computed_with, "int8")
         assert torch.equal(sent[name], right.codes)
         assert torch.equal(sent[quantize.scale_name(name, "int8")], right.scale)
         differing += int((quantize.quantize(master, "int8").codes != right.codes).sum())

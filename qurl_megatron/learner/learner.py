@@ -272,6 +272,17 @@ class Learner:
             _refuse(f"the gradient norm is {grad_norm}", self._losses_and_gradients(losses))
         return Update(stats.pop("loss"), float(grad_norm), float(learning_rate), stats)
 
+    def update_shown(self) -> float | None:
+        """Return the fraction of the masters' way since the start that their BF16 values have gone.
+
+        Collective. It is the length of the projection of the one on the other, over a sample; None
+        while the masters have not moved.
+        """
+        sums = torch.stack(self._optimizer_shards.shown())
+        dist.all_reduce(sums)
+        moved, shown = sums.tolist()
+        return shown / moved if moved else None
+
     def shards(
         self, *, of_experts: bool | None = None
     ) -> Iterator[tuple[Rule, int | None, Tensor]]:
@@ -503,6 +514,7 @@ class Learner:
                 parts.append(transform(hf_name, master) if transform else master)
             shard = weight_map.merge(rule, parts, self.architecture, tp_size)
             self._optimizer_shards.write(parameter, shard)
+        self._optimizer_shards.start_from_here()
 
     def _load_base(self, weights: Weights, rule: Rule, layer: int, module: FrozenBase) -> None:
         """Load this rank's part of codes and scales, which are the same on any layout."""

@@ -31,7 +31,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer import DistributedOptimizer, clip_grads
 from torch import Tensor
 
+from qurl_megatron import device
 from qurl_megatron.quantization.rounding import round_rows
+
+SAMPLED = 2**12  # values of a parameter at most, of which `OptimizerShards.shown` compares two
 
 
 class Dither(NamedTuple):
@@ -108,6 +111,7 @@ class OptimizerShards:
                 rounded to the nearest number.
         """
         self._dithers = dithers
+        self._start: tuple[Tensor, Tensor] | None = None  # `_sample` before training
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         self._parts: list[DistributedOptimizer] = [
             part for part in parts if not part.is_stub_optimizer
@@ -129,27 +133,29 @@ class OptimizerShards:
         }
         if dithers:
             for part in self._parts:
-                # Megatron calls it between Adam's step and the gather of the parameters.
+                # Megatron calls it between Adam's step and the gather of the parameters. If it has
+                # no such method, this is an AttributeError.
                 name = DistributedOptimizer._copy_main_params_to_model_params.__name__
                 setattr(part, name, partial(self._round_masters, part))
 
     def _round_masters(self, part: DistributedOptimizer) -> None:
         """Write this rank's masters of a part of the optimizer into the parameters."""
         for parameter in part.model_param_gbuf_map:
-            self._round(parameter, self.master(parameter), *self._range(parameter))
+            start, stop = self._range(parameter)
+            own = parameter.detach().view(-1)[start:stop]
+            self._round(own, self.master(parameter), parameter, start)
 
-    def _round(self, parameter: Tensor, values: Tensor, start: int, stop: int) -> None:
-        """Write flat float32 values into a range of a parameter."""
-        target = parameter.detach().view(-1)[start:stop]
-        if parameter.dtype != torch.bfloat16 or not self._dithers:
-            target.copy_(values)
+    def _round(self, out: Tensor, values: Tensor, parameter: Tensor, start: int) -> None:
+        """Write flat float32 values of a parameter, from position `start` on, into flat `out`."""
+        if out.dtype != torch.bfloat16 or not self._dithers:
+            out.copy_(values)
             return
         keys, first_column = self._dithers[parameter]
-        for box in boxes(parameter.shape, start, stop):
+        for box in boxes(parameter.shape, start, start + len(values)):
             row, column = (*box.offset, 0)[:2]
             own = slice(box.start - start, box.stop - start)
             round_rows(
-                target[own].view(box.shape),
+                out[own].view(box.shape),
                 values[own].view(box.shape),
                 keys[row : row + box.shape[0]],
                 first_column + column,
@@ -167,8 +173,43 @@ class OptimizerShards:
     def write(self, parameter: Tensor, values: Tensor) -> None:
         """Set a parameter, and this rank's range of its master, to float32 values of its shape."""
         flat, (start, stop) = values.to(parameter.device).reshape(-1), self._range(parameter)
-        self._round(parameter, flat, 0, len(flat))
+        self._round(parameter.detach().view(-1), flat, parameter, 0)
         self.master(parameter).copy_(flat[start:stop])
+
+    def start_from_here(self) -> None:
+        """Let `shown` measure from the current masters."""
+        self._start = self._sample()
+
+    def shown(self) -> tuple[Tensor, Tensor]:
+        """Return how far masters have moved, squared, and how far along that their BF16 values.
+
+        Both are float64 sums over this rank's sample: [].
+        """
+        assert self._start is not None
+        pairs = zip(self._sample(), self._start, strict=True)
+        moved, shown = ((now - start).double() for now, start in pairs)
+        return moved.square().sum(), (moved * shown).sum()
+
+    def _sample(self) -> tuple[Tensor, Tensor]:
+        """Return some of the masters, and the BF16 values that are made of them: [values] float32.
+
+        They are `SAMPLED` values from the middle of each parameter's range, or all of a small one.
+        A float32 learner computes with its masters, so these BF16 values are what servers get.
+        """
+        nothing = torch.empty(0, device=device.device())  # a rank may own no values
+        masters, rounded = [nothing], [nothing]
+        for parameter in self._part_of:
+            master, (start, _) = self.master(parameter), self._range(parameter)
+            first = max(0, len(master) - SAMPLED) // 2
+            values = master[first : first + SAMPLED]
+            at = start + first
+            shown = parameter.detach().view(-1)[at : at + len(values)]
+            if parameter.dtype == torch.float32:
+                shown = torch.empty_like(values, dtype=torch.bfloat16)
+                self._round(shown, values, parameter, at)
+            masters.append(values)
+            rounded.append(shown.float())
+        return torch.cat(masters), torch.cat(rounded)
 
     def gather_master(self, parameter: Tensor) -> Tensor:
         """Return the whole master, in the parameter's shape, on the first rank that shares it.

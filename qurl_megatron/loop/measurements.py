@@ -85,6 +85,7 @@ class StepResults:
     sampled: dict[str, Any]  # from `Sampler.sample`
     critic: dict[str, float] | None  # from `Critic.step`; None without PPO
     updates: list[Update]  # one for each minibatch
+    update_shown: float | None  # from `Learner.update_shown`
     published: Published
     seconds: dict[str, float]  # by phase
 
@@ -120,6 +121,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         loss=fmean(update.loss for update in results.updates),
         grad_norm=fmean(update.grad_norm for update in results.updates),
         learning_rate=results.updates[-1].learning_rate,
+        update_shown_fraction=results.update_shown,
         routing_changed_fraction=first["routing_changed"] / first["routing_known"]
         if first.get("routing_known")
         else None,

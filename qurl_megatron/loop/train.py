@@ -81,10 +81,12 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
                 score_before_updates(config, learner, shares)
             with clock("update"):
                 updates = [update(share, policy_loss) for share in shares]
+                shown = learner.update_shown()
             with clock("publish"):
                 published = publisher.publish()
 
-            results = StepResults(step, summary, critic_metrics, updates, published, clock.seconds)
+            measured = summary, critic_metrics, updates, shown
+            results = StepResults(step, *measured, published, clock.seconds)
             samples = run.sampler.samples(step, shares)
             evaluation = None
             is_last = step == config.steps or device.from_rank_zero(log.time_is_up)

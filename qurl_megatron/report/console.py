@@ -226,6 +226,14 @@ def rules(
             "learning rate does that, and small updates add up until a code changes; raise "
             "optimizer.learning_rate only if the reward stalls too (rule: below 0.01%)",
         )
+    shown = now["update_shown_fraction"]
+    if config.optimizer.rounding == "nearest" and shown is not None and shown < 0.5:
+        yield (
+            "hidden update",
+            f"BF16 values show {shown:.0%} of what the learner has changed since the start: "
+            "rounding to the nearest number hides small changes; set "
+            "optimizer.rounding=unbiased (rule: less than half)",
+        )
     if cut_off > 0.2:
         yield (
             "cut-off completions",

@@ -300,6 +300,11 @@ class StepMetrics:
     experts than the engine did, before any update of the step, over prompts and completions. null
     without `rollout.routing`."""
 
+    update_shown_fraction: float | None = None
+    """How much of the way that the float32 masters have moved since the run's start shows in the
+    BF16 values made of them (`optimizer.rounding`): the length of its projection, over a sample. 1
+    is all of it, up to noise. null while nothing has moved."""
+
     turns_mean: float | None = None
     """Agents: mean number of turns of an episode. null without `rollout.agent`."""
 
