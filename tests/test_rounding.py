@@ -170,7 +170,7 @@ def test_a_part_is_rounded_as_in_the_whole(data: st.DataObject) -> None:
 def test_chunks_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.randn(30, 7, generator=torch.Generator().manual_seed(2))
     expected = rounded(whole)
-    monkeypatch.setattr("qurl_megatron.quantization.rounding.CHUNK_ELEMENTS", 20)
+    monkeypatch.setattr("qurl_megatron.quantization.quantize.CHUNK_ELEMENTS", 20)
     assert torch.equal(rounded(whole), expected)
 
 

@@ -214,10 +214,10 @@ class OptimizerConfig:
     proximal log-probs of its minibatch; the other minibatches need an extra pass."""
 
     rounding: Rounding = "unbiased"
-    """How BF16 values are made of the float32 masters: those that a bfloat16 learner computes with,
-    and those that are sent or saved. unbiased: up or down in proportion to the distance, by a fixed
-    dither, so that small updates act at once. nearest: to the nearest BF16 number, which hides an
-    update until a weight has crossed half the distance to the next one."""
+    """How float32 masters become BF16, for a bfloat16 learner, for servers and in files. unbiased:
+    up or down in proportion to the distance, by a fixed dither, so that small updates act at once.
+    nearest: to the nearest BF16 number, which hides an update until a weight has crossed half the
+    distance to the next one."""
 
 
 @dataclasses.dataclass

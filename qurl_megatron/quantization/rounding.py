@@ -31,9 +31,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.config.schema import Rounding
+from qurl_megatron.quantization.quantize import elements_at_once
 
-CHUNK_ELEMENTS = 2**17  # rounded at once: 512 KiB, within a core's cache
-GPU_CHUNK_ELEMENTS = 2**24  # smaller chunks would spend the time on kernel launches
 _LARGEST = 0x7F7F0000  # bits of the largest BF16 number
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # odd factors of the hash
 _STEP = 0x9E3779B9 - 2**32  # an odd factor that spreads neighbouring numbers
@@ -79,8 +78,7 @@ def round_rows(out: Tensor, values: Tensor, keys: Tensor, first_column: int = 0)
     if values.dim() == 1:
         out, values = out[:, None], values[:, None]
     columns = _column_keys(first_column, values.shape[1], values.device)
-    at_once = GPU_CHUNK_ELEMENTS if values.is_cuda else CHUNK_ELEMENTS
-    step = max(1, at_once // max(1, values.shape[1]))
+    step = max(1, elements_at_once(values) // max(1, values.shape[1]))
     for start in range(0, len(values), step):
         rows = slice(start, start + step)
         dither = _hash(keys[rows, None] + columns).bitwise_right_shift_(16).bitwise_and_(0xFFFF)
