@@ -15,6 +15,7 @@ from qurl_megatron.algorithm.batch import (
     Episode,
     Prompt,
     RolloutGroup,
+    TrainBatch,
     TurnTokens,
     pack,
 )
@@ -81,6 +82,46 @@ def test_a_batch_has_every_branch_with_its_own_prompt_and_trains_on_sampled_toke
             assert not values[~mask].any()
         assert part.rewards is not None
         assert part.rewards.tolist() == [0.0] * (len(part.tokens) - 1) + [rewards[of_episode]]
+
+
+@given(
+    st.lists(st.lists(SPANS, min_size=1, max_size=3), min_size=2, max_size=6),
+    st.integers(1, 3),
+    st.randoms(),
+)
+def test_an_episode_counts_once_however_many_branches_it_has(
+    episodes: list[list[list[tuple[int, int]]]], parts: int, random: Random
+) -> None:
+    completions = []
+    for branches in episodes:
+        *others, last = [sequence(random, spans) for spans in branches]
+        assert last.episode is not None
+        completions.append(
+            dataclasses.replace(last, episode=dataclasses.replace(last.episode, branches=others))
+        )
+    number = len(completions)
+    mean = (number - 1) / 2
+    advantages = [each - mean for each in range(number)]
+    batch = pack([RolloutGroup(PROMPT, completions, [0.0] * number)], [advantages])
+
+    def weights_of(part: TrainBatch) -> Tensor:
+        assert part.completions is not None
+        return token_weights(part.loss_mask, part.lengths, "sequence_mean", part.completions)
+
+    assert batch.advantages is not None and batch.completions is not None
+    weights = weights_of(batch)
+    assert abs(float((weights * batch.advantages).sum())) < 1e-5
+    of_tokens = batch.completions.repeat_interleave(batch.lengths)
+    totals = torch.zeros(number).index_add(0, of_tokens, weights)
+    torch.testing.assert_close(totals, torch.full((number,), 1 / number))
+    # No episode is in two minibatches.
+    minibatches = [each for each in batch.split(parts) if len(each)]
+    of_parts = [
+        set(each.completions.tolist()) for each in minibatches if each.completions is not None
+    ]
+    assert sum(map(len, of_parts)) == number and sum(map(len, minibatches)) == len(batch)
+    for part, own in zip(minibatches, of_parts, strict=True):
+        assert len(weights_of(part)[part.loss_mask].unique()) <= len(own)
 
 
 @given(SPANS, st.randoms(), st.sampled_from(get_args(Objective)))

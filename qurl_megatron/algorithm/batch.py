@@ -146,13 +146,16 @@ class TrainBatch:
 
     Produced by `loop/sampling.py` on global rank 0, which deals it out to the data-parallel
     replicas. A tensor that is None is filled later in the step, or this rank does not need it. In a
-    micro batch, all tensors but `lengths` are [1, tokens], and `mask_ids` is
+    micro batch, all tensors of tokens are [1, tokens], and `mask_ids` is
     [tokens, largest mask], padded with -1.
     """
 
     lengths: Tensor  # [sequences] int64, the tokens of each sequence
     tokens: Tensor  # [tokens] int32: prompt and completion of each sequence
     loss_mask: Tensor  # [tokens] bool, True on sampled tokens
+    # [sequences] int64: the number of the completion that a sequence is, or is a branch of, in
+    # ascending order; None: each is one of its own
+    completions: Tensor | None = None
     behaviour_logprobs: Tensor | None = None  # [tokens] float32, from the engine that sampled them
     # [tokens] float32: a completion's reward at its last token, 0 elsewhere
     rewards: Tensor | None = None
@@ -180,13 +183,16 @@ class TrainBatch:
         return cls(lengths=nothing, tokens=nothing.int(), loss_mask=nothing.bool())
 
     def only(self, *names: str) -> TrainBatch:
-        """Return the batch with its lengths, tokens, loss mask and the tensors of these names."""
-        kept = {name: getattr(self, name) for name in names}
+        """Return the batch with its sequences, loss mask and the tensors of these names."""
+        kept = {name: getattr(self, name) for name in ("completions", *names)}
         return TrainBatch(self.lengths, self.tokens, self.loss_mask, **kept)
 
     def split(self, parts: int) -> Iterator[TrainBatch]:
-        """Yield `parts` batches in order; their numbers of sequences differ by one at most."""
-        bounds = [part * len(self) // parts for part in range(parts + 1)]
+        """Yield `parts` batches in order; their numbers of completions differ by one at most."""
+        of_completion = torch.arange(len(self)) if self.completions is None else self.completions
+        counts = of_completion.unique_consecutive(return_counts=True)[1]  # type: ignore[no-untyped-call]
+        ends = [0, *counts.cumsum(0).tolist()]
+        bounds = [ends[part * len(counts) // parts] for part in range(parts + 1)]
         for first, after in pairwise(bounds):
             yield self.select(range(first, after))
 
@@ -196,6 +202,8 @@ class TrainBatch:
         index = _places(self.lengths, chosen)
         selected = self.map(lambda tensor: tensor[index])
         selected.lengths = self.lengths[chosen]
+        if self.completions is not None:
+            selected.completions = self.completions[chosen]
         if self.mask_sizes is not None and self.mask_ids is not None:
             selected.mask_ids = self.mask_ids[_places(self.mask_sizes, index)]
         return selected
@@ -203,9 +211,9 @@ class TrainBatch:
     def map(self, change: Callable[[Tensor], Tensor]) -> TrainBatch:
         """Return the batch with `change(tensor)` in place of every [tokens] tensor."""
         tensors = {each.name: getattr(self, each.name) for each in fields(self)}
-        lengths, ids = tensors.pop("lengths"), tensors.pop("mask_ids")
+        kept = {name: tensors.pop(name) for name in ("lengths", "completions", "mask_ids")}
         changed = {name: None if t is None else change(t) for name, t in tensors.items()}
-        return TrainBatch(lengths, mask_ids=ids, **changed)  # type: ignore[arg-type]
+        return TrainBatch(**kept, **changed)  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -233,6 +241,9 @@ def pack(
         lengths=lengths,
         tokens=torch.zeros(ends[-1], dtype=torch.int32),
         loss_mask=torch.zeros(ends[-1], dtype=torch.bool),
+        completions=torch.repeat_interleave(
+            torch.tensor([len(c.sequences()) for group in groups for c in group.completions])
+        ),
         behaviour_logprobs=(behaviour_logprobs := torch.zeros(ends[-1])),
         rewards=(rewards := torch.zeros(ends[-1])),
         token_staleness=(staleness := torch.zeros(ends[-1], dtype=torch.int32)),

@@ -383,7 +383,9 @@ def value_loss(
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
-def token_weights(loss_mask: Tensor, lengths: Tensor, aggregation: str) -> Tensor:
+def token_weights(
+    loss_mask: Tensor, lengths: Tensor, aggregation: str, completions: Tensor | None = None
+) -> Tensor:
     """Return the weight of each token in the loss, `[tokens]` float32.
 
     The weights of a whole batch sum to 1. Compute them before a batch is split over micro batches
@@ -392,9 +394,11 @@ def token_weights(loss_mask: Tensor, lengths: Tensor, aggregation: str) -> Tenso
     Args:
         loss_mask: `[tokens]` bool.
         lengths: `[sequences]` int64, the tokens of each sequence.
-        aggregation: `sequence_mean` weighs a token of sequence i by 1 / (N * |o_i|), where N is the
-            number of sequences with at least one token (QuRL Eq. 1); `token_mean` weighs every
-            token by 1 / number of tokens (DAPO).
+        aggregation: `sequence_mean` weighs a token of completion i by 1 / (N * |o_i|), where N is
+            the number of completions with at least one token (QuRL Eq. 1); `token_mean` weighs
+            every token by 1 / number of tokens (DAPO).
+        completions: `[sequences]` int64, the completion that each sequence belongs to, so that an
+            episode with branches counts once; None: each is one.
 
     Raises:
         ValueError: the aggregation is unknown, or sequences have no token to train on.
@@ -404,10 +408,12 @@ def token_weights(loss_mask: Tensor, lengths: Tensor, aggregation: str) -> Tenso
     if len(lengths) and not loss_mask.any():
         raise ValueError("loss_mask has no token to train on")
     if aggregation == "sequence_mean":
-        of_sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-        counts = torch.zeros(len(lengths)).index_add(0, of_sequence, mask)
-        of_tokens = counts.clamp(min=1).repeat_interleave(lengths)
-        return mask / (of_tokens * (counts > 0).sum())
+        numbers = torch.arange(len(lengths))
+        if completions is not None:
+            numbers = completions.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
+        of_tokens = numbers.repeat_interleave(lengths)
+        counts = torch.zeros(len(lengths)).index_add(0, of_tokens, mask)
+        return mask / (counts.clamp(min=1)[of_tokens] * (counts > 0).sum())
     if aggregation == "token_mean":
         return mask / mask.sum()
     raise ValueError(f"unknown aggregation {aggregation!r}; valid are sequence_mean, token_mean")
@@ -423,7 +429,10 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
         names.append("token_staleness")
     for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
         minibatch.loss_weights = token_weights(
-            minibatch.loss_mask, minibatch.lengths, config.objective.aggregation
+            minibatch.loss_mask,
+            minibatch.lengths,
+            config.objective.aggregation,
+            minibatch.completions,
         )
         yield minibatch
 
