@@ -22,6 +22,7 @@ from qurl_megatron.model.huggingface import (
     Weights,
     check_model,
     copy_beside_weights,
+    write_tensors,
 )
 from tiny import build_tiny_model
 
@@ -173,8 +174,57 @@ def test_weights_of_two_saves_in_one_directory_are_refused(
         open_weights(directory)
     for part in ("part-0.safetensors", "part-1.safetensors"):
         (directory / part).unlink()
-    save_file({"lora_A.weight": torch.zeros(1)}, directory / "adapter_model.safetensors")
+    save_file({"other.weight": torch.zeros(1)}, directory / "other.safetensors")
     open_weights(directory)
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.bin"])
+def test_adapters_beside_weights_are_refused(write_changed: WriteChanged, file: str) -> None:
+    directory = write_changed()
+    (directory / file).write_text("{}")
+    with pytest.raises(ArchitectureError, match=f"has {file} beside its weights, .*; merge them"):
+        check_model(directory)
+
+
+def test_a_directory_of_adapters_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(ArchitectureError, match="holds adapters over 'org/base' and no model; mer"):
+        check_model(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["quantization_config", "compression_config"])
+def test_a_quantization_that_is_null_is_none(write_changed: WriteChanged, field: str) -> None:
+    directory = write_changed()
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, field: None}))
+    check_model(directory)
+    copied = directory / "copied"
+    copied.mkdir()
+    copy_beside_weights(directory, copied)
+    assert json.loads((copied / "config.json").read_text()) == config
+    (directory / "config.json").write_text(json.dumps({**config, field: {"bits": 4}}))
+    with pytest.raises(ArchitectureError, match=f"is quantized already .{field} in its config"):
+        check_model(directory)
+
+
+def test_numbers_beyond_the_dtype_of_the_model_are_refused(write_changed: WriteChanged) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+
+    def overflow(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name].float()
+        tensors[name][1, 2] = 1e5
+
+    directory = write_changed(overflow)
+    check_model(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    with pytest.raises(ArchitectureError, match=f"'{name}' holds numbers beyond float16"):
+        check_model(directory)
+    for bad in (torch.inf, torch.nan):
+        file = directory / "written.safetensors"
+        with pytest.raises(ArchitectureError, match=f"'{name}' would hold {bad} in float16"):
+            write_tensors({name: torch.tensor([1, bad, -2]).half()}, file)
+        assert not file.exists()
 
 
 def test_shards_that_overlap_are_refused(write_changed: WriteChanged) -> None:
@@ -201,7 +251,7 @@ def test_the_files_beside_weights_are_copied_and_weights_of_no_format_are(
         *("consolidated.00.pth", "model.pt", "last.ckpt", "model-Q4_K_M.gguf", "model.onnx"),
         *("tf_model.h5", "tf_model.h5.index.json", "flax_model.msgpack"),
         *("model-00001-of-00002.safetensors", "model.safetensors.index.json"),
-        "model.fp16.safetensors.index.json",
+        *("model.fp16.safetensors.index.json", "adapter_config.json", "adapter_model.safetensors"),
     }
     for name in kept | weights:
         (source / name).touch()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
 from qurl_megatron.model import huggingface
+from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.quantization import offline, quantize
 from qurl_megatron.quantization.rounding import write_rounded
 from tiny import build_tiny_model, random_model
@@ -178,6 +179,18 @@ def test_uaq_changes_logits_by_rounding_only(source: Path, tmp_path: Path) -> No
             for path in (source, tmp_path / "scaled")
         )
     assert 1e-4 < (after - before).abs().max() < 0.5  # weights are rounded to BF16
+
+
+def test_a_scaled_weight_beyond_float16_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    source = build_tiny_model(tmp_path / "model", dtype=torch.float16)
+    tensors = load_file(source / "model.safetensors")
+    norm = "model.layers.0.input_layernorm.weight"
+    tensors[norm][3] = 60000
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    for scale in (1.5, 2.0):
+        with pytest.raises(ArchitectureError, match=f"'{norm}' would hold inf in float16"):
+            offline.scale_directory(source, tmp_path / "scaled", UaqConfig(scale), no_progress)
+        assert {path.name for path in tmp_path.iterdir()} == {"model"}
 
 
 @pytest.mark.parametrize(("scale", "ulps"), [(2.0, 0), (0.25, 0), (1.5, 1)])

@@ -155,7 +155,7 @@ def test_without_a_tokenizer_json_a_class_that_loses_spaces_is_refused(tmp_path:
 
 
 @pytest.mark.parametrize("joins_spaces", [False, True])
-def test_a_sentencepiece_file_that_its_class_does_not_follow_is_refused(
+def test_a_sentencepiece_file_gives_its_own_ids_or_is_refused(
     tmp_path: Path, joins_spaces: bool
 ) -> None:
     directory = write(tmp_path, sentence_piece())
@@ -172,13 +172,27 @@ def test_a_sentencepiece_file_that_its_class_does_not_follow_is_refused(
         remove_extra_whitespaces=joins_spaces,
         minloglevel=2,
     )
-    if joins_spaces:  # LlamaTokenizer does not
-        with pytest.raises(ArchitectureError, match="has other tokens for"):
+    if joins_spaces:  # byte pairs alone do not
+        with pytest.raises(ArchitectureError, match="other tokens for 'two␣␣spaces␣␣␣and"):
             load_tokenizer(directory)
         return
     file = spm.SentencePieceProcessor(str(directory / "tokenizer.model"))
-    for text in map(str.strip, SAMPLES):
-        assert load_tokenizer(directory).encode(text, add_special_tokens=False) == file.encode(text)
+    tokenizer = load_tokenizer(directory)
+    for text in SAMPLES:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == file.encode(text) and tokenizer.decode(ids) == text
+    assert tokenizer.bos_token_id == file.bos_id() and tokenizer.eos_token_id == file.eos_id()
+    settings = directory / "tokenizer_config.json"
+    behind = {True: "▁5", False: "5"}  # a space behind a special token or none
+    for legacy, piece in behind.items():
+        said = {**json.loads(settings.read_text()), "legacy": legacy}
+        settings.write_text(json.dumps(said))
+        tokenizer = load_tokenizer(directory)
+        ids = tokenizer.encode("</s>5", add_special_tokens=False)
+        assert tokenizer.convert_ids_to_tokens(ids) == ["</s>", piece]
+    settings.unlink()
+    with pytest.raises(ArchitectureError, match="there is no tokenizer_config.json, the special"):
+        load_tokenizer(directory)
 
 
 def stops(directory: Path) -> list[int]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+ADAPTER_CONFIG = "adapter_config.json"  # peft's
 CHUNK = 64  # tokens that the gated delta rule computes at once, here and in FLA's kernels
 Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen3_5_text", "qwen3_5_moe_text"]
 
@@ -69,6 +70,9 @@ TEXT_PARTS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
+
+
+QUANTIZED = ("quantization_config", "compression_config")  # the latter is an older name
 
 
 @dataclass(frozen=True)
@@ -172,6 +176,13 @@ class Architecture:
                 "with config.json, tokenizer and safetensors"
             )
         file = directory / "config.json"
+        if not file.is_file() and (directory / ADAPTER_CONFIG).is_file():
+            base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+            raise ArchitectureError(
+                f"'{directory}' holds adapters over {base!r:.200} and no model; merge them (peft: "
+                "merge_and_unload, save_pretrained) and give that directory; for qurl eval, give "
+                "the base and adapters=DIR"
+            )
         if not file.is_file():
             raise ArchitectureError(
                 f"'{directory}' has no config.json; give a Hugging Face model directory"
@@ -522,10 +533,10 @@ def read_json(file: Path) -> dict[str, Any]:
 def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     """Return config.json as that of a text-only model, which all readers take as the same model.
 
-    For a model of text and images it is `text_config`, with the fields that are only beside it. For
-    a hybrid it also has two fields that SGLang reads and transformers does not:
-    `full_attention_interval`, and `partial_rotary_factor` outside of `rope_parameters`, where
-    transformers writes 0.25 whatever the factor is.
+    A quantization that is null is left out. For a model of text and images it is `text_config`,
+    with the fields that are only beside it. For a hybrid it also has two fields that SGLang reads
+    and transformers does not: `full_attention_interval`, and `partial_rotary_factor` outside of
+    `rope_parameters`, where transformers writes 0.25 whatever the factor is.
 
     Raises:
         ArchitectureError: it contradicts itself.
@@ -538,7 +549,7 @@ def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
             raise ArchitectureError(f"{file}: {name} without an object 'text_config'")
         beside: dict[str, Any] = {
             field: config[field]
-            for field in ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
+            for field in ("dtype", "torch_dtype", "tie_word_embeddings", *QUANTIZED)
             if field in config
         }
         tied = "tie_word_embeddings"
@@ -548,6 +559,9 @@ def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
             )
         name = TEXT_PARTS[name]
         config = {**beside, **text, "architectures": [name]}
+    for field in QUANTIZED:  # some tools write null
+        if config.get(field, field) is None:
+            config = {name: value for name, value in config.items() if name != field}
     traits = SUPPORTED_ARCHITECTURES.get(str(name))
     if traits is None or not traits.is_hybrid:
         return config

@@ -6,6 +6,7 @@ larger one, the learner rank that loads NaN or infinity finds them, while the se
 """
 
 import json
+import math
 import re
 import shutil
 import sys
@@ -21,6 +22,8 @@ from torch import Tensor
 from qurl_megatron.files import write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import (
+    ADAPTER_CONFIG,
+    QUANTIZED,
     Architecture,
     ArchitectureError,
     read_json,
@@ -36,6 +39,8 @@ _WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt"),
     *(".gguf", ".h5", ".msgpack", ".onnx"),
 )
+
+_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 
 # Of a model of text and images: where the weights of its text are, and what is left out: images,
 # and heads that predict several tokens at once.
@@ -57,6 +62,7 @@ class Weights:
         """
         self._directory = Path(directory)
         self._is_tied = architecture.tie_word_embeddings
+        self._is_half = stored_dtype(self._directory) == torch.float16
         self._file_of = self._files_by_tensor()
         self.files = sorted(set(self._file_of.values()))
         self._open = {file: self._opened(file) for file in self.files}
@@ -136,8 +142,14 @@ class Weights:
     def _check_others(self) -> None:
         """Check that no file of the directory, read or not, has a tensor that another has too.
 
-        transformers and SGLang would choose differently between them.
+        transformers and SGLang would choose differently between them. transformers would also load
+        adapters beside the weights.
         """
+        if adapters := next((f for f in _ADAPTERS if (self._directory / f).exists()), None):
+            raise ArchitectureError(
+                f"'{self._directory}' has {adapters} beside its weights, which do not have these "
+                "adapters in them; merge them (peft: merge_and_unload), or remove their files"
+            )
         single = "model.safetensors"
         if single not in self.files and (self._directory / single).exists():
             raise ArchitectureError(
@@ -175,12 +187,17 @@ class Weights:
         """Return the full tensor `name` at `index`, in its stored dtype; only this part is read.
 
         Raises:
-            ArchitectureError: it holds NaN or infinity.
+            ArchitectureError: it holds NaN or infinity, or would in the dtype of config.json.
         """
         place = self._places[name]
         tensor = self._stored(place.name)[place.of_part(index)]
         file = self._directory / self._file_of[self._names[place.name]]
         check_finite(file, place.name, tensor)
+        if self._is_half and tensor.numel() and not math.isfinite(tensor.half().abs().max()):
+            raise ArchitectureError(
+                f"{file}: tensor '{place.name}' holds numbers beyond float16, the dtype of its "
+                "config.json; set that to bfloat16 or float32"
+            )
         return tensor
 
     def full_tensors(self) -> dict[str, dict[str, weight_map.Place]]:
@@ -230,10 +247,10 @@ def check_model(directory: Path) -> Weights:
             file is missing or broken, a tensor is missing, unknown or misshapen, or holds NaN.
     """
     architecture = Architecture.from_directory(directory)
-    if "quantization_config" in read_config(directory):
+    if field := next((name for name in QUANTIZED if name in read_config(directory)), None):
         raise ArchitectureError(
-            f"'{directory}' is quantized already (quantization_config in its config.json); give "
-            "the directory it was made from"
+            f"'{directory}' is quantized already ({field} in its config.json); give the directory "
+            "it was made from"
         )
     stored_dtype(directory)
     weights = Weights(directory, architecture)
@@ -322,7 +339,7 @@ def copy_beside_weights(source: Path, destination: Path) -> None:
     """
     for path in source.iterdir():
         name = path.name.removesuffix(".index.json")  # an index of weights stays behind as well
-        if path.is_file() and not name.endswith(_WEIGHT_SUFFIXES):
+        if path.is_file() and not name.endswith(_WEIGHT_SUFFIXES) and name != ADAPTER_CONFIG:
             shutil.copyfile(path, destination / path.name)
     if not (source / "config.json").exists():
         return  # the model was taken away under a run, whose steps are saved all the same
@@ -350,8 +367,19 @@ def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a safetensors file, whole or not at all.
 
     Raises:
+        ArchitectureError: a weight is NaN or infinite.
         OSError: the disk is full.
     """
+    for name, tensor in tensors.items():
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and tensor.numel():
+            largest = tensor.abs().max()  # NaN if any value is
+            if not math.isfinite(largest):
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                raise ArchitectureError(
+                    f"{path.parent}: tensor '{name}' would hold {float(largest)} in {dtype}; "
+                    "nothing is written (float16 ends at 65504: set dtype in the model's "
+                    "config.json to bfloat16)"
+                )
 
     def save(unfinished: Path) -> None:
         try:

@@ -2,7 +2,8 @@
 
 The ids are those of `tokenizer.json`. transformers builds the class that `tokenizer_config.json`
 names, or for Qwen2 always the same one, from the vocabulary alone: its splitting rules are the
-class's, not the file's. So nothing here asks for a class, unless there is no `tokenizer.json`.
+class's, not the file's. So nothing here asks for a class, unless there is no `tokenizer.json` and
+no SentencePiece file (`tokenizer.model`), whose own ids then count.
 
 Agents' processes load it too, so it imports no torch.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.architecture import Architecture, ArchitectureError, read_json
 
 # Texts that tokenizers of one vocabulary split in different ways if their rules differ.
 SAMPLES = (
@@ -89,27 +90,90 @@ def _loaded(directory: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(
             directory, added_tokens_decoder={}, **_AS_IT_IS
         )
-    from transformers import AutoTokenizer
-    from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory, **_AS_IT_IS)
-    try:
-        reference: Any = SentencePieceBackend.from_pretrained(
-            directory,
-            legacy=True,  # SentencePiece's own ids
-            **_AS_IT_IS,
+    if pieces := _pieces(directory / "tokenizer.model"):
+        file = directory / "tokenizer_config.json"
+        if not file.is_file():
+            raise ValueError(f"beside tokenizer.model there is no {file.name}, the special tokens'")
+        settings = read_json(file)
+        own = _byte_pairs(pieces, follows_special=settings.get("legacy") is not False)
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
+            directory, tokenizer_object=own, **_AS_IT_IS
         )
-    except Exception:  # there is no tokenizer.model, or it is another kind of file
-        reference = None
-    for text in map(str.strip, SAMPLES[:-1]):  # some classes normalize the last one's characters
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(directory, **_AS_IT_IS)
+    for text in map(
+        str.strip, SAMPLES[: None if pieces else -1]
+    ):  # some classes normalize the last
         ids = tokenizer.encode(text, add_special_tokens=False)
-        decoded = tokenizer.decode(ids)
-        differs = reference and reference.encode(text, add_special_tokens=False) != ids
-        if differs or decoded.split() != text.split():
+        shown = text[:30].replace(" ", "␣")
+        if pieces and pieces.encode(text) != ids:
+            raise ValueError(f"tokenizer.model has other tokens for {shown!r} than its byte pairs")
+        if tokenizer.decode(ids).split() != text.split():
             raise ValueError(
                 f"without a tokenizer.json transformers takes it for a {type(tokenizer).__name__}, "
-                f"which has other tokens for {text[:30]!r} than its own file"
+                f"which does not give {shown!r} back"
             )
+    return tokenizer
+
+
+def _pieces(file: Path) -> Any:
+    """Return a SentencePiece file as its library reads it; None: there is none, or another kind."""
+    if not file.is_file():
+        return None
+    import sentencepiece
+
+    try:
+        return sentencepiece.SentencePieceProcessor(model_file=str(file))
+    except (OSError, RuntimeError):  # such as Llama 3's, which is tiktoken's
+        return None
+
+
+def _byte_pairs(pieces: Any, *, follows_special: bool) -> Any:
+    """Return SentencePiece's byte pairs as a tokenizer, such as a Llama's tokenizer.json has.
+
+    transformers' own conversion merges in the order of ids in place of scores. `follows_special`:
+    also the text behind a special token gets a space before it (`legacy` of tokenizer_config.json).
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    names = [pieces.id_to_piece(number) for number in range(pieces.vocab_size())]
+    is_other = (pieces.is_control, pieces.is_byte, pieces.is_unknown, pieces.is_unused)
+    merged = {
+        name: number
+        for number, name in enumerate(names)
+        if not any(each(number) for each in is_other)
+    }
+    scores = {name: pieces.get_score(number) for name, number in merged.items()}
+    vocabulary = {name: number for number, name in enumerate(names)}
+    unknown = names[pieces.unk_id()]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            generate_merges(merged, scores),
+            unk_token=unknown,
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    if follows_special:
+        spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        tokenizer.normalizer = normalizers.Sequence(spaces)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(
+        [name for number, name in enumerate(names) if pieces.is_control(number)]
+    )
     return tokenizer
 
 

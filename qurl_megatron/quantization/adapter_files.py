@@ -22,13 +22,13 @@ from torch import Tensor
 from qurl_megatron.config.schema import ConfigError, Rounding, WeightFormat
 from qurl_megatron.files import write_whole
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import ADAPTER_CONFIG, Architecture
 from qurl_megatron.model.huggingface import Progress, Weights, write_tensors
 from qurl_megatron.quantization import offline, quantize
 from qurl_megatron.quantization.checksum import checksum, digest
 from qurl_megatron.quantization.rounding import write_rounded
 
-CONFIG, TENSORS, BASE = "adapter_config.json", "adapter_model.safetensors", "qurl_base.json"
+CONFIG, TENSORS, BASE = ADAPTER_CONFIG, "adapter_model.safetensors", "qurl_base.json"
 _PREFIX = "base_model.model."  # of peft's names
 # Fields of peft that say which layers have adapters, or how these were trained. Any other field
 # that is set, also one of a later peft, may change what an adapter computes.

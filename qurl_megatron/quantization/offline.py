@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from qurl_megatron.files import (
     write_whole,
 )
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import (
     Progress,
     check_finite,
@@ -254,7 +255,11 @@ def rewrite_directory(
     for piece in pieces:
         written = partial / piece.written_file
         if not written.exists():
-            _write_piece(source, piece, rewrite, full_tensors, written)
+            try:
+                _write_piece(source, piece, rewrite, full_tensors, written)
+            except ArchitectureError:  # a repeated call would fail as well
+                shutil.rmtree(partial)
+                raise
         with safe_open(written, "pt") as opened:
             file_of |= dict.fromkeys(opened.keys(), piece.written_file)
         done_bytes += piece.num_bytes
