@@ -1,4 +1,4 @@
-"""Measure what a quickstart learns, over several seeds: `python -m benchmarks.quickstart`.
+"""Measure what a recipe learns, over several seeds: `python -m benchmarks.quickstart`.
 
 Each seed is one complete `qurl train` of the `--recipe` in each of the `--placements` of learner
 and servers, with the given fields, such as `adapters.rank=8`. The runs go one after the other. A
@@ -28,7 +28,7 @@ def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument(
         "--recipe",
-        choices=["quickstart", *(f"quickstart_{of}" for of in KINDS)],
+        choices=["quickstart", *(f"quickstart_{of}" for of in KINDS), "smollm2"],
         default="quickstart",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -55,6 +55,14 @@ def test_the_run_of_ones_own_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "time of a step" in run(f".venv/bin/{plan}")
 
 
+def test_the_run_of_a_real_model_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another model: `tests/e2e/test_smollm2.py` has its own."""
+    monkeypatch.chdir(tmp_path)
+    model = build_tiny_model(tmp_path / "model", "llama")
+    summary = run(f"{block('## A real model').strip()} --dry-run model={model}")
+    assert "held out" in summary and re.search(r"\d+ [-+*] \d+", summary)
+
+
 def test_the_run_of_a_laptop_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = build_tiny_model(tmp_path / "model", "llama", max_position_embeddings=4096)

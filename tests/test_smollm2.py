@@ -12,6 +12,8 @@ from batches import padded, score
 from distributed import run_ranks
 from learner_reference import logprobs_and_entropy_of
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.evaluation.mismatch import compare
+from qurl_megatron.evaluation.quantized_model import QuantizedModel
 from qurl_megatron.model import smollm2
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import check_model
@@ -90,12 +92,27 @@ def logprobs(reference: Any, tokenizer: Any) -> Tensor:
 
 
 def test_it_knows_english(tokenizer: Any, logprobs: Tensor) -> None:
-    """The rows of queries and keys in another order, or tokens of another number, would not."""
+    """With queries and keys in the order of a GGUF the mean is -2.45, not -2.01."""
     english, shuffled = (
         logprobs[row, 1 : len(tokenizer.encode(text, add_special_tokens=False))].mean()
         for row, text in enumerate((ENGLISH, SHUFFLED))
     )
-    assert english > -2.5 > -5 > shuffled
+    assert english > -2.2 > -5 > shuffled
+
+
+def test_the_int8_copy_is_as_far_from_it_as_was_measured(
+    smollm2_dir: Path, tokenizer: Any, reference: Any
+) -> None:
+    """The KL divergence in English is 4.7e-2 with weights and activations in INT8.
+
+    Toys of random weights have a thousandth of it, so what they say of a mismatch is little.
+    """
+    ids = tokenizer.encode(ENGLISH, add_special_tokens=False)
+    quantized = QuantizedModel(smollm2_dir, "int8", stop_token_ids=[])
+    with torch.no_grad():
+        exact = reference(torch.tensor([ids])).logits[:, :-1]
+    kl = compare(quantized.logits([(ids[:1], ids[1:])]), exact, torch.tensor([ids[1:]])).kl
+    assert 1e-2 < kl.mean() < 0.2
 
 
 def scores(model: Path, config: LearnerConfig, tokens: Tensor) -> Tensor:
