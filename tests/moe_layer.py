@@ -19,7 +19,7 @@ from qurl_megatron.sglang_plugin.formats import (
     QuantizedExpertsMethod,
     QurlConfig,
 )
-from qurl_megatron.sglang_plugin.linear import quantize_tokens
+from qurl_megatron.quantization.activations import quantize_tokens
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 128
 CONFIGS: dict[str, type[QurlConfig]] = {

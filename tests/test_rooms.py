@@ -71,6 +71,7 @@ PURE = {
     "model/tokenizer",
     "model/weight_map",
     "planning",
+    "quantization/activations",
     "quantization/checksum",
     "quantization/kernels",
     "quantization/products",

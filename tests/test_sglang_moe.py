@@ -21,7 +21,7 @@ from qurl_megatron.sglang_plugin.formats import (
     QuantizedExpertsMethod,
     apply_unquantized_experts,
 )
-from qurl_megatron.sglang_plugin.linear import quantize_tokens
+from qurl_megatron.quantization.activations import quantize_tokens
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)

@@ -34,7 +34,8 @@ from qurl_megatron.sglang_plugin.formats import (
     Int8Config,
     QurlConfig,
 )
-from qurl_megatron.sglang_plugin.linear import MAX_TOKENS, quantize_tokens
+from qurl_megatron.quantization.activations import quantize_tokens
+from qurl_megatron.sglang_plugin.linear import MAX_TOKENS
 
 NUM_SLOTS, HEAD_SIZE, KEY_HEADS = 400, 16, 2
 

@@ -282,7 +282,7 @@ def check_peer(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def fail_in_the_next_publish(publisher: Any, pid: int, number: int) -> None:
     """Send a signal to a server's processes once it waits for weights, before any is sent."""
-    convert = publisher._converter.convert
+    convert = publisher.converter.convert
     processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
 
     def fail_and_convert(*arguments: Any, **named: Any) -> Any:
@@ -291,7 +291,7 @@ def fail_in_the_next_publish(publisher: Any, pid: int, number: int) -> None:
             process.send_signal(number)
         return convert(*arguments, **named)
 
-    publisher._converter.convert = fail_and_convert
+    publisher.converter.convert = fail_and_convert
 
 
 def check_demo(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -162,6 +162,8 @@ class TrainBatch:
     advantages: Tensor | None = None  # [tokens] float32, 0 outside loss_mask; PPO: by critic
     loss_weights: Tensor | None = None  # [tokens] float32, normalized over the whole minibatch
     proximal_logprobs: Tensor | None = None  # [tokens] float32, learner before any update
+    # [tokens] float32, what the learner expects of the engine: it computes as the engine does
+    predicted_logprobs: Tensor | None = None
     entropy: Tensor | None = None  # [tokens] float32, of the learner before any update
     reference_logprobs: Tensor | None = None  # [tokens] float32, model before any training
     values: Tensor | None = None  # PPO: [tokens] float32, critic before its update

@@ -21,6 +21,7 @@ from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
+from qurl_megatron.quantization.activations import BLOCK, in_groups, quantize_tokens
 from qurl_megatron.sglang_plugin import formats, linear
 
 Sampled = tuple[list[int], list[int]]
@@ -60,14 +61,13 @@ class ActivationMeter:
         """Measure `x` [tokens, channels]."""
         x = x.float()
         self._largest = torch.maximum(x.abs().amax(0).cpu(), self._largest)
-        groups = torch.nn.functional.pad(x, (0, -x.shape[1] % linear.BLOCK)).view(-1, linear.BLOCK)
-        errors = (self._error(x), self._error(groups))
+        errors = (self._error(x), self._error(in_groups(x, BLOCK)))
         self._sums += torch.tensor([float(x.double().square().sum()), *errors]).double()
 
     def _error(self, rows: Tensor) -> float:
         if self._code_dtype is None:
             return 0.0
-        codes, scale = linear.quantize_tokens(rows, self._code_dtype)
+        codes, scale = quantize_tokens(rows, self._code_dtype)
         return float((codes * scale - rows).double().square().sum())
 
     def measured(self) -> dict[str, Any]:

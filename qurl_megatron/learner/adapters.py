@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,8 @@ class FrozenBase(torch.nn.Module):
     owners: Tensor  # [out, projections], 1 where a row belongs to a projection with an adapter
     lora_a: torch.nn.Parameter
     lora_b: torch.nn.Parameter
+    # Makes of activations what the servers' base multiplies; None: they stay as they are.
+    round_inputs: Callable[[Tensor], Tensor] | None = None
 
     def allocate(self, out: int, width: int, settings: Adapters, dtype: torch.dtype) -> None:
         """Allocate codes and scales [out, width] of this rank; `add_adapters` comes later."""
@@ -146,6 +148,7 @@ class FrozenBase(torch.nn.Module):
 
     def multiply_base(self, x: Tensor) -> Tensor:
         """Return x W^T of this rank's part."""
+        x = self.round_inputs(x) if self.round_inputs else x
         out: Tensor = _BaseProduct.apply(x, self.codes, self.scale)
         return out
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import add_up
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, Rounding
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, Rounding, ServerConfig
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.adapters import Adapters, FrozenBase, frozen_layers, initial_a
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
@@ -46,6 +46,7 @@ from qurl_megatron.learner.model import (
     virtual_stages,
 )
 from qurl_megatron.learner.optimizer_shards import Dither, OptimizerShards, fuse_adam, fuse_norm
+from qurl_megatron.learner.quantized_forward import Served, computing_as_served
 from qurl_megatron.learner.shares import MicroBatch, Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -218,6 +219,13 @@ class Learner:
         finally:
             for parameter, data in zip(parameters, current, strict=True):
                 parameter.data = data
+
+    @contextmanager
+    def as_served(self, served: Served, server: ServerConfig) -> Iterator[None]:
+        """Score as the servers compute within this context. Collective, and so is each pass."""
+        chunks = [chunk.module for chunk in self.chunks]
+        with computing_as_served(chunks, self.architecture, served, server):
+            yield
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:

@@ -46,9 +46,9 @@ from sglang.srt.utils import set_weight_attrs
 from torch import Tensor
 from torch.nn.functional import silu
 
+from qurl_megatron.quantization.activations import BLOCK
 from qurl_megatron.quantization.products import multiply_unquantized
 from qurl_megatron.sglang_plugin.linear import (
-    BLOCK,
     Fp8BlockLinearMethod,
     Fp8LinearMethod,
     Int4Group32LinearMethod,

@@ -52,6 +52,7 @@ from sglang.srt.layers.quantization.base_config import LinearMethodBase
 from torch import Tensor
 from torch.nn.functional import linear
 
+from qurl_megatron.quantization.activations import BLOCK, in_groups, quantize_tokens
 from qurl_megatron.quantization.products import (
     in_float32,
     int8_product,
@@ -63,25 +64,6 @@ from qurl_megatron.quantization.products import (
 from qurl_megatron.quantization.quantize import int4_values
 
 MAX_TOKENS = 128  # of a CPU product: its sums and their operands stay in a core's cache
-BLOCK = 128  # rows and columns of one scale in `qurl_fp8_block`
-
-
-def quantize_tokens(x: Tensor, code_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantize activations `x` [tokens, in] token by token.
-
-    scale = absmax / largest code; codes = x / scale, rounded half to even. A row of zeros has
-    codes 0.
-
-    Returns:
-        The codes' values [tokens, in] float32, and the scales [tokens, 1] float32.
-    """
-    largest = 127.0 if code_dtype == torch.int8 else torch.finfo(code_dtype).max
-    x = x.float()
-    scale = x.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / largest
-    codes = x / scale
-    if code_dtype == torch.int8:  # rounding also removes what division adds to 127
-        return codes.round_(), scale
-    return codes.clamp_(-largest, largest).to(code_dtype).float(), scale
 
 
 class QuantizedLinearMethod(LinearMethodBase):
@@ -246,8 +228,7 @@ class Fp8BlockLinearMethod(QuantizedLinearMethod):
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         rows, columns = weight.shape
-        groups = torch.nn.functional.pad(x, (0, -columns % BLOCK)).unflatten(1, (-1, BLOCK))
-        codes, x_scale = quantize_tokens(groups.flatten(0, 1), self.code_dtype)
+        codes, x_scale = quantize_tokens(in_groups(x, BLOCK), self.code_dtype)
         values = (codes * x_scale).view(len(x), -1)[:, :columns]
 
         def scaled(codes: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class Publisher:
         self._link_to = partial(
             Link, fleet, timeout_s=timeout_s, pause_mode=pause_mode, releases=releases
         )
-        self._converter = Converter(
+        self.converter = Converter(
             learner,
             quantization.weight_format,
             quantization.bucket_bytes,
@@ -131,7 +131,7 @@ class Publisher:
             keep=quantization.keep,
         )
         self._links: dict[Member, Link] = {}  # on global rank 0
-        self._senders = Senders(self._converter)
+        self._senders = Senders(self.converter)
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version that the next delta changes: that of the codes which the converter keeps, or
         # of the last publish over a frozen base. None until a server was verified to hold it.
@@ -205,13 +205,13 @@ class Publisher:
     @cached_property
     def _adapters(self) -> Manifest:
         """The announcement of the adapters alone; see `_key_frame`. Collective."""
-        manifests = self._converter.manifests(without_base=True)
-        return announce(to_rank_zero(manifests, self._converter.senders))
+        manifests = self.converter.manifests(without_base=True)
+        return announce(to_rank_zero(manifests, self.converter.senders))
 
     @cached_property
     def _key_frame(self) -> Manifest:
         """The announcement of all tensors; empty on all ranks but global rank 0. Collective."""
-        return announce(to_rank_zero(self._converter.manifests(), self._converter.senders))
+        return announce(to_rank_zero(self.converter.manifests(), self.converter.senders))
 
     def _link(self, members: list[Member]) -> list[Link]:
         """Return the links to these servers; close the links to lost servers."""
@@ -225,7 +225,7 @@ class Publisher:
     def _send_to(self, links: list[Link], base: int | None = None) -> Published:
         """Convert the weights once, and send them, or what changed since version `base`."""
         self._base = None  # until a server was verified to hold this version
-        senders = self._converter.senders
+        senders = self.converter.senders
         in_place = self._writes_to(links)
         if in_place:
             request = announce_in_place()
@@ -235,7 +235,7 @@ class Publisher:
             # The first request is a key frame: rank 0 has it when all senders have imported that.
             if base is None:
                 request = self._key_frame
-            elif self._converter.has_frozen_base:
+            elif self.converter.has_frozen_base:
                 request = self._adapters
             else:
                 request = announce_delta(base, len(senders))
@@ -255,8 +255,8 @@ class Publisher:
             return num_servers, may_give_up and sent_bytes > LARGEST_DELTA * conversion.num_bytes
 
         num_servers, gives_up = from_rank_zero(commit)
-        self._converter.keeps_codes &= not gives_up
-        if num_servers and (self._converter.keeps_codes or self._converter.has_frozen_base):
+        self.converter.keeps_codes &= not gives_up
+        if num_servers and (self.converter.keeps_codes or self.converter.has_frozen_base):
             self._base = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
 
@@ -269,7 +269,7 @@ class Publisher:
         transport = self._settings.transport
         if transport == "broadcast" or self._settings.publish != "full":
             return False
-        machines = set(self._converter.machines)
+        machines = set(self.converter.machines)
 
         def is_possible() -> bool:
             servers = [link.server for link in links]

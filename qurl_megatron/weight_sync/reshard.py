@@ -42,7 +42,7 @@ Example, on every learner rank:
 
 import functools
 import socket
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -108,7 +108,7 @@ class Converter:
         """
         self.keeps_codes = keeps_codes
         self._learner = learner
-        self._format = weight_format
+        self.weight_format = weight_format
         self._bucket_bytes = bucket_bytes
         num_experts = learner.architecture.num_experts
         # All experts together have as many measured rows as one weight, if that leaves each enough.
@@ -199,6 +199,38 @@ class Converter:
             )
         return self._complete(conversions)
 
+    def is_quantized(self, rule: Rule, layer: int | None) -> bool:
+        """Return whether these weights are sent as codes."""
+        if self._is_exact or self.weight_format == "bf16" or not rule.quantized:
+            return False
+        return self._unquantized.isdisjoint(rule.hugging_face_names(layer))
+
+    def values(self, rule: Rule, layer: int | None, shard: Tensor) -> Tensor:
+        """Return the values that servers hold in place of a shard, in its shape and dtype.
+
+        Collective over the ranks of a team.
+        """
+        if not self.is_quantized(rule, layer):
+            dtype = weight_map.sent_dtype(rule.hugging_face_names(layer)[0])
+            return shard.to(dtype).to(shard.dtype)
+        team = self.teams[rule.of_experts]
+        architecture = self._learner.architecture
+        parts = weight_map.split(rule, shard, architecture, layer, team.rank, team.size)
+        shared = share_absmax(parts, self.weight_format, team)
+        values = []
+        for part in parts:
+            absmax, _ = shared.get(part.name, (None, None))
+            held = part.tensor
+            if held.numel():
+                quantized = quantize.quantize(
+                    held, self.weight_format, absmax, offset=part.offset
+                )
+                held = quantize.dequantize(quantized)
+                if quantize.scale_dtype(self.weight_format) == torch.bfloat16:
+                    held = held.bfloat16()  # as engines of INT4 round
+            values.append(held.to(shard.dtype))
+        return weight_map.merge(rule, values, architecture, team.size)
+
     @cached_property
     def machines(self) -> list[str]:
         """The hostname of each learner rank's machine. Collective at the first call."""
@@ -245,8 +277,8 @@ class Converter:
                     pass
             return Conversion()
         meter = self._meters[team.of_experts]
-        measures = Measures(meter, self._format)
-        of_base = Measures(DriftMeter(), self._format)  # a base does not drift: nothing is measured
+        measures = Measures(meter, self.weight_format)
+        of_base = Measures(DriftMeter(), self.weight_format)  # a base does not drift: nothing is measured
         kept = self._kept[team.of_experts]
         if not self.keeps_codes:
             kept.clear()  # the publisher may have given deltas up
@@ -303,14 +335,14 @@ class Converter:
             for base_rule, number, *held in self._learner.frozen(of_experts=team.of_experts):
                 both = (split(base_rule, number, each) for each in held)
                 for part, scales in zip(*both, strict=True):
-                    sent = SentWeight.quantized(part, self._format)
+                    sent = SentWeight.quantized(part, self.weight_format)
                     yield replace(sent, is_frozen=True, scales=scales.tensor)
             shards = iter(sorted(shards, key=lambda each: each[0].is_adapter))
         for rule, layer, shard in shards:
+            is_quantized = self.is_quantized(rule, layer)
             for part in split(rule, layer, shard):
-                is_quantized = rule.quantized and part.name not in self._unquantized
-                if is_quantized and not self._is_exact and self._format != "bf16":
-                    yield SentWeight.quantized(part, self._format)
+                if is_quantized:
+                    yield SentWeight.quantized(part, self.weight_format)
                 else:
                     dtype = torch.float32 if self._is_exact else weight_map.sent_dtype(part.name)
                     yield replace(
@@ -381,7 +413,7 @@ class Converter:
         if values.numel():
             quantized = quantize.quantize(
                 values,
-                self._format,
+                self.weight_format,
                 absmax,
                 offset=part.offset,
                 out=codes_view,
@@ -404,31 +436,41 @@ class Converter:
     def _share_absmax(
         self, planned: PlannedBucket, team: Team, measures: Measures
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
-
-        Return, by name of a weight with such blocks, the absmax of the blocks in this rank's part
-        and the scales of all.
-        """
-        parts: list[TensorPart] = [
+        """Share the absmax of a bucket's weights over the team; see `share_absmax`."""
+        parts = [
             weight.part
             for weight in planned.weights
-            if weight.is_quantized
-            and weight.scales is None
-            and blocks_are_shared(weight.part, self._format)
+            if weight.is_quantized and weight.scales is None
         ]
-        if not parts:  # on all ranks of the team, since the list depends on the layout alone
-            return {}
-        grids = [torch.zeros(scale_shape(part, self._format), device=device()) for part in parts]
-        for part, grid in zip(parts, grids, strict=True):
-            if part.view.numel():
-                own = quantize.block_absmax(part.tensor, self._format, part.offset, refuses=False)
-                measures.add_absmax(part, own)
-                grid[scale_index(part, self._format)] = own
-        flat = torch.cat([grid.view(-1) for grid in grids])
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=team.group)
-        shared = {}
-        for part, reduced in zip(parts, flat.split([grid.numel() for grid in grids]), strict=True):
-            grid = reduced.view(scale_shape(part, self._format))
-            scale = quantize.block_scale(grid, self._format, part.view.dtype)
-            shared[part.name] = grid[scale_index(part, self._format)], scale
-        return shared
+        return share_absmax(parts, self.weight_format, team, note=measures.add_absmax)
+
+
+def share_absmax(
+    parts: Iterable[TensorPart],
+    weight_format: str,
+    team: Team,
+    note: Callable[[TensorPart, Tensor], None] | None = None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
+
+    Return, by name of a weight with such blocks, the absmax of the blocks in this rank's part and
+    the scales of all. `note` gets the absmax of each part before that.
+    """
+    divided = [part for part in parts if blocks_are_shared(part, weight_format)]
+    if not divided:  # on all ranks of the team, since the list depends on the layout alone
+        return {}
+    grids = [torch.zeros(scale_shape(part, weight_format), device=device()) for part in divided]
+    for part, grid in zip(divided, grids, strict=True):
+        if part.view.numel():
+            own = quantize.block_absmax(part.tensor, weight_format, part.offset, refuses=False)
+            if note:
+                note(part, own)
+            grid[scale_index(part, weight_format)] = own
+    flat = torch.cat([grid.view(-1) for grid in grids])
+    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=team.group)
+    shared = {}
+    for part, reduced in zip(divided, flat.split([grid.numel() for grid in grids]), strict=True):
+        grid = reduced.view(scale_shape(part, weight_format))
+        scale = quantize.block_scale(grid, weight_format, part.view.dtype)
+        shared[part.name] = grid[scale_index(part, weight_format)], scale
+    return shared
