@@ -9,6 +9,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from torch import Tensor
 from torch.nn.functional import silu
 
+from qurl_megatron.quantization.activations import quantize_tokens
 from qurl_megatron.quantization.products import forget
 from qurl_megatron.quantization.quantize import dequantize, engine_scale, quantize
 from qurl_megatron.sglang_plugin.formats import (
@@ -19,7 +20,6 @@ from qurl_megatron.sglang_plugin.formats import (
     QuantizedExpertsMethod,
     QurlConfig,
 )
-from qurl_megatron.quantization.activations import quantize_tokens
 
 EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 128
 CONFIGS: dict[str, type[QurlConfig]] = {

@@ -24,8 +24,8 @@ from qurl_megatron.evaluation.mismatch import (
 from qurl_megatron.evaluation.quantized_model import ActivationMeter, QuantizedModel
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.planning.memory import published_bytes
-from qurl_megatron.quantization.quantize import dequantize, quantize
 from qurl_megatron.quantization.activations import quantize_tokens
+from qurl_megatron.quantization.quantize import dequantize, quantize
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
 torch.set_num_threads(1)

@@ -1,36 +1,138 @@
-"""What ends a run before it trains: another mismatch than the format explains, equal answers."""
+"""What ends a run before it trains: another distribution than the policy's, equal answers."""
 
 from math import log
 
 import pytest
+import torch
+from torch import Tensor
 
-from qurl_megatron.algorithm.batch import Completion, Episode
-from qurl_megatron.algorithm.proof import LARGEST_KL, WrongRollouts, check_differ, check_mismatch
+from qurl_megatron.algorithm.batch import Completion, Episode, TrainBatch
+from qurl_megatron.algorithm.proof import WrongRollouts, check_differ, check_mismatch, evidence
 
-# The largest k3 that was measured with right rollouts: docs/method.md#proof.
-MEASURED = {"bf16": 5e-5, "int8": 1.5e-4, "fp8": 1.4e-3, "int4": 2.2e-2}
-WRONG = 0.42  # log-probs without the temperature of 0.5 that tokens were drawn at
-
-
-@pytest.mark.parametrize("format", MEASURED)
-def test_what_was_measured_passes_and_other_log_probs_do_not(format: str) -> None:
-    for kl in (0.0, 9 * MEASURED[format], LARGEST_KL[format]):  # type: ignore[index]
-        check_mismatch("rollout", format, False, kl)  # type: ignore[arg-type]
-    for kl in (1.01 * LARGEST_KL[format], WRONG, float("nan")):  # type: ignore[index]
-        with pytest.raises(WrongRollouts, match=f"{kl:.1e}, and {format} explains"):
-            check_mismatch("rollout", format, False, kl)  # type: ignore[arg-type]
+TEMPERATURE = 0.6
+TOKENS = 250  # eight short answers
+# Standard deviation of what a format adds to a logit; the largest is INT4's on SmolLM2-135M.
+NOISES = (1e-3, 0.05, 0.3, 1.0)
 
 
-def test_int4_explains_nothing_if_the_learner_multiplies_the_same_codes() -> None:
-    check_mismatch("rollout", "int4", False, 0.02)
-    with pytest.raises(WrongRollouts, match="int4 explains 5.0e-03 at most"):
-        check_mismatch("rollout", "int4", False, 0.02, shares_base=True)
+def rollouts(
+    noise: float,
+    *,
+    tokens: int = TOKENS,
+    seed: int = 0,
+    drawn_at: float = TEMPERATURE,
+    reported_at: float | None = None,
+    fault: float = 0.0,
+    is_chaotic: bool = True,
+) -> TrainBatch:
+    """Return tokens drawn from a quantized policy, with what the learner makes of them.
+
+    The server and the learner's prediction add noise to the same logits, of the same size, and
+    otherwise have nothing in common if single tokens are chaotic; else it is the same noise.
+    `fault` is further noise, of the server alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(deviation: float) -> Tensor:
+        return deviation * torch.randn(tokens, 60, generator=generator)
+
+    exact = normal(2.0)
+    predicted = exact + normal(noise)
+    served = (exact + normal(noise) if is_chaotic else predicted) + normal(fault)
+    drawn = (served / drawn_at).softmax(-1).multinomial(1, generator=generator)
+
+    def logprobs(logits: Tensor, temperature: float) -> Tensor:
+        return (logits / temperature).log_softmax(-1).gather(1, drawn).view(1, -1)
+
+    distribution = (predicted / TEMPERATURE).softmax(-1)
+    return TrainBatch(
+        lengths=torch.tensor([tokens]),
+        tokens=drawn.view(1, -1).int(),
+        loss_mask=torch.ones(1, tokens, dtype=torch.bool),
+        behaviour_logprobs=logprobs(served, reported_at or drawn_at),
+        proximal_logprobs=logprobs(exact, TEMPERATURE),
+        predicted_logprobs=logprobs(predicted, TEMPERATURE),
+        entropy=-(distribution * distribution.log()).sum(-1)[None],
+    )
 
 
-def test_routers_explain_more_in_bf16() -> None:
-    check_mismatch("evaluation", "bf16", True, 0.02)  # 2.6e-4 was measured, and 3.8e-3 in INT8
-    with pytest.raises(WrongRollouts, match="the evaluation servers' log-probs"):
-        check_mismatch("evaluation", "bf16", False, 0.02)
+def check(
+    rows: TrainBatch, *, quantizes_activations: bool = True, has_experts: bool = False
+) -> None:
+    sums = {name: float(value) for name, value in evidence(rows).items()}
+    check_mismatch(
+        "rollout",
+        "int8",
+        sums,
+        quantizes_activations=quantizes_activations,
+        has_experts=has_experts,
+    )
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_right_rollouts_pass_however_coarse_their_format(noise: float) -> None:
+    for seed in range(200):
+        check(rollouts(noise, seed=seed))
+    check(rollouts(noise, tokens=20_000))
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_another_temperature_does_not(noise: float) -> None:
+    for drawn_at in (0.75 * TEMPERATURE, 1.0):
+        with pytest.raises(WrongRollouts, match="the rollout servers' log-probs are not those"):
+            check(rollouts(noise, drawn_at=drawn_at, tokens=1000))
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_log_probs_of_another_distribution_than_tokens_were_drawn_from_do_not(
+    noise: float,
+) -> None:
+    with pytest.raises(WrongRollouts):
+        check(rollouts(noise, reported_at=1.0, tokens=1000))
+
+
+def test_a_server_that_computes_something_else_does_not() -> None:
+    check(rollouts(0.3, fault=0.1))
+    for noise in NOISES[:3]:
+        with pytest.raises(
+            WrongRollouts, match="expects of int8 by .* on average, and .* is explained"
+        ):
+            check(rollouts(noise, fault=1.0))
+
+
+def test_weights_alone_are_predicted_token_by_token() -> None:
+    """So INT4, the coarsest format, hides no fault."""
+    for seed in range(200):
+        right = rollouts(1.0, is_chaotic=False, fault=0.01, seed=seed)
+        check(right, quantizes_activations=False)
+    wrong = rollouts(1.0, is_chaotic=False, fault=0.3)
+    check(wrong)
+    with pytest.raises(WrongRollouts, match="0.05 is explained"):
+        check(wrong, quantizes_activations=False)
+
+
+def test_each_of_three_properties_ends_a_run_alone() -> None:
+    with pytest.raises(WrongRollouts, match="differ from what the learner expects"):
+        check(rollouts(0.05, fault=1.0))
+    with pytest.raises(WrongRollouts, match="mean of proximal / behaviour is 1"):
+        check(rollouts(0.3, reported_at=0.8, tokens=1000))
+    with pytest.raises(WrongRollouts, match="less likely than they should be"):
+        check(rollouts(1.0, drawn_at=0.8, tokens=1000))
+
+
+def test_an_engine_may_round_and_routers_explain_more() -> None:
+    check(rollouts(0.0, fault=0.03))
+    check(rollouts(0.0, fault=0.1), has_experts=True)
+    with pytest.raises(WrongRollouts):
+        check(rollouts(0.0, fault=0.1, tokens=1000))
+
+
+def test_a_log_prob_that_is_no_number_is_wrong() -> None:
+    rows = rollouts(0.05)
+    assert rows.behaviour_logprobs is not None
+    rows.behaviour_logprobs[0, 3] = float("nan")
+    with pytest.raises(WrongRollouts, match="by nan nats"):
+        check(rows)
 
 
 def group(logprob: float, *texts: str) -> list[Completion]:

@@ -45,21 +45,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
     },
 }
-# Model, format, learner's layout, ranks of a server. Not every pair: each layout, format and model.
-CASES: list[tuple[str, WeightFormat, dict[str, Any], int]] = [
-    ("dense", "int8", {}, 1),
-    ("dense", "int8", TP2, 1),
-    ("dense", "int8", {**TP2, **PP2}, 2),
-    ("dense", "fp8", TP2, 2),
-    ("dense", "fp8-block", DP2, 1),
-    ("dense", "fp8-tensor", {}, 2),
-    ("llama", "int4-g32", TP2, 1),
-    ("llama", "int8", PP2, 2),
-    ("experts", "int4-g32", {**DP2, **EP2}, 1),
-    ("experts", "int4-g32", {**TP2, **ETP2}, 1),
-    ("hybrid", "int8", TP2, 1),
-    ("hybrid", "int4-g32", PP2, 1),
-]
+# For each layout of the learner: model, format and number of a server's ranks. Not every product,
+# but each layout, format and model, and servers with fewer ranks than the learner and with more.
+CASES: dict[str, tuple[dict[str, Any], list[tuple[str, WeightFormat, int]]]] = {
+    "TP1": ({}, [("dense", "int8", 1), ("dense", "fp8-tensor", 2), ("hybrid", "int4-g32", 1)]),
+    "TP2": (TP2, [("dense", "int8", 1), ("llama", "int4-g32", 1), ("hybrid", "int8", 2)]),
+    "TP2xPP2": ({**TP2, **PP2}, [("dense", "fp8", 2), ("dense", "int8", 4)]),
+    "DP2, EP2": ({**DP2, **EP2}, [("dense", "fp8-block", 1), ("experts", "int4-g32", 1)]),
+    "TP2, ETP2": ({**TP2, **ETP2}, [("experts", "int4-g32", 1)]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +63,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def served_logprobs(
-    model: Path, weight_format: WeightFormat, layout: dict[str, Any], ranks_of_server: int
-) -> dict[str, Tensor]:
-    """Return the learner's log-probs before, within and after the context."""
+    models: dict[str, Path],
+    layout: dict[str, Any],
+    cases: list[tuple[str, WeightFormat, int]],
+) -> list[dict[str, Tensor]]:
+    """Return, for each case, the learner's log-probs before, within and after the context."""
+    from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.weight_sync.reshard import Converter
 
-    learner = Learner(model, learner_config(layout), OptimizerConfig())
-    converter = Converter(learner, weight_format, 2**20)
-    server = ServerConfig(tensor_parallel_size=ranks_of_server)
-    tokens, results = make_rows().tokens, {}
-    results["before"], _ = score(learner, tokens)
-    with learner.as_served(converter, server):
-        results["served"], _ = score(learner, tokens)
-    results["after"], _ = score(learner, tokens)
-    learner.close()
+    device.initialize_distributed()  # once; each learner destroys its own groups
+    results = []
+    for name, weight_format, ranks_of_server in cases:
+        is_expert = name == "experts"
+        fields = layout if is_expert else {k: v for k, v in layout.items() if "expert" not in k}
+        learner = Learner(models[name], learner_config(fields), OptimizerConfig())
+        converter = Converter(learner, weight_format, 2**20)
+        tokens = make_rows().tokens
+        before, _ = score(learner, tokens)
+        with learner.as_served(converter, ServerConfig(tensor_parallel_size=ranks_of_server)):
+            served, _ = score(learner, tokens)
+        after, _ = score(learner, tokens)
+        results.append({"before": before, "served": served, "after": after})
+        learner.close()
     return results
 
 
@@ -99,7 +101,7 @@ def with_quantized_layers(model: Any, weight_format: WeightFormat, ranks_of_serv
         (x,) = inputs
         assert code_dtype
         codes, scale = quantize_tokens(in_groups(x.flatten(0, -2), columns), code_dtype)
-        return ((codes * scale).view(-1, x.shape[-1] + -x.shape[-1] % columns)[:, : x.shape[-1]].view_as(x),)
+        return ((codes * scale).view(x.shape[0] * x.shape[1], -1)[:, : x.shape[-1]].view_as(x),)
 
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -110,8 +112,6 @@ def with_quantized_layers(model: Any, weight_format: WeightFormat, ranks_of_serv
                 ("lm_head", "in_proj_a", "in_proj_b")
             ):
                 continue
-            if name.endswith("in_proj_qkv"):  # a server's scales of a tensor or a block are of parts
-                assert weight_format not in ("fp8-tensor", "fp8-block")
             module.weight.copy_(quantized(module.weight))
             is_divided = name.endswith(("o_proj", "down_proj", "out_proj"))
             columns = module.in_features // (ranks_of_server if is_divided else 1)
@@ -124,36 +124,25 @@ def with_quantized_layers(model: Any, weight_format: WeightFormat, ranks_of_serv
     return model
 
 
-@pytest.mark.parametrize(
-    ("name", "weight_format", "layout", "ranks_of_server"),
-    CASES,
-    ids=lambda value: str(value).replace("_parallel_size", ""),
-)
-def test_log_probs_are_those_of_quantized_layers(
-    models: dict[str, Path],
-    name: str,
-    weight_format: WeightFormat,
-    layout: dict[str, Any],
-    ranks_of_server: int,
-) -> None:
+@pytest.mark.parametrize("layout", CASES)
+def test_log_probs_are_those_of_quantized_layers(models: dict[str, Path], layout: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    world_size = learner_config(layout).world_size
-    results = run_ranks(
-        served_logprobs, world_size, models[name], weight_format, layout, ranks_of_server
-    )[0]
-    model = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
+    fields, cases = CASES[layout]
+    world_size = learner_config(fields).world_size
+    results = run_ranks(served_logprobs, world_size, models, fields, cases)[0]
     tokens = make_rows().tokens
-    with torch.no_grad():
-        exact, _ = logprobs_and_entropy_of(model, tokens, 1.0)
-        model = with_quantized_layers(model, weight_format, ranks_of_server)
-        expected, _ = logprobs_and_entropy_of(model, tokens, 1.0)
-    torch.testing.assert_close(results["before"], exact, rtol=0, atol=1e-5)
-    assert torch.equal(results["after"], results["before"])
-    moved = (expected - exact).abs()
-    difference = (results["served"] - expected).abs()
-    print(name, weight_format, difference.max(), difference.median(), difference.quantile(0.8), moved.median())
-    if activation_dtype(weight_format) is None:
-        assert difference.max() < 1e-5 < moved.median()
-    else:
-        assert difference.quantile(0.8) < 0.02 * moved.quantile(0.8)
+    for (name, weight_format, ranks_of_server), result in zip(cases, results, strict=True):
+        model = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
+        with torch.no_grad():
+            exact, _ = logprobs_and_entropy_of(model, tokens, 1.0)
+            model = with_quantized_layers(model, weight_format, ranks_of_server)
+            expected, _ = logprobs_and_entropy_of(model, tokens, 1.0)
+        torch.testing.assert_close(result["before"], exact, rtol=0, atol=1e-5)
+        assert torch.equal(result["after"], result["before"])
+        moved = (expected - exact).abs()
+        difference = (result["served"] - expected).abs()
+        if activation_dtype(weight_format) is None:
+            assert difference.max() < 2e-5 < 1e-3 * moved.quantile(0.8), name
+        else:
+            assert difference.quantile(0.8) < 1e-3 * moved.quantile(0.8), name

@@ -14,6 +14,7 @@ from torch.nn.functional import silu
 import sglang_loader
 from moe_layer import CONFIGS, EXPERTS, HIDDEN, INTERMEDIATE, build_layer, routed
 from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.quantization.activations import quantize_tokens
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.sglang_plugin.formats import (
@@ -21,7 +22,6 @@ from qurl_megatron.sglang_plugin.formats import (
     QuantizedExpertsMethod,
     apply_unquantized_experts,
 )
-from qurl_megatron.quantization.activations import quantize_tokens
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)

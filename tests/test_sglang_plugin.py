@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 from qurl_megatron.model.architecture import _BLOCK_WIDTHS
 from qurl_megatron.quantization import products
+from qurl_megatron.quantization.activations import quantize_tokens
 from qurl_megatron.quantization.quantize import (
     ENGINE_METHODS,
     block_shape,
@@ -34,7 +35,6 @@ from qurl_megatron.sglang_plugin.formats import (
     Int8Config,
     QurlConfig,
 )
-from qurl_megatron.quantization.activations import quantize_tokens
 from qurl_megatron.sglang_plugin.linear import MAX_TOKENS
 
 NUM_SLOTS, HEAD_SIZE, KEY_HEADS = 400, 16, 2

@@ -2,65 +2,132 @@
 
 An environment variable or an option can make servers sample from another distribution than the
 run asked for, or report log-probs of a distribution that they did not draw from. Nothing fails
-then: the run trains on wrong ratios. Right rollouts have two properties:
+then: the run trains on wrong ratios. So the learner scores the first samples of a server twice: as
+it is (proximal), and as it computes when it computes as the servers do (predicted). Right rollouts
+have four properties:
 
-- The log-probs of sampled tokens are the learner's, except for rounding and quantization.
+- The log-probs of sampled tokens are the predicted ones, up to the engine's rounding. If
+  activations are quantized, this holds for means alone: they differ from proximal about as much as
+  predicted ones do. In single tokens a value on the boundary of two codes tips either way.
+- The mean of rho = proximal / behaviour is 1, whatever the quantization: it is a mean over tokens
+  that were drawn from behaviour.
+- A token's log-prob is on average minus the entropy of the distribution that it was drawn from,
+  which the predicted one has too. This sees the temperature best.
 - Completions of one prompt differ, as often as their own log-probs say.
 """
 
-from collections.abc import Iterable, Sequence
-from math import log
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite, log, sqrt
 
-from qurl_megatron.algorithm.batch import Completion
+import torch
+from torch import Tensor
+
+from qurl_megatron.algorithm.batch import Completion, TrainBatch
 from qurl_megatron.config.schema import FormatName
 from qurl_megatron.device import SharedError
 
-# KL(behaviour || proximal), k3, in nats: about ten to a hundred times the largest value measured
-# with right rollouts. docs/method.md#proof has the measurements.
-LARGEST_KL: dict[FormatName, float] = {
-    "bf16": 5e-3,
-    "int8": 5e-3,
-    "fp8": 4e-2,
-    "fp8-tensor": 4e-2,
-    "fp8-block": 4e-2,
-    "int4": 2e-1,
-}
-LARGEST_KL_OF_EXPERTS = 4e-2  # at least: engines choose other experts for a few tokens
+# Differences of log-probs, in nats. docs/method.md#proof has the measurements.
+FACTOR = 1.5  # of the predicted mean difference
+ENGINE = 0.05  # on top of it: an engine computes in BF16, in another order
+ENGINE_WITH_EXPERTS = 0.15  # it then chooses other experts for a few tokens
+SMALL = 0.02  # no mean closer to its expected value counts as wrong
+ERRORS = 5.0  # standard errors beyond which chance is no explanation
 IMPOSSIBLE = 1e-6  # rollouts of a lower probability are taken for wrong
+_LARGEST = 20.0  # of a difference of log-probs
 
 
 class WrongRollouts(RuntimeError, SharedError):
     """Rollouts are not samples of the policy; the text says why, and what the cause may be."""
 
 
+def evidence(rows: TrainBatch) -> dict[str, Tensor]:
+    """Return sums over tokens that `check_mismatch` needs, to add up over micro batches and ranks.
+
+    `rows` have behaviour, proximal and predicted log-probs, and the predicted entropy. Of
+    each measurement there are its sum and the sum of its squares, in float64.
+    """
+    names = ("behaviour_logprobs", "proximal_logprobs", "predicted_logprobs", "entropy")
+    scores = [getattr(rows, name) for name in names]
+    behaviour, proximal, predicted, entropy = (
+        torch.where(rows.loss_mask, each, 0.0).double() for each in scores
+    )
+    log_rho = (proximal - behaviour).clamp(-_LARGEST, _LARGEST)
+    measurements = {
+        "difference": log_rho.abs(),
+        "predicted": (proximal - predicted).clamp(-_LARGEST, _LARGEST).abs(),
+        "residual": (predicted - behaviour).clamp(-_LARGEST, _LARGEST).abs(),
+        "ratio": log_rho.expm1(),
+        "surprise": behaviour + entropy,
+    }
+    sums = {"tokens": rows.loss_mask.sum().double()}
+    for name, values in measurements.items():
+        sums |= {name: values.sum(), f"{name}_squares": values.square().sum()}
+    return sums
+
+
 def check_mismatch(
-    set_name: str, format: FormatName, has_experts: bool, kl: float, *, shares_base: bool = False
+    set_name: str,
+    format: FormatName,
+    sums: Mapping[str, float],
+    *,
+    quantizes_activations: bool,
+    has_experts: bool,
 ) -> None:
     """Check the log-probs that servers report against the learner's.
 
     Args:
         set_name: rollout or evaluation.
         format: of the servers' weights.
+        sums: the `evidence` of all tokens.
+        quantizes_activations: the servers do.
         has_experts: the model is a mixture of experts.
-        kl: KL(behaviour || proximal), k3, in nats per token.
-        shares_base: beneath adapters, the learner multiplies the same codes as the servers. INT4
-            quantizes no activations, so it then explains no difference.
 
     Raises:
-        WrongRollouts: the format does not explain the difference.
+        WrongRollouts: the servers do not sample the policy, or report other log-probs.
     """
-    explained = LARGEST_KL["bf16" if shares_base and format == "int4" else format]
-    limit = max(explained, LARGEST_KL_OF_EXPERTS if has_experts else 0.0)
-    if not kl <= limit:  # true for NaN too
-        raise WrongRollouts(
-            f"the {set_name} servers' log-probs are not the learner's: KL(behaviour, proximal) is "
-            f"{kl:.1e}, and {format} explains {limit:.1e} at most. Likely causes, "
-            f"the likeliest first: an option in {set_name}.server.options or a variable in "
-            f"{set_name}.server.environment changes how servers sample or what they report; the "
-            "servers do not compute what the learner does, which a new architecture may cause; "
-            "the format is too coarse for the model (qurl mismatch shows its layers). "
-            "rollout.accept_mismatch=true trains all the same"
+
+    def mean(name: str) -> tuple[float, float]:
+        """Return a mean and its standard error."""
+        tokens = sums["tokens"]
+        value = sums[name] / tokens
+        return value, sqrt(max(sums[f"{name}_squares"] / tokens - value**2, 0.0) / tokens)
+
+    explained = ENGINE_WITH_EXPERTS if has_experts else ENGINE
+    if quantizes_activations:
+        explained += FACTOR * mean("predicted")[0]
+    difference, error = mean("difference" if quantizes_activations else "residual")
+    ratio, ratio_error = mean("ratio")
+    surprise, surprise_error = mean("surprise")
+    if not (isfinite(difference) and difference <= explained + ERRORS * error):
+        why = (
+            f"they differ from what the learner expects of {format} by {difference:.2g} nats on "
+            f"average, and {explained:.2g} is explained"
         )
+        causes = (
+            "the servers do not compute what the learner does: an option in "
+            f"{set_name}.server.options, a variable in {set_name}.server.environment, or an "
+            "architecture that one of them has wrong"
+        )
+    elif ratio > SMALL + ERRORS * ratio_error:
+        why = f"the mean of proximal / behaviour is {1 + ratio:.3g}, and must be 1"
+        causes = (
+            f"a variable in {set_name}.server.environment or an option lets servers report "
+            "log-probs of another distribution than they sample from"
+        )
+    elif abs(surprise) > SMALL + ERRORS * surprise_error:
+        likely = "likelier" if surprise > 0 else "less likely"
+        why = f"the sampled tokens are {likely} than they should be, by {abs(surprise):.2g} nats"
+        causes = (
+            f"an option in {set_name}.server.options or a variable in "
+            f"{set_name}.server.environment changes the temperature or cuts the distribution"
+        )
+    else:
+        return
+    raise WrongRollouts(
+        f"the {set_name} servers' log-probs are not those of the policy: {why} (measured on "
+        f"{sums['tokens']:.0f} tokens). The likeliest cause: {causes}. "
+        "rollout.accept_mismatch=true trains all the same"
+    )
 
 
 def check_differ(groups: Iterable[Sequence[Completion]]) -> None:

@@ -21,7 +21,7 @@ replaced from outside. `_norm_and_multiply` stands in for it, and has never run.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,9 @@ from qurl_megatron.quantization.activations import (
 class Served(Protocol):
     """The copy of a learner's weights that its servers hold."""
 
-    weight_format: str
+    @property
+    def weight_format(self) -> str:
+        """The format of the quantized weights."""
 
     def is_quantized(self, rule: Rule, layer: int | None) -> bool:
         """Return whether servers hold these weights as codes."""
@@ -65,7 +67,8 @@ def computing_as_served(
 ) -> Iterator[None]:
     """Let a rank's chunks compute as servers do within this context, without gradients.
 
-    `server` says how many ranks of a server divide a token's channels. Collective over tensor-parallel ranks, and so is each forward pass within it.
+    Collective over tensor-parallel ranks, and so is each forward pass within it. `server` says how
+    many ranks of a server divide a token's channels.
     """
     with ExitStack() as stack:
         for chunk in chunks:
@@ -75,7 +78,7 @@ def computing_as_served(
                 if served.is_quantized(rule, layer):
                     module = chunk.get_submodule(name.rpartition(".")[0])
                     quantized = layers.setdefault(module, _QuantizedLayer(rule, served, server))
-                    quantized.weights.append((rule, layer, parameter, parameter.data))
+                    quantized.weights.append(_Weight(rule, layer, parameter, parameter.data))
                 else:
                     parameter.data = served.values(rule, layer, parameter.data)
             for module, quantized in layers.items():
@@ -87,11 +90,20 @@ def computing_as_served(
         yield
 
 
+class _Weight(NamedTuple):
+    """A quantized parameter, and the data that it has outside of a call."""
+
+    rule: Rule
+    layer: int | None
+    parameter: torch.nn.Parameter
+    data: Tensor
+
+
 class _QuantizedLayer:
     """One linear layer: its weights are quantized while it is called, and so is its input."""
 
     def __init__(self, rule: Rule, served: Served, server: ServerConfig) -> None:
-        self.weights: list[tuple[Rule, int | None, torch.nn.Parameter, Tensor]] = []
+        self.weights: list[_Weight] = []
         self._served = served
         self._code_dtype = activation_dtype(served.weight_format)
         group = parallel_state.get_tensor_model_parallel_group()
@@ -112,14 +124,14 @@ class _QuantizedLayer:
             stack.callback(delattr, layer, "forward")
 
     def _before(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        for rule, number, parameter, data in self.weights:
-            parameter.data = self._served.values(rule, number, data)
+        for each in self.weights:
+            each.parameter.data = self._served.values(each.rule, each.layer, each.data)
         x, *others = inputs
         return inputs if self._has_norm else (self.round_inputs(x), *others)
 
     def _after(self, *_: Any) -> None:
-        for *_, parameter, data in self.weights:
-            parameter.data = data
+        for each in self.weights:
+            each.parameter.data = each.data
 
     def _norm_and_multiply(self, layer: Any, x: Tensor) -> tuple[Tensor, None]:
         """Compute what Transformer Engine's column-parallel layer with a norm computes."""
@@ -131,7 +143,7 @@ class _QuantizedLayer:
         return linear(rounded, layer.weight, layer.bias if layer.use_bias else None), None
 
     def round_inputs(self, x: Tensor) -> Tensor:
-        """Return activations [..., in] as the servers' codes and scales give them, in their dtype."""
+        """Return activations [..., in] as a server's codes and scales give them, in their dtype."""
         if self._code_dtype is None:
             return x
         tokens = x.flatten(0, -2)

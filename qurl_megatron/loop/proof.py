@@ -1,11 +1,13 @@
 """A run proves its rollouts: it compares the servers' log-probs with those of the learner.
 
 It measures the train-inference mismatch before the first step, after a resume, and before it trains
-on samples of a new server. The run ends there if its format does not explain the mismatch.
+on samples of a new server. The run ends there if the weights' format does not explain the mismatch,
+as the learner finds by computing as the servers do.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 from torch import Tensor
@@ -13,15 +15,21 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
-from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch
+from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch, evidence
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.sampling import NothingScored, failures_of, settings_of
-from qurl_megatron.report.console import KL
+from qurl_megatron.quantization.activations import activation_dtype
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Member
 from qurl_megatron.weight_sync.publish import Publisher
+
+
+def statistics_of(sums: dict[str, float]) -> dict[str, float]:
+    """Return the mismatch of a server set, and what the learner predicts of it."""
+    predicted = rollout_statistics(sums, "/predicted")
+    return rollout_statistics(sums) | {f"predicted_{key}": each for key, each in predicted.items()}
 
 
 class Proof:
@@ -57,9 +65,9 @@ class Proof:
             WrongRollouts: the format of a set does not explain its mismatch.
         """
         measured = {name: self._measure(name, self._sample) for name in self._clients}
-        self._log.write_mismatch(measured)
-        for name, statistics in measured.items():
-            self._check(name, statistics)
+        self._log.write_mismatch({name: statistics_of(sums) for name, sums in measured.items()})
+        for name, sums in measured.items():
+            self._check(name, sums)
 
     def of_new_servers(self) -> None:
         """Compare the rollout servers that have begun to serve since the last call, if any.
@@ -70,15 +78,19 @@ class Proof:
         fleet = self._clients["rollout"].fleet
         if device.from_rank_zero(lambda: self._proven.issuperset(fleet.members("serving"))):
             return
-        if statistics := self._measure("rollout", self._sample_from_new):
-            self._check("rollout", statistics)
+        if sums := self._measure("rollout", self._sample_from_new):
+            self._check("rollout", sums)
 
-    def _check(self, name: str, statistics: dict[str, float]) -> None:
+    def _check(self, name: str, sums: dict[str, float]) -> None:
         format = self._config.quantization.format if name == "rollout" else "bf16"
-        has_experts = self._learner.architecture.num_experts > 0
-        shares_base = name == "rollout" and self._learner.adapters is not None
         try:
-            check_mismatch(name, format, has_experts, statistics[KL], shares_base=shares_base)
+            check_mismatch(
+                name,
+                format,
+                sums,
+                quantizes_activations=activation_dtype(format) is not None,
+                has_experts=self._learner.architecture.num_experts > 0,
+            )
         except WrongRollouts as wrong:
             if not self._config.rollout.accept_mismatch:
                 raise
@@ -87,8 +99,7 @@ class Proof:
     def _measure(
         self, name: str, sample: Callable[[RolloutClient], list[RolloutGroup]]
     ) -> dict[str, float]:
-        """Return the `rollout_statistics` of rank 0's samples; without samples, nothing."""
-        rollout = self._config.rollout
+        """Return sums over the tokens of rank 0's samples; without samples, nothing."""
         batches = [TrainBatch.empty()]
 
         def work() -> bool:
@@ -98,16 +109,26 @@ class Proof:
                 batches.append(pack(groups).only("behaviour_logprobs", *masks))
             return bool(groups)
 
-        def mismatch(rows: TrainBatch) -> dict[str, Tensor]:
-            assert rows.proximal_logprobs is not None and rows.behaviour_logprobs is not None
-            logprobs = (rows.proximal_logprobs, rows.behaviour_logprobs)
-            return mismatch_sums(*logprobs, rows.loss_mask, self._config.objective.ratio_cap)
-
-        if not self._publishers[name].while_serving(work):
+        publisher, learner = self._publishers[name], self._learner
+        if not publisher.while_serving(work):
             return {}
-        share = self._learner.share(batches[-1])
-        self._learner.score(share, ["proximal_logprobs"], temperature=rollout.temperature)
-        return rollout_statistics(self._learner.measure(share, mismatch))
+        share = learner.share(batches[-1])
+        score = partial(learner.score, share, temperature=self._config.rollout.temperature)
+        score(["proximal_logprobs"])
+        with learner.as_served(publisher.converter, getattr(self._config, name).server):
+            score(["predicted_logprobs", "entropy"])
+        return learner.measure(share, self._sums)
+
+    def _sums(self, rows: TrainBatch) -> dict[str, Tensor]:
+        cap = self._config.objective.ratio_cap
+        assert rows.proximal_logprobs is not None
+        measured, predicted = (
+            mismatch_sums(rows.proximal_logprobs, logprobs, rows.loss_mask, cap)
+            for logprobs in (rows.behaviour_logprobs, rows.predicted_logprobs)
+            if logprobs is not None
+        )
+        of_predicted = {f"{key}/predicted": value for key, value in predicted.items()}
+        return {**measured, **of_predicted, **evidence(rows)}
 
     def _sample(self, client: RolloutClient) -> list[RolloutGroup]:
         servers = client.fleet.members("serving")

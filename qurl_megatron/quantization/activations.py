@@ -1,12 +1,12 @@
 """Activations as the servers quantize them: token by token, on the fly (QuRL Eq. 2).
 
-    format               codes                   values of one scale
-    int8                 torch.int8              a token's input channels, on one rank of a server
-    fp8, fp8-tensor      torch.float8_e4m3fn     the same
-    fp8-block            torch.float8_e4m3fn     128 neighbouring channels of a token
-    int4, int4-g32, bf16 none: activations stay as they are
+format               codes                   values of one scale
+int8                 torch.int8              a token's input channels, on one rank of a server
+fp8, fp8-tensor      torch.float8_e4m3fn     the same
+fp8-block            torch.float8_e4m3fn     128 neighbouring channels of a token
+int4, int4-g32, bf16 none: activations stay as they are
 
-    scale = absmax / largest code; codes = x / scale, rounded half to even
+scale = absmax / largest code; codes = x / scale, rounded half to even
 """
 
 import torch

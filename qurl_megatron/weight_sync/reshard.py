@@ -222,9 +222,7 @@ class Converter:
             absmax, _ = shared.get(part.name, (None, None))
             held = part.tensor
             if held.numel():
-                quantized = quantize.quantize(
-                    held, self.weight_format, absmax, offset=part.offset
-                )
+                quantized = quantize.quantize(held, self.weight_format, absmax, offset=part.offset)
                 held = quantize.dequantize(quantized)
                 if quantize.scale_dtype(self.weight_format) == torch.bfloat16:
                     held = held.bfloat16()  # as engines of INT4 round
@@ -278,7 +276,9 @@ class Converter:
             return Conversion()
         meter = self._meters[team.of_experts]
         measures = Measures(meter, self.weight_format)
-        of_base = Measures(DriftMeter(), self.weight_format)  # a base does not drift: nothing is measured
+        of_base = Measures(
+            DriftMeter(), self.weight_format
+        )  # a base does not drift: nothing is measured
         kept = self._kept[team.of_experts]
         if not self.keeps_codes:
             kept.clear()  # the publisher may have given deltas up

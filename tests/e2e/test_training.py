@@ -106,7 +106,7 @@ def test_servers_that_report_other_log_probs_end_a_run_before_it_trains(stopped:
     run = Command(stopped.run_dir.parents[1], "resume", "runs/run", *words)
     try:
         assert run.exit_code() == 1
-        assert "the rollout servers' log-probs are not the learner's" in run.text()
+        assert "the rollout servers' log-probs are not those of the policy" in run.text()
         assert len(metrics_of(run)) == steps
         assert run.survivors() == []
     finally:
