@@ -147,9 +147,11 @@ class _QuantizedLayer:
         if self._code_dtype is None:
             return x
         tokens = x.flatten(0, -2)
+        width = tokens.shape[1]
         columns, absmax = self._scales(tokens)
         codes, scale = quantize_tokens(in_groups(tokens, columns), self._code_dtype, absmax)
-        values = (codes * scale).view(len(tokens), -1)[:, : tokens.shape[1]]
+        padded = width + -width % columns  # an expert may have no token, so -1 does not do
+        values = (codes * scale).view(len(tokens), padded)[:, :width]
         return values.to(x.dtype).view_as(x)
 
     def _scales(self, tokens: Tensor) -> tuple[int, Tensor | None]:
