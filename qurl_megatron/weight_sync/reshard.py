@@ -210,20 +210,25 @@ class Converter:
 
         Collective over the ranks of a team.
         """
-        if not self.is_quantized(rule, layer):
-            dtype = weight_map.sent_dtype(rule.hugging_face_names(layer)[0])
-            return shard.to(dtype).to(shard.dtype)
+        is_quantized = self.is_quantized(rule, layer)
+        if not is_quantized and shard.dtype == torch.bfloat16:
+            return shard
         team = self.teams[rule.of_experts]
         architecture = self._learner.architecture
         parts = weight_map.split(rule, shard, architecture, layer, team.rank, team.size)
-        shared = share_absmax(parts, self.weight_format, team)
+        shared = share_absmax(parts, self.weight_format, team) if is_quantized else {}
         values = []
         for part in parts:
-            absmax, _ = shared.get(part.name, (None, None))
             held = part.tensor
-            if held.numel():
-                quantized = quantize.quantize(held, self.weight_format, absmax, offset=part.offset)
-                held = quantize.dequantize(quantized)
+            if not is_quantized:
+                sent = held.new_empty(held.shape, dtype=weight_map.sent_dtype(part.name))
+                write_rounded(sent, held, part.name, self._learner.rounding, part.offset)
+                held = sent
+            elif held.numel():
+                absmax, _ = shared.get(part.name, (None, None))
+                held = quantize.dequantize(
+                    quantize.quantize(held, self.weight_format, absmax, offset=part.offset)
+                )
                 if quantize.scale_dtype(self.weight_format) == torch.bfloat16:
                     held = held.bfloat16()  # as engines of INT4 round
             values.append(held.to(shard.dtype))
