@@ -264,6 +264,21 @@ def test_a_server_that_compiles_in_its_first_prompt_is_kept_and_one_that_hangs_l
             fleet.controller.wait(asyncio.wait_for(fleet.ask(1, never), timeout=120))
 
 
+def test_a_server_without_a_gpu_may_compute_a_step_before_it_answers(
+    tmp_path: Path, address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "SILENT_S", 0.1)
+    server = make_server(0, tmp_path, url=address.url, step_s=2.0)
+    address.delay_s = 1.5
+    with closing(Fleet("rollout", {0: server}, loaded=True, health_timeout_s=0.5)) as fleet:
+        fleet.watch()
+        with pytest.raises(FleetTooSmall, match="did not answer /health in 2.5 s"):
+            asking = fleet.controller.start(fleet.ask(1, never))
+            assert wait_until(lambda: address.asked.count(1.5) == 2)  # it has answered once
+            address.delay_s = 60.0
+            asking.result(timeout=60)
+
+
 @pytest.mark.parametrize("answers_a_prompt", [True, False])
 def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers_a_prompt: bool

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from qurl_megatron.config.schema import Config, ServerConfig
 from qurl_megatron.config.text import save
@@ -22,6 +23,7 @@ from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers
 from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout import preload
+from qurl_megatron.rollout.fleet import HEALTH_TIMEOUT_S
 from qurl_megatron.rollout.roster import read_roster, report_lost
 from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan
 from tiny import build_tiny_model
@@ -260,3 +262,26 @@ def test_without_a_gpu_a_cache_holds_what_a_servers_requests_can_need(tmp_path: 
     assert "max_mamba_cache_size" not in options(dense)
     hybrid = options(build_tiny_model(tmp_path / "hybrid", "qwen3_5_text"))
     assert hybrid["max_mamba_cache_size"] == 4 * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes a chunk at once")
+@pytest.mark.parametrize("busy", [1, 10], ids=["idle", "load 10"])
+def test_without_a_gpu_a_server_answers_in_time_at_real_sizes(tmp_path: Path, busy: int) -> None:
+    # As Qwen2.5-0.5B; a core with AVX2 computed 54 GFLOP/s of the prompts of SmolLM2-135M.
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151_936}
+    family = {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 1}
+    Qwen2Config(**sizes, **heads, **family).save_pretrained(tmp_path / "half")
+
+    def plan(model_dir: Path, **options: Any) -> ServerPlan:
+        server = ServerConfig(options=options)
+        return ServerPlan(model_dir, server, "int8", 1024, tmp_path / "log", seed=0)
+
+    half, toy = plan(tmp_path / "half"), plan(build_tiny_model(tmp_path / "toy"))
+    seconds = half.prefill_chunk * half._token_flops / 54e9 * busy
+    assert seconds < HEALTH_TIMEOUT_S and half.step_s > 2 * seconds
+    assert half.options()["watchdog_timeout"] > 300 + seconds
+    assert toy.prefill_chunk == 4096 and toy.step_s < 1
+    assert plan(tmp_path / "half", page_size=192).prefill_chunk == 192
+    whole = plan(tmp_path / "half", chunked_prefill_size=-1)
+    assert whole.step_s > 10 * half.step_s

@@ -51,7 +51,7 @@ TRANSITIONS: Mapping[State, Mapping[State, str]] = {
 STALLED_S = 7200.0
 SILENT_S = 2.0  # a server with prompts that has not answered any for this long is asked for /health
 # To restart a server without need costs more than to wait for it: SGLang answers /health after a
-# step of its scheduler, which may take seconds on a busy machine.
+# step of its scheduler. Without a GPU that takes up to `Server.step_s` longer.
 HEALTH_TIMEOUT_S = 20.0
 # On a GPU a server may compile a kernel in its first prompt, which takes a minute or two.
 FIRST_ANSWER_TIMEOUT_S = 300.0
@@ -115,8 +115,8 @@ class Fleet:
             loaded: the servers hold the weights to sample from. Otherwise they wait for a publish.
             min_servers: nothing is sampled while fewer serve.
             patience_s: for how many seconds fewer may serve or wait for weights.
-            health_timeout_s: seconds in which a silent server must answer /health. On a GPU it has
-                more until its first answer.
+            health_timeout_s: seconds in which a silent server must answer /health. Without a GPU
+                it has `Server.step_s` more, on a GPU more until its first answer.
             is_colocated: the servers sleep while the learner has the GPUs that they share. A new
                 server sleeps, and gets the weights in the learner's next turn.
             controller: its loop asks the servers; None: a new one, which lasts as long as the
@@ -356,7 +356,8 @@ class Fleet:
     async def _probe(self, member: Member) -> None:
         asked_at = time.monotonic()
         problem = ""
-        server, timeout_s = member.server, self._health_timeout_s
+        server = member.server
+        timeout_s = self._health_timeout_s + server.step_s
         if server.gpus and not member.has_answered:
             timeout_s = FIRST_ANSWER_TIMEOUT_S
         try:

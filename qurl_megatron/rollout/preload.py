@@ -36,6 +36,9 @@ from qurl_megatron.process import die_with_parent, oom_kills, tail
 ENGINE_VARIABLES = ("SGLANG_", "SGL_", "TORCH", "ONEDNN", "DNNL_")
 SET_BY_LIBRARIES = "TORCHINDUCTOR_CACHE_DIR"  # by themselves; it changes no result
 PLATFORM = "qurl_cpu"  # SGLang's without a GPU; an entry point in pyproject.toml
+# SGLang reads it when it is imported. Who asks /health says how long to wait for the answer; by
+# default a server that computes for 20 s would answer then that it is not healthy.
+ENVIRONMENT = {"SGLANG_HEALTH_CHECK_TIMEOUT": "86400"}
 
 
 class PreloadFailed(RuntimeError):
@@ -171,7 +174,7 @@ def preload(log_file: Path, *modules: str) -> None:
     global _has_preloaded
     if device.accelerator() == "cuda":
         return
-    device.extend_environment({"SGLANG_PLATFORM": PLATFORM})
+    device.extend_environment({"SGLANG_PLATFORM": PLATFORM, **ENVIRONMENT})
     standard_error = os.dup(2)
     with log_file.open("wb") as log:
         os.dup2(log.fileno(), 2)

@@ -16,13 +16,14 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ _said_dropped: set[str] = set()
 _locks: dict[str, int] = {}  # of the scratch directories of servers that this process started
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
 
+# A server answers nothing, not even /health, before it has computed a chunk of prompts. Without a
+# GPU a chunk has so many FLOPs, for which an idle core with AVX2 takes two seconds.
+CHUNK_FLOPS = 1e11
+CHUNK_TOKENS = 64, 4096  # smaller ones waste time; SGLang's own are not larger
+UNCHUNKED_TOKENS = 2**14  # SGLang's limit of a batch of whole prompts
+SLOWEST_FLOPS_PER_S = 2.5e9  # of a core that others use as well: 5 % of an idle one's
+WATCHDOG_S = 300.0  # SGLang's own; after a longer step a server ends itself
+
 
 class ServerFailed(RuntimeError):
     """A server did not start, died or refused a request; the text ends with the end of its log."""
@@ -92,6 +101,7 @@ class Server:
     log_file: str = ""
     scratch_dir: str = ""  # holds its sockets and temporary files
     is_remote: bool = False  # somebody started it elsewhere
+    step_s: float = 0.0  # that it may compute without an answer; see `ServerPlan`
     run: str = OWN_RUN  # names the run to the server, which serves one at a time
 
     @property
@@ -190,7 +200,7 @@ class ServerPlan:
         scratch_dir, lock = scratch_directory("qurl-server-")
         _locks[scratch_dir] = lock
         options = self.options()
-        if self._is_of_hybrid():
+        if self._architecture and self._architecture.is_hybrid:
             options["model_path"] = served_directory(self.model_dir, Path(scratch_dir) / "model")
         if gpus:
             options["base_gpu_id"] = gpus[0]
@@ -223,6 +233,7 @@ class ServerPlan:
             log_file=str(self.log_file),
             scratch_dir=scratch_dir,
             api_key=self.api_key,
+            step_s=self.step_s,
         )
 
     @contextlib.contextmanager
@@ -239,16 +250,39 @@ class ServerPlan:
         finally:
             server.stop()
 
-    def _is_of_hybrid(self) -> bool:
-        """Return whether the model has linear attention.
+    @cached_property
+    def _architecture(self) -> Architecture | None:
+        """The model's; None if it has become unreadable: then the server's own log says so."""
+        with contextlib.suppress(ArchitectureError):
+            return Architecture.from_directory(self.model_dir)
+        return None
 
-        False if the model has become unreadable: then the server's own log says so, as after any
-        failed restart.
-        """
-        try:
-            return Architecture.from_directory(self.model_dir).is_hybrid
-        except ArchitectureError:
-            return False
+    @property
+    def _token_flops(self) -> float:
+        """The FLOPs of a rank for each token of the longest sequence."""
+        if self._architecture is None:
+            return 0.0
+        flops = self._architecture.forward_flops(self.context_length) / self.context_length
+        return flops / self.config.tensor_parallel_size
+
+    @property
+    def prefill_chunk(self) -> int:
+        """The tokens of prompts that a server without a GPU computes at once."""
+        least, most = CHUNK_TOKENS
+        tokens = min(most, max(least, CHUNK_FLOPS / max(1.0, self._token_flops)))
+        page = int(self.config.options.get("page_size", 1))  # SGLang wants a multiple of it
+        return math.ceil(2 ** int(math.log2(tokens)) / page) * page
+
+    @property
+    def step_s(self) -> float:
+        """The longest time, in seconds, for which a server without a GPU computes one batch."""
+        if device.accelerator() == "cuda" or self._architecture is None:
+            return 0.0
+        requests = self.config.max_running_requests
+        chunk = int(self.config.options.get("chunked_prefill_size", self.prefill_chunk))
+        tokens = max(requests, chunk if chunk > 0 else UNCHUNKED_TOKENS)
+        logits = 2.0 * requests * self._architecture.vocab_size * self._architecture.hidden_size
+        return (tokens * self._token_flops + logits) / SLOWEST_FLOPS_PER_S
 
     def options(self) -> dict[str, object]:
         """Return the server's options of `sglang.launch_server`, by name with underscores."""
@@ -296,7 +330,9 @@ class ServerPlan:
             needed = tokens_of_requests(config, self.context_length, requests)
             options["max_total_tokens"] = config.max_total_tokens or needed
             options["mem_fraction_static"] = 1.0
-            if self._is_of_hybrid():
+            options["chunked_prefill_size"] = self.prefill_chunk
+            options["watchdog_timeout"] = WATCHDOG_S + self.step_s
+            if self._architecture and self._architecture.is_hybrid:
                 # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
                 options["mamba_radix_cache_strategy"] = "extra_buffer"
                 # With fewer states SGLang would serve fewer requests at a time.
@@ -324,6 +360,7 @@ class ServerPlan:
             # A crashed server would otherwise diagnose itself for over a minute before it ends.
             "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
             "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+            **preload.ENVIRONMENT,
             # With the reserve the context may exceed the model's positions; no request does.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             # The server asks itself over HTTP, and a proxy could not reach its loopback.

@@ -24,6 +24,7 @@ def begin() -> None:
     """Start the process that programs are forks of; it does its imports in the background."""
     CONTEXT.set_forkserver_preload(["e2e.preloaded"])
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "SGLANG_PLATFORM": preload.PLATFORM}
+    variables |= preload.ENVIRONMENT
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name, value in {**NO_THREADS, **variables}.items():
             monkeypatch.setenv(name, value)
