@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.launch.placement import JobPlan, NodePlan
-from qurl_megatron.process import bind_stores, installed_gpus
+from qurl_megatron.process import bind_stores, installed_gpus, missing_interface
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -182,6 +182,9 @@ def problems(plan: JobPlan, own: NodePlan, num_gpus: int) -> list[str]:
                 )
         except TimeoutError as error:
             found.append(str(error))
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if problem := missing_interface(variable, os.environ.get(variable, "")):
+            found.append(problem)
     for node in plan.nodes:
         try:
             socket.getaddrinfo(node.name, None)

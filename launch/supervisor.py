@@ -38,7 +38,7 @@ from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.planning.host import settle_run
 from qurl_megatron.planning.nodes import server_specs
-from qurl_megatron.process import address_towards, tail
+from qurl_megatron.process import address_towards, settle_environment, tail
 from qurl_megatron.rollout.preload import (
     PreloadFailed,
     Program,
@@ -307,6 +307,7 @@ def main(logs: Path) -> int:
     could not be imported, or the servers do not fit in memory.
     """
     os.dup2(1, 2)  # its lines belong to the job's output
+    settle_environment(os.environ)  # a node's may be another than that of `qurl launch`
     signals = Signals({signal.SIGUSR2}, {signal.SIGUSR1, signal.SIGTERM})
     plan = JobPlan.load(logs / "plan.json")
     run_dir = logs.parent.parent if plan.attempt else logs.parent  # of RUN/logs/resumed_N, RUN/logs

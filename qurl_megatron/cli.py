@@ -17,7 +17,7 @@ from typer.exceptions import TyperException
 
 from qurl_megatron.commands import models, plans, rehearse, runs
 from qurl_megatron.launch.bad_input import exit_on_bad_input
-from qurl_megatron.process import ended_by, ending_signals, scratch_directory
+from qurl_megatron.process import ended_by, ending_signals, settle_environment
 
 # Set before torch, transformers or SGLang are imported: keeps their warnings out of the output.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -77,9 +77,7 @@ def main() -> None:
     if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # as under LC_ALL=C; files are UTF-8
         os.environ["PYTHONUTF8"] = "1"  # also for every process that this one starts
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-    if not os.path.isdir(os.path.expanduser("~")):  # as in a container; libraries have caches there
-        os.environ["HOME"], lock = scratch_directory("qurl-home-")
-        os.set_inheritable(lock, True)  # for the launcher that this process may become
+    settle_environment(os.environ)
     try:
         with ended_by(ending_signals() | {signal.SIGUSR1}):
             sys.exit(app(standalone_mode=False))

@@ -209,9 +209,9 @@ def initialize_distributed() -> None:
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
         # Without these, gloo resolves the hostname, which may not be reachable, and gloo and NCCL
-        # listen on an address that other machines reach.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        # listen on an address that other machines reach. What a cluster's shell says of its network
+        # is no matter here.
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and world_size() > 1:
         raise RuntimeError(

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, MutableMapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,12 @@ LOCK = "lock"  # in a directory of `scratch_directory`
 NEW_S = 60.0  # a scratch directory younger than this may not be locked yet
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 OPEN_FILES = 65_536
+INTERFACES = Path("/sys/class/net")
+THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+LONGEST_TMPDIR = 74  # a socket's path has at most 107 bytes, and those of a server add 33
+SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
+# What a scratch HOME shows of the user's: passwords, and models that are there already.
+OF_HOME = (".netrc", ".cache/huggingface/token", ".cache/huggingface/hub")
 DRIVER_TIMEOUT_S = 120.0  # a driver without persistence first starts every GPU
 TIDY_UP_S = 1.5  # from a signal to the end of a command
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
@@ -50,6 +56,7 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 KERNEL_EVENTS = Path("/proc/vmstat")
 
 _drawn: set[int] = set()  # the ports that `free_port` has returned
+mended: list[str] = []  # what `settle_environment` has changed, for `qurl doctor`
 
 
 def free_port() -> int:
@@ -191,16 +198,83 @@ class _Lasting(io.FileIO):
             os.write(self.fileno(), f"{reason}; its further output follows\n".encode())
 
 
-def scratch_directory(prefix: str) -> tuple[str, int]:
+def settle_environment(environment: MutableMapping[str, str]) -> None:
+    """Mend the variables of a machine under which processes would fail; children inherit them.
+
+    - Requests to this machine go through no proxy.
+    - Where HOME cannot be written, libraries get a scratch one for their caches.
+    - Where TMPDIR is too long for the paths of sockets, a link to it takes its place.
+    """
+    given = [environment.get(name, "") for name in ("no_proxy", "NO_PROXY")]
+    names = [name.strip() for name in ",".join(given).split(",") if name.strip()]
+    if "*" not in names:
+        value = ",".join(dict.fromkeys([*names, *THIS_MACHINE]))
+        environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), value)
+    home, temporary = Path("~").expanduser(), tempfile.gettempdir()
+    short = next((each for each in SHORT_DIRECTORIES if os.access(each, os.W_OK)), temporary)
+    if len(os.fsencode(temporary)) > LONGEST_TMPDIR:
+        link = f"{_inherited_directory('qurl-tmp-', short)}/t"
+        os.symlink(temporary, link)
+        environment["TMPDIR"] = tempfile.tempdir = link
+        mended.append(f"TMPDIR={temporary} is too long for sockets; {link} leads there")
+    if not can_hold_caches(home):
+        scratch = Path(_inherited_directory("qurl-home-"))
+        for name in filter(lambda name: os.access(home / name, os.R_OK), OF_HOME):
+            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
+            (scratch / name).symlink_to(home / name)
+        environment["HOME"] = str(scratch)
+        mended.append(f"HOME={home} cannot be written; each command has caches of its own")
+
+
+def can_hold_caches(home: Path) -> bool:
+    """Return whether libraries can write their caches into a home."""
+    return home.is_dir() and all(
+        os.access(each, os.W_OK) for each in (home, home / ".cache") if each.exists()
+    )
+
+
+def _inherited_directory(prefix: str, place: str | None = None) -> str:
+    """Make a scratch directory for this process, and for the program that it may become."""
+    directory, lock = scratch_directory(prefix, place)
+    os.set_inheritable(lock, True)
+    return directory
+
+
+def missing_interface(variable: str, value: str) -> str:
+    """Return what is wrong with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "" if nothing.
+
+    gloo takes every interface that it names. NCCL takes those that it finds: of beginnings of
+    names, after `=` of whole names, after `^` of all others.
+    """
+    present = sorted(path.name for path in INTERFACES.glob("*"))
+    is_gloo, is_whole = variable.startswith("GLOO"), value.startswith("=")
+
+    def exists(name: str) -> bool:
+        return name in present if is_gloo or is_whole else any(p.startswith(name) for p in present)
+
+    names = [name.strip() for name in value.removeprefix("=").split(",") if name.strip()]
+    lacking = [name for name in names if not exists(name)]
+    is_right = len(lacking) < len(names) if names and not is_gloo else not lacking
+    if is_right or value.startswith("^") or not present:
+        return ""
+    return (
+        f"{variable}={value}: {socket.gethostname()} has no interface {', '.join(lacking)}, but "
+        f"{', '.join(present)}; name one of these, or unset it"
+    )
+
+
+def scratch_directory(prefix: str, place: str | None = None) -> tuple[str, int]:
     """Make a directory for temporary files of this process, and remove what others left behind.
 
     Return its path, and a file descriptor that marks it as in use until it is closed. Whoever
     removes the directory closes it, or the kernel does if the process is killed.
+
+    `place` is the directory in which it is made; None: that of temporary files.
     """
-    for leftover in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    for leftover in Path(place or tempfile.gettempdir()).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):  # another user's, in use, or just removed
             _remove_unused(leftover)
-    directory = tempfile.mkdtemp(prefix=prefix)
+    directory = tempfile.mkdtemp(prefix=prefix, dir=place)
     lock = os.open(f"{directory}/{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return directory, lock

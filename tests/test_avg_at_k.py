@@ -1,11 +1,17 @@
 """Avg@1 and Avg@k against hand-computed numbers."""
 
+import asyncio
+import dataclasses
 import json
+import os
+import time
+from collections.abc import Awaitable, Iterable
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
@@ -18,10 +24,16 @@ from qurl_megatron.evaluation.avg_at_k import (
     EvalConfig,
     ProblemResult,
     averages,
+    check_output,
     measure,
+    read_answers,
     run,
+    unfinished,
     write_answers,
 )
+from qurl_megatron.files import append_lines
+from qurl_megatron.rollout.server import ServerFailed
+from tiny import build_tiny_model
 
 
 def test_a_format_that_needs_a_gpu_is_refused_where_it_would_run(tmp_path: Path) -> None:
@@ -33,7 +45,7 @@ def test_a_format_that_needs_a_gpu_is_refused_where_it_would_run(tmp_path: Path)
 
 def make_result(greedy: float, *sampled: float) -> ProblemResult:
     answers = [Answer("", reward, False, False, reward, "") for reward in (greedy, *sampled)]
-    return ProblemResult("question", "answer", answers[0], answers[1:])
+    return ProblemResult(0, "question", "answer", answers[0], answers[1:])
 
 
 def test_averages_and_standard_errors_are_over_problems() -> None:
@@ -55,16 +67,21 @@ class ScriptedClient:
         self.logprob = logprob
         self.settings: list[dict[str, Any]] = []
 
-    def generate(self, prompts: list[Prompt], **settings: Any) -> list[list[Completion]]:
+    def sampling(self, **settings: Any) -> dict[str, Any]:
         self.settings.append(settings)
-        greedy = settings["temperature"] == 0
-        return [
-            [
-                Completion([1], [self.logprob], text, False, [1])
-                for text in ([p.answer] if greedy else self.texts)
-            ]
-            for p in prompts
-        ]
+        return settings
+
+    async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
+        if prompt.answer == "lost":
+            raise ServerFailed("the server died")
+        texts = [prompt.answer] if sampling["temperature"] == 0 else self.texts
+        return [Completion([1], [self.logprob], text, False, [1]) for text in texts]
+
+    def gather(self, answers: Iterable[Awaitable[Any]]) -> list[Any]:
+        async def in_order() -> list[Any]:
+            return [await answer for answer in answers]
+
+        return asyncio.run(in_order())
 
 
 PROMPT = Prompt("0", "question", "42", [1])
@@ -105,3 +122,73 @@ def test_equal_answers_are_right_where_one_token_makes_up_top_p() -> None:
         assert len(result.sampled) == 3
         with pytest.raises(WrongRollouts):
             measure(client, scorer.submit, [PROMPT], 64, k=3)
+
+
+def test_an_evaluation_that_loses_its_server_keeps_its_answers_and_asks_only_for_the_others(
+    tmp_path: Path,
+) -> None:
+    client: Any = ScriptedClient("8", "7")
+    path = tmp_path / "answers_0.jsonl"
+    prompts = [Prompt(str(n), f"question {n}", str(n), [1]) for n in range(4)]
+
+    def keep(result: ProblemResult) -> None:
+        append_lines(path, [dataclasses.asdict(result)])
+
+    with Scorer(Config(reward="exact"), workers=1) as scorer:
+        lost = [*prompts[:2], dataclasses.replace(prompts[2], answer="lost"), prompts[3]]
+        with pytest.raises(ServerFailed):
+            measure(client, scorer.submit, lost, 64, k=2, keep=keep)
+        known = read_answers(path)
+        assert sorted(known) == [0, 1]
+        asked: list[str] = []
+        submit = scorer.submit
+
+        def score(prompt: Prompt, completions: list[Completion]) -> Any:
+            asked.append(prompt.answer)
+            return submit(prompt, completions)
+
+        results = measure(client, score, prompts, 64, k=2, known=known, keep=keep)
+        assert asked == ["2", "2", "3", "3"]  # greedy and sampled answers
+        assert results == measure(client, submit, prompts, 64, k=2)
+    assert read_answers(path) == dict(enumerate(results))
+
+
+def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: Path) -> None:
+    data = tmp_path / "problems.jsonl"
+    data.write_text("{}\n")
+    model = build_tiny_model(tmp_path / "model")
+    config = EvalConfig(model=str(model), data=[str(data)], k=4, output=str(tmp_path / "eval"))
+    output, console = Path(config.output), Console(file=(tmp_path / "said").open("w"))
+
+    def refusal(**fields: Any) -> str:
+        try:
+            check_output(dataclasses.replace(config, **fields))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def interrupt(config: EvalConfig) -> None:
+        with pytest.raises(ServerFailed), unfinished(config, "2026-01-31", console):
+            raise ServerFailed("died")
+
+    assert refusal() == ""
+    interrupt(dataclasses.replace(config, k=8))
+    assert refusal() == ""  # it has no answers
+    interrupt(config)
+    (output / "answers_0.jsonl").touch()
+    assert refusal() == refusal(scoring_workers=3, output=f"{tmp_path}/eval/.") == ""
+    assert "k=8: " in refusal(k=8) and "with k=4; give that" in refusal(k=8)
+    interrupt(config)
+    assert refusal() == ""
+    with unfinished(config, "2026-01-31", console):
+        with pytest.raises(ConfigError, match="another qurl eval works on it"):
+            interrupt(config)
+        time.sleep(0.01)
+        os.utime(model / "config.json")
+        assert "model/config.json: was changed since" in refusal()
+    assert "exists; choose another directory" in refusal()  # it is complete
+    other = dataclasses.replace(config, output=str(tmp_path / "wrong"))
+    with pytest.raises(WrongRollouts), unfinished(other, "2026-01-31", console):
+        (tmp_path / "wrong" / "answers_0.jsonl").touch()
+        raise WrongRollouts("equal")
+    assert not (tmp_path / "wrong" / "answers_0.jsonl").exists()

@@ -30,6 +30,7 @@ GPUS = "qurl_megatron.commands.doctor.visible_gpus"
 DRIVER = "qurl_megatron.commands.doctor.driver_version"
 PRODUCTS = "qurl_megatron.quantization.products"
 MODULE, DISK = "importlib.util.find_spec", "shutil.disk_usage"
+FREE = "qurl_megatron.device.free_memory_bytes"
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,8 @@ MODULE, DISK = "importlib.util.find_spec", "shutil.disk_usage"
             "!!",
             "room for 1 GiB (docker run",
         ),
+        (doctor.check_memory, {FREE: 8 * GIB}, "ok", "8.0 of"),
+        (doctor.check_memory, {FREE: GIB}, "!!", "GiB free; the quickstart takes up to 4 GiB"),
     ],
 )
 def test_a_check_finds_what_the_machine_has(
@@ -127,6 +130,30 @@ def test_slurm_is_what_jobs_are_submitted_to(
     assert status == "--" and "only needed for `qurl launch --executor slurm`" in text
     write_program(tmp_path / "sbatch", "echo slurm 23.11")
     assert [*doctor.check_slurm()] == [("ok", "slurm 23.11")]
+
+
+def test_a_disk_without_room_for_runs_or_scratch_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor, "free_bytes", lambda path: GIB if path == tmp_path else 9 * GIB)
+    (runs, scratch) = doctor.check_disk()
+    assert runs == (
+        "!!",
+        f"1.0 GiB free for runs in {tmp_path}; make room, or choose another directory",
+    )
+    assert scratch[0] == "ok" and scratch[1].startswith("9.0 GiB free for temporary files in ")
+
+
+def test_variables_that_were_mended_or_name_no_interface_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(doctor, "mended", ["HOME=/ cannot be written"])
+    mended, (status, text) = doctor.check_environment()
+    assert mended == ("ok", "HOME=/ cannot be written")
+    assert status == "--" and "GLOO_SOCKET_IFNAME=ib0: " in text and "no interface ib0" in text
 
 
 def write_program(path: Path, body: str) -> None:

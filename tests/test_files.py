@@ -121,7 +121,7 @@ def mismatch_json(run_dir: Path) -> Callable[[int], object]:
 
 def answers(run_dir: Path) -> Callable[[int], object]:
     answer = Answer("text", 1.0, False, False, 1.0, "")
-    result = ProblemResult("question", "answer", answer, [answer] * 9)
+    result = ProblemResult(0, "question", "answer", answer, [answer] * 9)
     return lambda number: write_answers([result] * 8 * number, run_dir / "answers.jsonl")
 
 

@@ -214,6 +214,10 @@ def test_every_problem_of_a_node_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         f"port {plan.master_port} is not free",
     ]
     assert found[0].endswith("the driver shows 8, torch sees 0; the driver may be too old")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "none9")
+    (problem,) = problems(plan_of(plan.nodes[:1]), plan.nodes[0], num_gpus=2)
+    assert problem.startswith("NCCL_SOCKET_IFNAME=none9: ")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
     monkeypatch.setattr(preflight, "installed_gpus", lambda: None)
     assert problems(plan_of(plan.nodes[:1]), plan.nodes[0], num_gpus=0) == []
     broken = Mock(side_effect=TimeoutError("nvidia-smi -L has not answered"))

@@ -295,3 +295,85 @@ def test_a_process_that_the_kernel_killed_elsewhere_on_the_machine_is_not_counte
     monkeypatch.setattr(processes, "KERNEL_EVENTS", tmp_path / "no such file")
     (tmp_path / "memory.events").unlink()
     assert processes.oom_kills() == (counted if counted == 2 else None)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "is_right"),
+    [
+        ("GLOO_SOCKET_IFNAME", "", True),
+        ("GLOO_SOCKET_IFNAME", "ib0,lo", True),
+        ("GLOO_SOCKET_IFNAME", "lo,eth7", False),
+        ("GLOO_SOCKET_IFNAME", "ib", False),  # no whole name
+        ("NCCL_SOCKET_IFNAME", "ib", True),
+        ("NCCL_SOCKET_IFNAME", "eth,ib", True),
+        ("NCCL_SOCKET_IFNAME", "=ib", False),
+        ("NCCL_SOCKET_IFNAME", "eth", False),
+        ("NCCL_SOCKET_IFNAME", "^docker", True),
+    ],
+)
+def test_an_interface_that_is_not_there_is_named_with_those_that_are(
+    variable: str, value: str, is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "INTERFACES", tmp_path)
+    for name in ("lo", "ib0"):
+        (tmp_path / name).touch()
+    problem = processes.missing_interface(variable, value)
+    assert (
+        not problem
+        if is_right
+        else problem.endswith(", but ib0, lo; name one of these, or unset it")
+    )
+
+
+def test_requests_to_this_machine_go_through_no_proxy_beside_those_of_the_user() -> None:
+    def settled(**variables: str) -> set[str]:
+        environment = {"HOME": "/", **variables}
+        processes.settle_environment(environment)
+        return {environment.get(name, "") for name in ("NO_PROXY", "no_proxy")}
+
+    assert settled() == {"127.0.0.1,localhost,::1"}
+    given = {"NO_PROXY": "a.org, localhost", "no_proxy": "b.org"}
+    assert settled(**given) == {"b.org,a.org,localhost,127.0.0.1,::1"}
+    assert settled(no_proxy="*") == {"*", ""}
+
+
+def settled_by_a_program(**variables: str) -> list[str]:
+    """Return HOME, TMPDIR and the name of a socket below it, as a fresh program has them."""
+    program = (
+        "import os, socket, tempfile; from qurl_megatron.process import settle_environment\n"
+        "settle_environment(os.environ)\n"
+        "directory = tempfile.mkdtemp(prefix='qurl-server-')\n"
+        "socket.socket(socket.AF_UNIX).bind(directory + '/tmp12345678')\n"
+        "print(os.environ['HOME'], tempfile.gettempdir(), os.path.realpath(directory), sep='\\n')"
+    )
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_tmpdir_that_is_too_long_for_sockets_is_reached_by_a_short_link(tmp_path: Path) -> None:
+    place = tmp_path / "as_a_cluster_names_the_scratch_directory_of_each_job" / ("job_" * 20)
+    place.mkdir(parents=True)
+    _, temporary, made = settled_by_a_program(TMPDIR=str(place))
+    assert len(temporary) <= processes.LONGEST_TMPDIR and Path(made).parent == place
+
+
+def test_a_home_that_cannot_be_written_lends_passwords_and_models_to_a_scratch_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    (home / ".cache" / "huggingface" / "hub").mkdir(parents=True)
+    (home / ".netrc").write_text("machine a")
+    assert settled_by_a_program(HOME=str(home))[0] == str(home)
+    monkeypatch.setattr(processes, "can_hold_caches", lambda home: False)
+    monkeypatch.setenv("HOME", str(home))
+    environment = {"HOME": str(home)}
+    processes.settle_environment(environment)
+    scratch = Path(environment["HOME"])
+    assert scratch != home and (scratch / ".netrc").read_text() == "machine a"
+    assert (scratch / ".cache" / "huggingface" / "hub").is_dir()
+    (scratch / ".cache" / "torch").mkdir()  # can be written
+    assert processes.mended.pop().startswith(f"HOME={home} cannot be written")

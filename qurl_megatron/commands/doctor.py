@@ -1,6 +1,6 @@
 """Check for `qurl doctor` that this machine has what a run needs; nothing is changed.
 
-Another Python and too little disk are not checked here: pip or the run itself refuses them.
+Another Python is not checked here: pip refuses it.
 Each check yields a status and a text: what it found, or the remedy. The statuses are:
 
 - `ok`: present and right;
@@ -13,6 +13,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import tempfile
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,11 +22,15 @@ from typing import Any, Literal
 
 from qurl_megatron.config.schema import QuantizationConfig
 from qurl_megatron.config.validate import CAPABILITIES, why_not_served
+from qurl_megatron.files import free_bytes
+from qurl_megatron.process import mended, missing_interface
 
 DISTRIBUTION = "qurl-megatron"
 SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 ENOUGH_SHARED_BYTES = 2 * QuantizationConfig().bucket_bytes  # one is filled while one is read
+ENOUGH_MEMORY_BYTES = 4 * GIB  # for the quickstart
+ENOUGH_DISK_BYTES = 2 * GIB
 PROBE_TIMEOUT_S = 5
 
 Status = Literal["ok", "!!", "--"]
@@ -178,6 +183,40 @@ def check_shared_memory() -> Findings:
         )
 
 
+def check_memory() -> Findings:
+    """Check the memory that this machine, or its container, has left."""
+    from qurl_megatron import device
+
+    free, total = device.free_memory_bytes(), device.machine_memory_bytes()
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if free >= ENOUGH_MEMORY_BYTES:
+        yield "ok", found
+    else:
+        yield "!!", f"{found}; the quickstart takes up to {ENOUGH_MEMORY_BYTES / GIB:.0f} GiB"
+
+
+def check_disk() -> Findings:
+    """Check the free space for runs, which are made in the working directory, and for scratch."""
+    for what, place in (("runs", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
+        free = free_bytes(place)
+        found = f"{free / GIB:.1f} GiB free for {what} in {place}"
+        if free >= ENOUGH_DISK_BYTES:
+            yield "ok", found
+        else:
+            yield "!!", f"{found}; make room, or choose another directory"
+
+
+def check_environment() -> Findings:
+    """Say what the variables of this shell would break, and what qurl does about it."""
+    from qurl_megatron import device
+
+    yield from (("ok", text) for text in mended or ["HOME and TMPDIR can be used"])
+    variables = device.child_environment({})
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if problem := missing_interface(name, variables.get(name, "")):
+            yield "--", f"{problem}; only needed between nodes"
+
+
 def check_slurm() -> Findings:
     """Find the Slurm that jobs can be submitted to."""
     version = output_of(["sbatch", "--version"]).strip()
@@ -193,7 +232,10 @@ CHECKS: dict[str, Callable[[], Findings]] = {
     "weight formats": check_weight_formats,
     "kernels": check_kernels,
     "Transformer Engine": check_transformer_engine,
+    "memory": check_memory,
     "shared memory": check_shared_memory,
+    "disk": check_disk,
+    "environment": check_environment,
     "Slurm": check_slurm,
 }
 

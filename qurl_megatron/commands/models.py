@@ -222,6 +222,7 @@ def evaluate(
     settings = [word for word in words if "=" in word]
     config = with_overrides(avg_at_k.EvalConfig(model=_found(model), data=data), settings)
     avg_at_k.check(config)
+    avg_at_k.check_output(config)
     yield config.server.tensor_parallel_size
     avg_at_k.run(config)
 

@@ -4,27 +4,31 @@ Avg@1 is the fraction of problems whose greedy answer is right. Avg@k is the fra
 answers among k sampled answers, averaged over problems. Both come with the standard error over
 problems.
 
-A run measures its policy with `measure`; `qurl eval` first starts a server of a model for it.
+A run measures its policy with `measure`; `qurl eval` first starts a server of a model for it. That
+keeps each problem's answers once it has them. Whatever ends it, the same command continues.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import copy
 import dataclasses
+import fcntl
 import json
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import pydantic
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -39,7 +43,7 @@ from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient, prefer_agent_scores
 from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.algorithm.proof import check_differ
+from qurl_megatron.algorithm.proof import WrongRollouts, check_differ
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import (
     AgentConfig,
@@ -77,7 +81,7 @@ from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
 from qurl_megatron.data.prompts import source_lines, tokenize, tokenizer_lines
 from qurl_megatron.data.rewards import absolute, is_own_function
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
-from qurl_megatron.files import write_whole
+from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
@@ -89,6 +93,8 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import ServerPlan
+
+UNFINISHED = "unfinished.json"  # the settings, in the output of an evaluation that is not complete
 
 
 @dataclass
@@ -121,7 +127,8 @@ class EvalConfig(AgentConfig):
     max_completion_length: Count = 1024
     """Maximum completion length in tokens."""
     output: Directory = "eval"
-    """Directory of the results; it must not exist."""
+    """Directory of the results: a new one, or that of an evaluation with these settings that was
+    interrupted and continues."""
     seed: Seed = 0
     """Seed of sampling, and of reasoning-gym's problems."""
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
@@ -194,10 +201,14 @@ class Answer:
 class ProblemResult:
     """A problem with its generated answers: one line of an answers file."""
 
+    problem: int  # its number in the data, from 0
     question: str
     answer: Any  # the right answer, or a list of several; for a user's function any JSON value
     greedy: Answer
     sampled: list[Answer]
+
+
+_RESULT = pydantic.TypeAdapter(ProblemResult)
 
 
 def measure(
@@ -210,37 +221,54 @@ def measure(
     temperature: float = 1.0,
     top_p: float = 1.0,
     answered: Callable[[], None] = lambda: None,
+    known: Mapping[int, ProblemResult] = {},
+    keep: Callable[[ProblemResult], None] = lambda result: None,
 ) -> list[ProblemResult]:
     """Generate and score one greedy and `k` sampled answers to every prompt.
 
-    The greedy answers are scored while others are sampled. `answered` is called when a prompt has
-    its greedy answer, and again when it has the others.
+    Args:
+        answered: called when a prompt has its greedy answer, and again when it has the others.
+        known: results that an earlier call has kept, by the number of the prompt; they are returned
+            as they are.
+        keep: called with each new result, once it is complete.
 
     Raises:
         WrongRollouts: sampled answers are equal that must differ; not checked with a `top_p`
             below 1.
     """
-
-    def ask(count: int, **sampling: float) -> list[tuple[list[Completion], Future[list[Score]]]]:
-        groups = client.generate(
-            prompts,
-            completions_per_prompt=count,
-            max_completion_length=max_completion_length,
-            answered=answered,
-            **sampling,
+    ways = [(1, {"temperature": 0.0}), (k, {"temperature": temperature, "top_p": top_p})]
+    settings = [
+        client.sampling(
+            completions_per_prompt=count, max_completion_length=max_completion_length, **sampling
         )
-        return list(zip(groups, map(score, prompts, groups), strict=True))
-
-    greedy = ask(1, temperature=0.0)
-    sampled = ask(k, temperature=temperature, top_p=top_p) if k else []
-    if top_p == 1:  # else the log-probs are not over the tokens that could be drawn
-        check_differ(completions for completions, _ in sampled)
-    sampled_answers = [_answers(*scored) for scored in sampled] or [[] for _ in prompts]
-    greedy_answers = [_answers(*scored)[0] for scored in greedy]
-    return [
-        ProblemResult(prompt.question, list(prompt.answers) or prompt.answer, answer, others)
-        for prompt, answer, others in zip(prompts, greedy_answers, sampled_answers, strict=True)
+        for count, sampling in ways
+        if count
     ]
+    groups: list[list[Completion]] = []  # of sampled answers
+
+    async def answer(number: int, prompt: Prompt) -> ProblemResult:
+        if number in known:
+            return known[number]
+        asked = []
+        for sampling in settings:
+            completions = await client.group(prompt, sampling)
+            answered()
+            asked.append((completions, score(prompt, completions)))
+        groups.extend(completions for completions, _ in asked[1:])
+        (greedy,), *others = [
+            _answers(completions, await asyncio.wrap_future(scores))
+            for completions, scores in asked
+        ]
+        sampled = [each for group in others for each in group]
+        answers = list(prompt.answers) or prompt.answer
+        result = ProblemResult(number, prompt.question, answers, greedy, sampled)
+        keep(result)
+        return result
+
+    results = client.gather(answer(*numbered) for numbered in enumerate(prompts))
+    if top_p == 1:  # else the log-probs are not over the tokens that could be drawn
+        check_differ(groups)
+    return results
 
 
 def _title(config: EvalConfig) -> str:
@@ -266,7 +294,7 @@ def served_model(config: EvalConfig, model_dir: Path, directory: Path) -> Path:
     return directory
 
 
-def _answers(completions: list[Completion], scores: Future[list[Score]]) -> list[Answer]:
+def _answers(completions: list[Completion], scores: list[Score]) -> list[Answer]:
     return [
         Answer(
             text=completion.text,
@@ -276,7 +304,7 @@ def _answers(completions: list[Completion], scores: Future[list[Score]]) -> list
             accuracy=score.accuracy,
             failure=score.failure,
         )
-        for completion, score in zip(completions, scores.result(), strict=True)
+        for completion, score in zip(completions, scores, strict=True)
     ]
 
 
@@ -290,6 +318,12 @@ def write_answers(results: list[ProblemResult], path: Path) -> None:
     """Write `results` as jsonl, one problem per line."""
     lines = (json.dumps(dataclasses.asdict(result), default=str) + "\n" for result in results)
     write_whole(path, "".join(lines))
+
+
+def read_answers(path: Path) -> dict[int, ProblemResult]:
+    """Return the results in an answers file, by the number of the problem."""
+    rows = map(_RESULT.validate_python, read_json_lines(path, ProblemResult))
+    return {result.problem: result for result in rows}
 
 
 def averages(results: list[ProblemResult]) -> dict[str, Average]:
@@ -307,8 +341,6 @@ def check(config: EvalConfig) -> None:
     Raises:
         ConfigError, ArchitectureError: an input is wrong.
     """
-    if os.path.lexists(config.output):
-        raise ConfigError(f"output={config.output}: exists; choose another directory, output=DIR")
     if not config.data:
         raise ConfigError(
             "data: missing; give at least one file, dataset directory or reasoning_gym:TASK"
@@ -326,6 +358,58 @@ def check(config: EvalConfig) -> None:
     validate_lengths(architecture, config.max_prompt_length, config.max_completion_length)
 
 
+def check_output(config: EvalConfig) -> None:
+    """Check that the output is new, or holds answers to which this evaluation can add the others.
+
+    Raises:
+        ConfigError: it cannot; the message says why.
+    """
+    output = Path(config.output)
+    if not os.path.lexists(output):
+        return
+    if not (before := read_json_object(output / UNFINISHED)):
+        raise ConfigError(f"output={output}: exists; choose another directory, output=DIR")
+    if not _has_answers(output):
+        return
+    way_out = f"choose another directory, output=DIR, or remove {output}"
+    for field, value in _decisive(config).items():
+        if before.get(field) != value:
+            raise ConfigError(
+                f"{field}={value}: {output} has answers of an interrupted evaluation with "
+                f"{field}={before.get(field)}; give that to continue it, {way_out}"
+            )
+    begun = (output / UNFINISHED).stat().st_ctime
+    for file in _read_files(config):
+        if file.stat().st_ctime > begun:
+            raise ConfigError(
+                f"{file}: was changed since {output} has answers from before; {way_out}"
+            )
+
+
+def _has_answers(output: Path) -> bool:
+    return next(output.glob("answers_*.jsonl"), None) is not None
+
+
+def _decisive(config: EvalConfig) -> dict[str, Any]:
+    """Return the fields on which the results depend, as JSON has them."""
+    fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    fields["server.options"] = fields.pop("server")["options"]
+    for name in ("output", "scoring_workers", "agent_workers", "agent_episodes"):
+        del fields[name]
+    return dict(fields)
+
+
+def _read_files(config: EvalConfig) -> Iterator[Path]:
+    """Yield the files that an evaluation reads: of model, adapters, data, reward and agent."""
+    functions = [name.rpartition(":")[0] for name in (config.reward, config.agent)]
+    sources = [each.partition(":")[0] for each in config.data if not Path(each).exists()]
+    for path in map(Path, [config.model, config.adapters, *config.data, *sources, *functions]):
+        if path.is_file():
+            yield path
+        elif path != Path() and path.is_dir():
+            yield from (each for each in path.rglob("*") if each.is_file())
+
+
 def check_format(config: EvalConfig) -> None:
     """Check that this machine can serve the format.
 
@@ -339,14 +423,15 @@ def check_format(config: EvalConfig) -> None:
 def run(config: EvalConfig) -> None:
     """Serve, measure and print a table; write `summary.json`, and jsonl answers per data file.
 
-    `check` must have accepted the configuration.
+    `check` and `check_output` must have accepted the configuration. Answers that the output has
+    already are kept.
 
     Raises:
         ConfigError, ArchitectureError, DataError: an input is wrong; the server is not started.
         ServerFailed: the server died.
     """
     check_format(config)
-    output = Path(config.output)
+    output, given = Path(config.output), copy.deepcopy(config)
     reward = Config(
         reward=absolute(config.reward),
         reward_timeout_s=config.reward_timeout_s,
@@ -363,14 +448,17 @@ def run(config: EvalConfig) -> None:
         check_agent(config, str(model_dir))
         architecture = Architecture.from_directory(model_dir)
         settle_cache(config, architecture)
-        template = (config.chat_template_options, date.today().isoformat())
+        day = date.today().isoformat()
+        if _has_answers(output):
+            day = read_json_object(output / UNFINISHED).get("day", day)
+        template = (config.chat_template_options, day)
         tokenizer = load_tokenizer(model_dir, *template)
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer, columns)
         served = served_model(config, model_dir, Path(scratch) / "converted")
-        output.mkdir(parents=True)
         with (
             contextlib.ExitStack() as stack,
+            unfinished(given, day, console),
             serving(config, served, console) as fleet,  # before any thread, so tests can fork it
             Scorer(reward, reward.scoring_workers) as scorer,
         ):
@@ -385,7 +473,12 @@ def run(config: EvalConfig) -> None:
                 client = AgentClient(agents, reward.reward_wrong, *parts)
                 score = prefer_agent_scores(score)
             for number, (data, problems) in enumerate(prompts.items()):
-                requests = len(problems) * (2 if config.k else 1)
+                path = output / f"answers_{number}.jsonl"
+                known = read_answers(path)
+                if known:
+                    line = f"{path}: {len(known)} of {len(problems)} problems have their answers"
+                    console.print(line, markup=False, soft_wrap=True)
+                requests = (len(problems) - len(known)) * (2 if config.k else 1)
                 with show_progress(data, requests, console) as answered:
                     results = measure(
                         client,
@@ -396,13 +489,58 @@ def run(config: EvalConfig) -> None:
                         temperature=config.temperature,
                         top_p=config.top_p,
                         answered=answered,
+                        known=known,
+                        keep=partial(_keep, path),
                     )
-                write_answers(results, output / f"answers_{number}.jsonl")
+                write_answers(results, path)
                 averages_of[data] = averages(results)
-    summary = {"config": config, "results": averages_of}
-    text = json.dumps(summary, indent=2, default=dataclasses.asdict)
-    write_whole(output / "summary.json", text + "\n")
+            summary = {"config": config, "results": averages_of}
+            text = json.dumps(summary, indent=2, default=dataclasses.asdict)
+            write_whole(output / "summary.json", text + "\n")
     table_console().print(_table(config, prompts, averages_of))
+
+
+def _keep(path: Path, result: ProblemResult) -> None:
+    append_lines(path, [dataclasses.asdict(result)])
+
+
+@contextlib.contextmanager
+def unfinished(config: EvalConfig, day: str, console: Console) -> Iterator[None]:
+    """Mark the output as that of an unfinished evaluation, until the body has completed it.
+
+    Args:
+        config: the settings as they were given.
+        day: that a chat template prints.
+
+    Raises:
+        ConfigError: another process works on it.
+    """
+    output = Path(config.output)
+    output.mkdir(parents=True, exist_ok=True)
+    marker, lock = output / UNFINISHED, os.open(output, os.O_RDONLY)
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"output={output}: another qurl eval works on it") from None
+        except OSError:  # its file system locks no directories
+            pass
+        if not _has_answers(output):
+            settings = {**_decisive(config), "day": day}
+            write_whole(marker, json.dumps(settings, indent=2) + "\n")
+        try:
+            yield
+        except WrongRollouts:  # none of the answers can be believed
+            for path in output.glob("answers_*.jsonl"):
+                path.unlink()
+            raise
+        except Exception:
+            if _has_answers(output):
+                line = f"{output} keeps the answers so far; the same command continues"
+                console.print(line, markup=False, soft_wrap=True)
+            raise
+        marker.unlink()
 
 
 @contextlib.contextmanager
@@ -419,18 +557,13 @@ def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[F
         seed=config.seed,
         loads=True,
     )
-    try:
-        with plan.running() as server:
-            waited = f"{time.monotonic() - start:.0f} s"
-            console.print(f"the server is up after {waited}: {server.url}", markup=False)
-            with contextlib.closing(Controller()) as controller:
-                fleet = Fleet("evaluation", {0: server}, loaded=True, controller=controller)
-                fleet.watch()
-                yield fleet
-    except SystemExit:  # of a signal; a directory without answers would block the next evaluation
-        if [*output.iterdir()] == [plan.log_file]:
-            shutil.rmtree(output)
-        raise
+    with plan.running() as server:
+        waited = f"{time.monotonic() - start:.0f} s"
+        console.print(f"the server is up after {waited}: {server.url}", markup=False)
+        with contextlib.closing(Controller()) as controller:
+            fleet = Fleet("evaluation", {0: server}, loaded=True, controller=controller)
+            fleet.watch()
+            yield fleet
 
 
 @contextlib.contextmanager

@@ -11,7 +11,9 @@ from transformers import AutoTokenizer
 
 from e2e.reference import Reference
 from e2e.running import Start
+from qurl_megatron.evaluation.avg_at_k import read_answers
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
+from waiting import wait_until
 
 LENGTH = 6
 REWARD = """
@@ -81,25 +83,38 @@ def test_a_server_that_does_not_start_is_reported_with_its_log_and_no_traceback(
     assert "qurl: server http://127.0.0.1:" in run.text() and "Traceback" not in run.text()
 
 
-def test_a_signal_while_it_samples_ends_it_with_one_line_and_no_process_is_left(
+def test_a_signal_while_it_samples_ends_it_with_one_line_and_the_same_command_continues(
     start: Start, tmp_path: Path
 ) -> None:
     """`tests/signals.py` sends every signal in every phase."""
     model_dir = build_tiny_model(tmp_path / "model")
     problems = [{"question": f"What is {n} + 1?", "answer": "2"} for n in range(40)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n")
-    words = ["reward=exact", "k=64", f"output={tmp_path / 'eval'}", "max_prompt_length=32"]
-    words += ["max_completion_length=400", "server.max_running_requests=8"]
+    words = ["reward=exact", "k=8", f"output={tmp_path / 'eval'}", "max_prompt_length=32"]
+    words += ["max_completion_length=200", "server.max_running_requests=8"]
     words += ["server.max_total_tokens=20000", "server.mem_fraction_static=0.3"]
     run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
-    run.wait_for("the server is up after")
-    time.sleep(1)  # it samples
+    answers = tmp_path / "eval" / "answers_0.jsonl"
+    assert wait_until(answers.exists, 300)
     run.process.send_signal(signal.SIGTERM)
     sent_at = time.monotonic()
     assert run.exit_code() == 143, run.text()
     assert time.monotonic() - sent_at < 2 + 5  # the machine may be busy
     last = run.text().splitlines()[-1]
     assert last == "qurl: interrupted by SIGTERM" and "Traceback" not in run.text()
-    assert not (tmp_path / "eval").exists()  # it has no answers, and would block the next one
     _, alive = psutil.wait_procs(run.survivors(), timeout=30)
     assert alive == []
+    kept = read_answers(answers)
+    assert 0 < len(kept) < len(problems)
+    run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
+    run.wait_for(f"{answers}: {len(kept)} of 40 problems have their answers")
+    assert wait_until(lambda: len(read_answers(answers)) > len(kept), 300)
+    run.find("sglang::scheduler").kill()
+    assert run.exit_code() == 1, run.text()
+    assert f"{tmp_path / 'eval'} keeps the answers so far; the same command continues" in run.text()
+    assert "server http://127.0.0.1:" in run.text() and "Traceback" not in run.text()
+    kept = read_answers(answers)
+    run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
+    assert run.exit_code() == 0, run.text()
+    results = read_answers(answers)
+    assert list(results) == list(range(40)) and kept.items() <= results.items()
