@@ -316,8 +316,11 @@ def settle_cache(config: EvalConfig, architecture: Architecture) -> None:
 
 def write_answers(results: list[ProblemResult], path: Path) -> None:
     """Write `results` as jsonl, one problem per line."""
-    lines = (json.dumps(dataclasses.asdict(result), default=str) + "\n" for result in results)
-    write_whole(path, "".join(lines))
+    write_whole(path, "".join(f"{_as_json(result)}\n" for result in results))
+
+
+def _as_json(result: ProblemResult) -> str:
+    return json.dumps(dataclasses.asdict(result), default=str)
 
 
 def read_answers(path: Path) -> dict[int, ProblemResult]:
@@ -501,7 +504,7 @@ def run(config: EvalConfig) -> None:
 
 
 def _keep(path: Path, result: ProblemResult) -> None:
-    append_lines(path, [dataclasses.asdict(result)])
+    append_lines(path, [json.loads(_as_json(result))])
 
 
 @contextlib.contextmanager
