@@ -209,7 +209,7 @@ def settle_environment(environment: MutableMapping[str, str]) -> None:
     names = [name.strip() for name in ",".join(given).split(",") if name.strip()]
     if "*" not in names:
         value = ",".join(dict.fromkeys([*names, *THIS_MACHINE]))
-        environment |= dict.fromkeys(("no_proxy", "NO_PROXY"), value)
+        environment.update(dict.fromkeys(("no_proxy", "NO_PROXY"), value))
     home, temporary = Path("~").expanduser(), tempfile.gettempdir()
     short = next((each for each in SHORT_DIRECTORIES if os.access(each, os.W_OK)), temporary)
     if len(os.fsencode(temporary)) > LONGEST_TMPDIR:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,7 @@ def test_an_evaluation_that_loses_its_server_keeps_its_answers_and_asks_only_for
         asked: list[str] = []
         submit = scorer.submit
 
-        def score(prompt: Prompt, completions: list[Completion]) -> Any:
+        def score(prompt: Prompt, completions: Sequence[Completion]) -> Any:
             asked.append(prompt.answer)
             return submit(prompt, completions)
 

@@ -236,12 +236,14 @@ def measure(
         WrongRollouts: sampled answers are equal that must differ; not checked with a `top_p`
             below 1.
     """
-    ways = [(1, {"temperature": 0.0}), (k, {"temperature": temperature, "top_p": top_p})]
     settings = [
         client.sampling(
-            completions_per_prompt=count, max_completion_length=max_completion_length, **sampling
+            completions_per_prompt=count,
+            max_completion_length=max_completion_length,
+            temperature=drawn_at,
+            top_p=mass,
         )
-        for count, sampling in ways
+        for count, drawn_at, mass in ((1, 0.0, 1.0), (k, temperature, top_p))
         if count
     ]
     groups: list[list[Completion]] = []  # of sampled answers
