@@ -243,8 +243,8 @@ def _inherited_directory(prefix: str, place: str | None = None) -> str:
 def missing_interface(variable: str, value: str) -> str:
     """Return what is wrong with GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; "" if nothing.
 
-    gloo takes every interface that it names. NCCL takes those that it finds: of beginnings of
-    names, after `=` of whole names, after `^` of all others.
+    gloo takes every interface of its list. NCCL takes what it finds of it: by beginnings of
+    names, after `=` by whole names, after `^` all others.
     """
     present = sorted(path.name for path in INTERFACES.glob("*"))
     is_gloo, is_whole = variable.startswith("GLOO"), value.startswith("=")
