@@ -20,22 +20,29 @@ TOKENS = torch.arange(3, 43).view(2, 20)
 
 
 def run_and_export(
-    source: Path, destination: Path, config: LearnerConfig, scaling: UaqConfig, updates: int
+    source: Path,
+    destination: Path,
+    config: LearnerConfig,
+    scaling: UaqConfig,
+    updates: int,
+    file_bytes: int = 0,
 ) -> torch.Tensor:
     """Load, update and export; return the learner's log-probs of TOKENS afterwards."""
     from batches import negative_log_likelihood
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.quantization import uaq
-    from qurl_megatron.weight_sync.export import export
+    from qurl_megatron.weight_sync import export
 
     optimizer = OptimizerConfig(learning_rate=1e-2)
     is_hybrid = Architecture.from_directory(source).is_hybrid
     transform = uaq.transform(scaling, is_hybrid=is_hybrid)
     learner = Learner(source, config, optimizer, transform=transform)
+    if file_bytes:
+        export.FILE_BYTES = file_bytes
     weights = torch.full((TOKENS.numel(),), 1 / TOKENS.numel())
     for _ in range(updates):
         update(learner, ragged(TOKENS), weights, negative_log_likelihood)
-    export(learner, source, destination, scaling)
+    export.export(learner, source, destination, scaling)
     logprobs, _ = score(learner, TOKENS)
     learner.close()
     return logprobs
@@ -113,6 +120,11 @@ def test_transformers_computes_what_the_learner_does(
         all_logprobs = model(TOKENS).logits[:, :-1].log_softmax(-1)
     expected = all_logprobs.gather(2, TOKENS[:, 1:, None]).squeeze(2)
     torch.testing.assert_close(logprobs[:, 1:], expected, rtol=0, atol=1e-5)
+    stages = config.pipeline_parallel_size
+    files = sorted(path.name for path in destination.glob("*.safetensors*"))
+    of = [f"model-{number:05}-of-{stages:05}.safetensors" for number in range(1, stages + 1)]
+    index = "model.safetensors.index.json"
+    assert files == (["model.safetensors"] if stages == 1 else [*of, index])
     before = AutoModelForCausalLM.from_pretrained(source)
     with torch.no_grad():
         moved = (before(TOKENS).logits.log_softmax(-1)[:, :-1] - all_logprobs).abs().max()
@@ -159,6 +171,22 @@ def test_an_export_holds_the_bf16_values_that_servers_get(
     assert all(torch.equal(exported[name], tensor) for name, tensor in sent.items())
     changed = sum(int((exported[name] != tensor).sum()) for name, tensor in before.items())
     assert changed > sum(tensor.numel() for tensor in before.values()) / 20
+
+
+def test_an_export_is_cut_into_files_of_bounded_size(tmp_path: Path) -> None:
+    source = build_tiny_model(tmp_path / "model", "qwen3", dtype=torch.float32)
+    stored, config = load_file(source / "model.safetensors"), LearnerConfig(dtype="float32")
+    limit = max(tensor.nbytes for tensor in stored.values()) + 1
+    destination = tmp_path / "exported"
+    run_ranks(run_and_export, 1, source, destination, config, UaqConfig(), 0, limit)
+    files = sorted(destination.glob("*.safetensors"))
+    exported = [load_file(file) for file in files]
+    assert len(files) > 2 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"
+    assert all(sum(each.nbytes for each in file.values()) <= limit for file in exported)
+    for file in exported:
+        for name, tensor in file.items():
+            assert torch.equal(tensor, stored.pop(name))
+    assert not stored
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_5_moe_text"])

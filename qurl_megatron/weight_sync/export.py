@@ -42,7 +42,8 @@ from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.reshard import Converter
 
 ADAPTERS = "final_adapters"  # beside final_model
-FILE_BYTES = 4 * 1024**3  # of a file in float32; half as much on disk if the source is BF16
+BUCKET_BYTES = 512 * 1024**2  # that ranks gather at once, in float32
+FILE_BYTES = 5 * 10**9  # of a file on disk, as transformers writes them
 
 
 def export(learner: Learner, source: Path, destination: Path, config: UaqConfig) -> None:
@@ -62,8 +63,9 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
         return
     partial = from_rank_zero(lambda: _create_partial(destination))
     writer = _Writer(source, partial, config, learner.rounding, f"-{rank():05}")
-    converter = Converter(learner, "masters", FILE_BYTES)
-    converter.convert(lambda bucket: writer.write_file(bucket.tensors()))
+    converter = Converter(learner, "masters", BUCKET_BYTES)
+    converter.convert(lambda bucket: writer.add(bucket.tensors()))
+    writer.write_file()
     files = to_rank_zero(writer.file_of, converter.senders)
     if rank() == 0:
         writer.file_of = {name: file for part in files for name, file in part.items()}
@@ -73,7 +75,7 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
 
 
 def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -> None:
-    """Write a run's checkpoint to `destination`; hold one layer in memory at a time.
+    """Write a run's checkpoint to `destination`; hold one layer and one file in memory at a time.
 
     `progress` is called with the bytes read so far and the bytes to read. Needs no process group.
     Adapters are all held in memory.
@@ -107,7 +109,8 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
     try:
         writer = _Writer(model, partial, config.quantization.uaq, config.optimizer.rounding)
         for layer in checkpoints.read_masters(checkpoint, progress):
-            writer.write_file(layer)
+            writer.add(layer)
+        writer.write_file()
         writer.finish()
         rename_whole(partial, destination)
     finally:
@@ -121,7 +124,7 @@ def _gather_adapters(learner: Learner) -> dict[str, Tensor]:
     def keep(bucket: Bucket) -> None:
         tensors.update((name, values.to("cpu", copy=True)) for name, values in bucket.tensors())
 
-    converter = Converter(learner, "masters", FILE_BYTES)
+    converter = Converter(learner, "masters", BUCKET_BYTES)
     converter.convert(keep)
     parts = to_rank_zero(tensors, converter.senders)
     return {name: values for part in parts for name, values in part.items()}
@@ -181,12 +184,13 @@ class _Writer:
         self._unscale = uaq.inverse(config, is_hybrid=self._architecture.is_hybrid)
         self.file_of: dict[str, str] = {}
         self._num_files = 0
+        self._waiting: dict[str, Tensor] = {}  # for the next file
+        self._waiting_bytes = 0
         # Stored tensors made of several full tensors, with the number of values still missing.
         self._unfinished: dict[str, tuple[Tensor, int]] = {}
 
-    def write_file(self, masters: Iterable[tuple[str, Tensor]]) -> None:
-        """Write float32 weights, given by name, to the next file."""
-        tensors: dict[str, Tensor] = {}
+    def add(self, masters: Iterable[tuple[str, Tensor]]) -> None:
+        """Add float32 weights, given by name, to the next file; write that if it is full."""
         for name, master in masters:
             # Tensors that a server holds in float32 stay so; config.json's dtype is for the others.
             is_exact = weight_map.sent_dtype(name) == torch.float32
@@ -196,7 +200,7 @@ class _Writer:
             write_rounded(values, unscaled, name, self._rounding)
             place = weight_map.in_file(name, self._architecture)
             if place.name == name:
-                tensors[name] = values
+                self._put(name, values)
                 continue
             empty = torch.empty(place.shape, dtype=self._dtype)
             stored, missing = self._unfinished.pop(place.name, (empty, empty.numel()))
@@ -204,15 +208,35 @@ class _Writer:
             if missing > values.numel():
                 self._unfinished[place.name] = stored, missing - values.numel()
             else:
-                tensors[place.name] = stored
-        if not tensors:
+                self._put(place.name, stored)
+
+    def _put(self, name: str, values: Tensor) -> None:
+        if self._waiting_bytes + values.nbytes > FILE_BYTES:
+            self.write_file()
+        self._waiting[name] = values
+        self._waiting_bytes += values.nbytes
+
+    def write_file(self) -> None:
+        """Write the tensors that wait for a file, if there are any."""
+        if not self._waiting:
             return
         self._num_files += 1
         file = f"model{self._infix}-{self._num_files:05}.safetensors"
-        write_tensors(tensors, self._directory / file)
-        self.file_of |= dict.fromkeys(tensors, file)
+        write_tensors(self._waiting, self._directory / file)
+        self.file_of |= dict.fromkeys(self._waiting, file)
+        self._waiting, self._waiting_bytes = {}, 0
 
     def finish(self) -> None:
-        """Write the index, and copy the files beside the weights from the source."""
-        write_index(self._directory, self.file_of)
+        """Name the files as transformers does, and copy those beside the weights of the source."""
+        files = sorted(set(self.file_of.values()))
+        names = {
+            file: f"model-{number:05}-of-{len(files):05}.safetensors"
+            for number, file in enumerate(files, start=1)
+        }
+        if len(files) == 1:
+            names = {files[0]: "model.safetensors"}
+        for file, name in names.items():
+            (self._directory / file).rename(self._directory / name)
+        if len(files) > 1:
+            write_index(self._directory, {name: names[file] for name, file in self.file_of.items()})
         copy_beside_weights(self._source, self._directory)
