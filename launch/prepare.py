@@ -336,7 +336,8 @@ def _check(
     `words` are the given fields; a placement among them is not changed. Return the summary of the
     data.
     """
-    from qurl_megatron.agents.chat import TemplateError, check_template
+    from qurl_megatron.agents.calls import form_of
+    from qurl_megatron.agents.chat import check_template
     from qurl_megatron.agents.pool import check_agent
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
@@ -347,6 +348,7 @@ def _check(
         unusable_gpus,
     )
     from qurl_megatron.learner.own_objective import check_objective
+    from qurl_megatron.model.chat_template import TemplateError
     from qurl_megatron.model.huggingface import check_model
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
@@ -402,7 +404,8 @@ def _check(
     if config.rollout.agent:
         try:
             check_template(tokenizer)
-            summary += "policy.chat: can be used with this chat template\n"
+            limit = "" if form_of(tokenizer) else ", without tools: it writes none that are read"
+            summary += f"policy.chat: can be used with this chat template{limit}\n"
         except TemplateError as error:
             summary += f"policy.chat: cannot be used: {error}\n"
     return summary

@@ -1,4 +1,4 @@
-"""A tokenizer that can chat: ChatML, with tools and thoughts, in two templates."""
+"""A tokenizer that can chat: ChatML, with tools and thoughts, in three templates."""
 
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,33 @@ _TEMPLATE = """\
 """
 KEEPS_THOUGHTS = _TEMPLATE.replace("DROPS", "false")
 DROPS_THOUGHTS = _TEMPLATE.replace("DROPS", "true")
+# As Qwen3.5's: calls are written with tags, and a turn begins within a thought.
+_PLAIN = """{{ content }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor -%}"""
+_TAGS = """\
+{%- if m.role == "assistant" and loop.index0 > ns.last -%}
+{%- set thought, content = content.split("</think>") if "</think>" in content else ("", content) %}
+{{- "<think>\\n" + thought.strip("\\n") + "\\n</think>\\n\\n" + content.lstrip("\\n") }}
+{%- else %}{{ content }}{%- endif %}
+{%- for call in m.tool_calls or [] -%}
+{{ "\\n\\n" if content and loop.first }}<tool_call>
+<function={{ call.function.name }}>
+{% for name, value in call.function.arguments | items -%}
+<parameter={{ name }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{% endfor -%}
+</function>
+</tool_call>
+{%- endfor -%}"""
+assert _PLAIN in DROPS_THOUGHTS
+BEGINS_THOUGHT = DROPS_THOUGHTS.replace(_PLAIN, _TAGS).replace(
+    "prompt %}<|im_start|>assistant\n", "prompt %}<|im_start|>assistant\n<think>\n"
+)
 
 
 def chat_tokenizer(template: str = KEEPS_THOUGHTS, directory: Path | None = None) -> Any:

@@ -10,14 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conversations import DROPS_THOUGHTS, KEEPS_THOUGHTS, SPECIAL, VOCABULARY, chat_tokenizer
-from qurl_megatron.agents.chat import check_template, parse
+from conversations import (
+    BEGINS_THOUGHT,
+    DROPS_THOUGHTS,
+    KEEPS_THOUGHTS,
+    SPECIAL,
+    VOCABULARY,
+    chat_tokenizer,
+)
+from qurl_megatron.agents.chat import check_template, say_once
 from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
 from qurl_megatron.agents.tools import call_tools, schema
 from qurl_megatron.model.chat_template import TemplateError, read_message, render
 from tiny import EOS_TOKEN_ID
 
 KEEPS, DROPS = chat_tokenizer(KEEPS_THOUGHTS), chat_tokenizer(DROPS_THOUGHTS)
+BEGINS = chat_tokenizer(BEGINS_THOUGHT)
 LIMITS = Limits(max_turns=0, max_turn_tokens=1000, max_episode_tokens=100_000)
 
 
@@ -254,41 +262,6 @@ def test_a_turn_that_was_cut_off_is_ended_before_the_next_message() -> None:
     assert text_of(KEEPS, sequence) == f"{user}this<|im_end|>\n{user}is<|im_end|>"
 
 
-def test_a_call_that_fits_no_tool_or_fails_is_answered_with_why() -> None:
-    texts = [
-        '<tool_call>{"name": "divide", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "multiply", "arguments": {"a": 1}}</tool_call>',
-        '<tool_call>{"name": "multiply", "arguments": "x"}</tool_call>',
-    ]
-    assert "tool_calls" not in parse(f'<tool_call>{{"name": {"[" * 10**5}}}</tool_call>')
-    for text, why in zip(
-        texts, ["no tool divide; there are", "missing 1", "TypeError"], strict=True
-    ):
-        (answer,) = asyncio.run(call_tools(parse(text), [multiply]))
-        assert why in answer["content"] and answer["role"] == "tool"
-    assert asyncio.run(call_tools(parse("plain"), [multiply])) == []
-
-
-def test_what_is_not_a_valid_call_stays_in_the_text_beside_one() -> None:
-    broken = "<tool_call>\n{broken\n</tool_call>"
-    message = parse(f"first {CALL} then {broken}")
-    assert len(message["tool_calls"]) == 1
-    assert message["content"] == f"first  then {broken}"
-
-
-LLAMA = """{{ '{"name": "' + tool_call.name + '", "parameters": ' + arguments | tojson }}"""
-
-
-@pytest.mark.parametrize("mark", ["", "<|python_tag|>"])
-def test_a_call_may_have_the_form_of_llama_if_the_template_has(mark: str) -> None:
-    text = mark + '{"name": "multiply", "parameters": {"a": 6, "b": 7}}'
-    message = parse(text, LLAMA)
-    (answer,) = asyncio.run(call_tools(message, [multiply]))
-    assert (message["content"], answer["content"]) == ("", "42")
-    for said, template in [(text, KEEPS_THOUGHTS), ("So: " + text, LLAMA), (text[:-3], LLAMA)]:
-        assert parse(said, template) == {"role": "assistant", "content": said}
-
-
 def test_a_function_becomes_the_schema_that_openai_clients_send() -> None:
     assert schema(multiply) == {
         "type": "function",
@@ -353,8 +326,8 @@ def test_templates_that_can_be_appended_to_are_accepted() -> None:
 def test_two_turns_at_once_and_turns_beyond_a_limit_are_refused() -> None:
     async def agent() -> None:
         policy = Policy([5], Limits(2, 4, 8), Server([[9], [9], [9]]).sample, KEEPS)
-        with pytest.raises(ValueError, match="stop='what is': has \\d tokens; a stop is one token"):
-            await policy.generate(stop="what is")
+        with pytest.raises(ValueError, match="stop='': an empty text"):
+            await policy.generate(stop=["what is", ""])
         with pytest.raises(EpisodeOver, match="a text of 1,000 characters does not fit"):
             policy.encode("x" * 1000)
         policy.over = ""
@@ -369,6 +342,152 @@ def test_two_turns_at_once_and_turns_beyond_a_limit_are_refused() -> None:
         assert policy.over == "turns"
 
     asyncio.run(agent())
+
+
+def test_chats_of_one_episode_at_the_same_time_are_played_one_after_another(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    say_once.cache_clear()
+    server = Server([[*write(KEEPS, text), EOS_TOKEN_ID] for text in ("this", "the", "is")])
+
+    async def agent(policy: Policy) -> None:
+        chats = (policy.chat([{"role": "user", "content": text}]) for text in "abc")
+        replies = await asyncio.gather(*chats)
+        assert [reply["content"] for reply in replies] == ["this", "the", "is"]
+
+    play(KEEPS, server, agent)
+    assert len(server.sequences) == 3
+    assert capfd.readouterr().out.count("waits until the one before it") == 1
+
+
+def test_calls_have_ids_of_their_own_in_all_turns_of_an_episode() -> None:
+    server = Server([[*write(KEEPS, CALL + "\n" + CALL), EOS_TOKEN_ID] for _ in range(3)])
+
+    async def agent(policy: Policy) -> None:
+        messages: list[Any] = [{"role": "user", "content": "what"}]
+        ids = []
+        for _ in range(3):
+            reply = await policy.chat(messages, tools=[multiply])
+            ids += [call["id"] for call in reply["tool_calls"]]
+            messages += [reply, *await call_tools(reply, [multiply])]
+        assert ids == [f"call_{number}" for number in range(6)]
+
+    play(KEEPS, server, agent)
+    assert len(server.sequences) == 1
+
+
+TAGS = """\
+this is it
+</think>
+
+<tool_call>
+<function=multiply>
+<parameter=a>
+6
+</parameter>
+<parameter=b>
+7
+</parameter>
+</function>
+</tool_call>"""
+
+
+def test_calls_in_tags_are_made_and_their_text_is_the_templates() -> None:
+    server = Server(
+        [[*write(BEGINS, text), EOS_TOKEN_ID] for text in (TAGS, "it is\n</think>\n\n42")]
+    )
+
+    async def agent(policy: Policy) -> None:
+        messages: list[Any] = [{"role": "user", "content": "what"}]
+        reply = await policy.chat(messages, tools=[multiply])
+        messages += [reply, *await call_tools(reply, [multiply])]
+        assert messages[-1]["content"] == "42"
+        assert "42" in (await policy.chat(messages, tools=[multiply]))["content"]
+        (sequence,) = server.sequences
+        read = [read_message(message) for message in messages]
+        whole = render(BEGINS, read, [schema(multiply)])
+        assert text_of(BEGINS, sequence).startswith(whole)
+
+    play(BEGINS, server, agent)
+
+
+@pytest.mark.parametrize("said", ["this is the", "this\n</think>\n\nthe"])
+def test_a_turn_that_ends_within_its_thought_is_followed_by_a_new_rendering(said: str) -> None:
+    user = {"role": "user", "content": "what"}
+    server = Server([write(BEGINS, said), [*write(BEGINS, "is"), EOS_TOKEN_ID]])
+    messages: list[Any] = [user]
+
+    async def agent(policy: Policy) -> None:
+        messages.extend([await policy.chat(messages), user])
+        await policy.chat(messages)
+
+    play(BEGINS, server, agent)
+    *_, last = server.sequences
+    whole = render(BEGINS, [read_message(message) for message in messages])
+    assert text_of(BEGINS, last) == whole + "is<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        (KEEPS_THOUGHTS.replace("<tool_call>", "[CALL]"), "in a form that is not read"),
+        (KEEPS_THOUGHTS.replace("if tools", "if false"), "writes no tools"),
+    ],
+)
+def test_tools_are_refused_where_the_template_writes_no_calls_that_are_read(
+    template: str, why: str
+) -> None:
+    tokenizer = chat_tokenizer(template)
+    server = Server([[9, EOS_TOKEN_ID]])
+
+    async def agent(policy: Policy) -> None:
+        with pytest.raises(TemplateError, match=why):
+            await policy.chat([{"role": "user", "content": "what"}], tools=[multiply])
+        await policy.chat([{"role": "user", "content": "what"}])
+
+    play(tokenizer, server, agent)
+
+
+def test_a_message_lacks_the_text_that_ended_it() -> None:
+    server = Server([write(KEEPS, "this is the"), [*write(KEEPS, "the"), EOS_TOKEN_ID]])
+
+    async def agent(policy: Policy) -> None:
+        user = {"role": "user", "content": "what"}
+        reply = await policy.chat([user], stop=["is the", "is t"])
+        assert reply["content"] == "this "
+        await policy.chat([user, reply, user], stop="is the")
+
+    play(KEEPS, server, agent)
+    (sequence,) = server.sequences  # what was sampled stays
+    assert "this is the<|im_end|>" in text_of(KEEPS, sequence)
+
+
+def test_a_turn_after_one_that_was_given_up_waits_for_it() -> None:
+    """Rank 0 answers a turn that was given up later, with None or, if it was sampled, with it."""
+    for was_sampled in (False, True):
+        given_up = asyncio.Event()
+
+        async def sample(
+            request: Request, given_up: Any = given_up, late: Any = was_sampled
+        ) -> Any:
+            if not given_up.is_set():
+                await given_up.wait()
+                await asyncio.sleep(0.02)
+                if not late:
+                    return None
+            return Turn([9], "", [-0.5], "stop", [1], 0)
+
+        async def agent(
+            sample: Any = sample, given_up: Any = given_up, late: Any = was_sampled
+        ) -> None:
+            policy = Policy([5], LIMITS, sample, KEEPS, abandon=given_up.set)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(policy.generate(), 0.01)
+            policy.observe([7])
+            await policy.generate()
+            assert policy.ids == [5, *([9] if late else []), 7, 9]
+
+        asyncio.run(agent())
 
 
 def test_the_vocabulary_is_that_of_the_tokenizer() -> None:

@@ -1,6 +1,7 @@
 """Episodes over HTTP: OpenAI's client at an episode's endpoint, and environments of OpenEnv."""
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -8,9 +9,16 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from openai import APIStatusError, APITimeoutError, AsyncOpenAI, BadRequestError
+from openai import (
+    APIStatusError,
+    APITimeoutError,
+    AsyncOpenAI,
+    BadRequestError,
+    NotFoundError,
+)
 
 from conversations import KEEPS_THOUGHTS, chat_tokenizer
+from qurl_megatron.agents.chat import say_once
 from qurl_megatron.agents.endpoint import Endpoint
 from qurl_megatron.agents.openenv import Environment
 from qurl_megatron.agents.policy import Limits, Policy, Request, Turn
@@ -31,6 +39,7 @@ def play(
     agent: Callable[[Policy, AsyncOpenAI], Awaitable[None]],
     *texts: str,
     asked: list[Request] | None = None,
+    limits: Limits = LIMITS,
 ) -> list[list[Any]]:
     """Have an agent talk to a policy that says these texts; return tokens with who wrote them.
 
@@ -51,7 +60,7 @@ def play(
 
     async def run() -> None:
         endpoint = Endpoint()
-        policy = Policy([5], LIMITS, sample, TOKENIZER, endpoint.add)
+        policy = Policy([5], limits, sample, TOKENIZER, endpoint.add)
         async with AsyncOpenAI(base_url=policy.base_url, api_key="none", max_retries=0) as client:
             await agent(policy, client)
             endpoint.drop(policy)
@@ -117,7 +126,7 @@ REFUSED: list[dict[str, Any]] = [
     {"logprobs": True},
     {"top_logprobs": 3},
     {"response_format": {"type": "json_object"}},
-    {"tools": [LOOK], "tool_choice": "required"},
+    {"tool_choice": "required"},
     {"tools": [LOOK], "tool_choice": "none"},
     {"parallel_tool_calls": False},
     {"frequency_penalty": 0.5},
@@ -127,8 +136,7 @@ REFUSED: list[dict[str, Any]] = [
     {"extra_body": {"top_k": 20}},
     {"extra_body": {"min_p": 0.1}},
     {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
-    {"stop": "two words"},
-    {"stop": ["\n", ""]},
+    {"stop": ["two words", ""]},
     {"max_tokens": 0},
     {"max_completion_tokens": -1},
 ]
@@ -161,13 +169,104 @@ def test_what_would_change_sampling_is_refused_or_honoured() -> None:
                 await create(model="policy", messages=[user], **body)
         assert not asked
         await create(model="policy", messages=[user], **MEANS_NOTHING)
-        await create(model="policy", messages=[user], stop=["\n", "a"], max_completion_tokens=7)
+        await create(
+            model="policy", messages=[user], stop=["a", "two words"], max_completion_tokens=7
+        )
         await create(model="policy", messages=[user], stop="a", tools=[LOOK], tool_choice="auto")
 
     play(agent, "a", "b", "c", asked=asked)
-    (newline,), (a,) = (TOKENIZER.encode(text, add_special_tokens=False) for text in ("\n", "a"))
-    assert [request.stop_token_ids for request in asked] == [[], [newline, a], [a]]
+    (a,) = TOKENIZER.encode("a", add_special_tokens=False)
+    assert [request.stop_token_ids for request in asked] == [[], [a], [a]]
+    assert [request.stop_texts for request in asked] == [[], ["a", "two words"], ["a"]]
     assert [request.max_tokens for request in asked] == [99, 7, 99]
+
+
+def test_a_tool_choice_is_checked_in_what_was_sampled() -> None:
+    user: Any = {"role": "user", "content": "go on"}
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    other: Any = {"type": "function", "function": {"name": "other"}}
+
+    async def agent(policy: Policy, client: AsyncOpenAI) -> None:
+        async def ask(choice: Any) -> Any:
+            return await client.chat.completions.create(
+                model="policy", messages=[user], tools=[LOOK], tool_choice=choice
+            )
+
+        with pytest.raises(BadRequestError, match="tool_choice=.*makes no such call"):
+            await ask("required")
+        for choice in ("required", named):
+            assert (await ask(choice)).choices[0].finish_reason == "tool_calls"
+        with pytest.raises(BadRequestError, match="tool_choice=.*makes no such call"):
+            await ask(other)
+
+    play(agent, "no", CALL, CALL, CALL, limits=dataclasses.replace(LIMITS, max_turns=0))
+
+
+def test_content_may_be_a_list_of_texts_and_nothing_else() -> None:
+    async def agent(policy: Policy, client: AsyncOpenAI) -> None:
+        text: Any = {"type": "text", "text": "what is x"}
+        image: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        create = client.chat.completions.create
+        await create(model="policy", messages=[{"role": "user", "content": [text]}])
+        with pytest.raises(BadRequestError, match="a part that is not text, of type image_url"):
+            await create(model="policy", messages=[{"role": "user", "content": [text, image]}])
+
+    (sequence,) = play(agent, "a")
+    assert "user\nwhat is x<|im_end|>" in TOKENIZER.decode([token for token, _ in sequence])
+
+
+def test_what_else_openais_api_has_is_answered_with_a_sentence() -> None:
+    async def agent(policy: Policy, client: AsyncOpenAI) -> None:
+        assert (await client.models.retrieve("policy")).id == "policy"
+        asked: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
+            ("POST /v1/responses", lambda: client.responses.create(model="policy", input="x")),
+            ("POST /v1/completions", lambda: client.completions.create(model="p", prompt="x")),
+            ("POST /v1/embeddings", lambda: client.embeddings.create(model="p", input="x")),
+            ("GET /v1/models/other", lambda: client.models.retrieve("other")),
+            ("POST /v1/models", lambda: client.post("/models", cast_to=object)),
+        ]
+        for what, ask in asked:
+            with pytest.raises(NotFoundError, match=f"{what} is not served; the turns of an epi"):
+                await ask()
+
+    play(agent)
+
+
+def test_what_has_no_effect_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    say_once.cache_clear()
+    strict: Any = {**LOOK, "function": {**LOOK["function"], "strict": True}}
+
+    async def agent(policy: Policy, client: AsyncOpenAI) -> None:
+        user: Any = {"role": "user", "content": "go on"}
+        for _ in range(2):
+            await client.chat.completions.create(
+                model="policy", messages=[user], tools=[strict], store=True, metadata={"a": "b"}
+            )
+
+    play(agent, "a", "b")
+    out = capfd.readouterr().out
+    assert [out.count(f"{name} of a ") for name in ("metadata", "store", "strict")] == [1, 1, 1]
+
+
+def test_a_client_that_asks_again_after_its_time_out_gets_a_turn() -> None:
+    async def run() -> None:
+        given_up = asyncio.Event()
+
+        async def sample(request: Request) -> Turn | None:
+            if not given_up.is_set():
+                await given_up.wait()
+                await asyncio.sleep(0.05)
+                return None
+            return Turn([EOS_TOKEN_ID], "", [-1.0], "stop", [1], 0)
+
+        policy = Policy([5], LIMITS, sample, TOKENIZER, Endpoint().add, given_up.set)
+        user: Any = {"role": "user", "content": "go on"}
+        options: Any = {"api_key": "none", "max_retries": 2, "timeout": 0.5}
+        async with AsyncOpenAI(base_url=policy.base_url, **options) as client:
+            await client.chat.completions.create(model="policy", messages=[user])
+        assert policy.num_turns == 1
+
+    asyncio.run(run())
 
 
 def test_a_client_that_hangs_up_has_its_turn_given_up() -> None:

@@ -1,6 +1,7 @@
 """Episodes of several turns as training data: which tokens are trained on, and with what."""
 
 import dataclasses
+import types
 from random import Random
 from typing import Any, get_args
 
@@ -9,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from qurl_megatron.agents.client import AgentClient
 from qurl_megatron.algorithm.advantages import generalized_advantages
 from qurl_megatron.algorithm.batch import (
     Completion,
     Episode,
     Prompt,
     RolloutGroup,
+    SamplingMasks,
     TrainBatch,
     TurnTokens,
     pack,
@@ -82,6 +85,46 @@ def test_a_batch_has_every_branch_with_its_own_prompt_and_trains_on_sampled_toke
             assert not values[~mask].any()
         assert part.rewards is not None
         assert part.rewards.tolist() == [0.0] * (len(part.tokens) - 1) + [rewards[of_episode]]
+
+
+class Letters:
+    """A tokenizer with a token for each letter, or for two."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join("ab" if token == 0 else chr(96 + token) for token in ids)
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=3), max_size=2),
+)
+def test_a_turn_ends_with_the_token_that_completes_a_text(ids: list[int], stops: list[str]) -> None:
+    count = len(ids)
+    masks = SamplingMasks(torch.arange(count, dtype=torch.int32) + 1, torch.arange(99).int())
+    turn = Completion(
+        ids,
+        [-float(number) for number in range(count)],
+        "",
+        True,
+        list(range(count)),
+        torch.arange(5 + count - 1)[:, None, None].to(torch.int16),
+        masks,
+    )
+    client: Any = types.SimpleNamespace(_tokenizer=Letters())
+    ended = AgentClient.until(client, turn, stops, context=5)
+    texts = [Letters().decode(ids[:length], True) for length in range(1, count + 1)]
+    lengths = [n for n, text in enumerate(texts, 1) if any(stop in text for stop in stops)]
+    if not lengths:
+        assert ended is turn
+        return
+    length = lengths[0]
+    assert (ended.token_ids, ended.text) == (ids[:length], texts[length - 1])
+    assert ended.behaviour_logprobs == turn.behaviour_logprobs[:length] and not ended.truncated
+    assert ended.token_versions == list(range(length))
+    assert ended.routed_experts is not None and len(ended.routed_experts) == 5 + length - 1
+    assert ended.sampling_masks is not None
+    assert len(ended.sampling_masks.sizes) == length
+    assert len(ended.sampling_masks.token_ids) == int(ended.sampling_masks.sizes.sum())
 
 
 @given(

@@ -54,6 +54,7 @@ FENCES = {
 
 # Folders and files that import no engine, no collectives and no network.
 PURE = {
+    "agents/calls",
     "agents/chat",
     "agents/policy",
     "agents/tools",

@@ -6,27 +6,33 @@ the tokens of the episode.
 
 If the result would differ from the template's own history, the conversation is rendered anew, as a
 branch (see `Policy.begin`). This happens if messages were changed or left out, if the tools were
-changed, or if the template drops the thoughts of earlier turns, as Qwen3's does after a user's
-message.
+changed, if the template drops the thoughts of earlier turns, as Qwen3's does after a user's
+message, or if a turn ended within a thought that the template had begun.
 
 The agents' processes import this file, so it imports no torch.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
+from qurl_megatron.agents.calls import HERMES, form_of, parse
 from qurl_megatron.agents.tools import Tool, schema
-from qurl_megatron.model.chat_template import CALLED, Message, TemplateError, read_message, render
+from qurl_megatron.model.chat_template import (
+    CALLED,
+    Message,
+    TemplateError,
+    knows_developer,
+    read_message,
+    render,
+)
 from qurl_megatron.model.tokenizer import turn_end
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-_LLAMA_CALL = re.compile(r"\A\s*(?:<\|python_tag\|>)?(\{.*\})\s*\Z", re.DOTALL)
-_THOUGHT_END = "</think>"
+_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 _THOUGHT = "a thought"
 _STAND_IN: list[Message] = [
     {"role": "user", "content": "a question"},
@@ -48,6 +54,8 @@ class Chat:
         self._known: list[tuple[Any, ...]] = []  # messages that are in the tokens so far
         self._tools: list[dict[str, Any]] = []
         self._has_thought = False  # in any turn of this sequence so far
+        self._num_calls = 0  # of tools, in all turns of the episode
+        self._one_at_a_time = asyncio.Lock()
 
     async def reply(
         self,
@@ -62,9 +70,30 @@ class Chat:
             TemplateError: the chat template cannot append messages, or leaves out a part of them.
             EpisodeOver, ValueError, TypeError: as in `Policy.generate`, or of a wrong message.
         """
+        if self._one_at_a_time.locked():
+            say_once("a turn of an episode waits until the one before it has ended")
+        async with self._one_at_a_time:
+            return await self._reply(messages, tools, max_tokens, stop)
+
+    async def _reply(
+        self,
+        messages: list[Message],
+        tools: list[Tool],
+        max_tokens: int | None,
+        stop: str | Sequence[int | str],
+    ) -> Message:
         check_template(self._tokenizer)
         schemas = [schema(tool) for tool in tools]
+        form = form_of(self._tokenizer)
+        if schemas and not form:
+            raise TemplateError(
+                "the chat template writes no tools, or their calls in a form that is not read; "
+                "give no tools, or use policy.generate"
+            )
         messages = [read_message(each) for each in messages]
+        if any(each["role"] == "developer" for each in messages):
+            if not knows_developer(self._tokenizer):
+                say_once("messages of role developer are written as system")
         plain = [_plain(each) for each in messages]
         # Empty until the turn is done, so that a turn that fails leads to a new rendering.
         known, self._known = self._known, []
@@ -85,40 +114,32 @@ class Chat:
             self._policy.begin(self._policy.encode(written))
             self._has_thought = False
         turn = await self._policy.generate(max_tokens=max_tokens, stop=stop)
-        text = self._policy.decode(turn.ids[:-1] if turn.finish == "stop" else turn.ids)
-        message = parse(text, self._tokenizer.chat_template)
+        text = self._said(turn, stop)
+        message = parse(text, form or HERMES, schemas, self._num_calls)
+        self._num_calls += len(message.get("tool_calls", []))
         # A template may open the turn behind an empty thought, as Qwen3's without enable_thinking.
         self._has_thought |= _THOUGHT_END in text or written.rstrip().endswith(_THOUGHT_END)
-        self._known, self._tools = [*plain, _plain(read_message(message))], schemas
+        # Where the template begins a thought, the message lacks its beginning.
+        in_thought = written.rstrip().endswith(_THOUGHT_BEGIN) and _THOUGHT_END not in text
+        if not in_thought:
+            self._known = [*plain, _plain(read_message(message))]
+        self._tools = schemas
         return message
 
+    def _said(self, turn: Any, stop: str | Sequence[int | str]) -> str:
+        """Return the text of a turn without what ended it."""
+        text: str = self._policy.decode(turn.ids)
+        given = [stop] if isinstance(stop, str) else stop
+        places = [text.find(each) for each in given if isinstance(each, str) and each in text]
+        if places:
+            return text[: min(places)]
+        return self._policy.decode(turn.ids[:-1]) if turn.finish == "stop" else text
 
-def parse(text: str, template: str = "") -> Message:
-    """Return the policy's text as a message, with its tool calls in the form of OpenAI's API.
 
-    Calls are read in the form that Qwen and Hermes models are trained on. If the chat template
-    writes Llama 3's form, they are read in that: the whole text is one call, with "parameters" in
-    place of "arguments". A text without a valid call stays as it is.
-    """
-    is_llama = '"parameters": ' in template and "<tool_call>" not in template
-    form, key = (_LLAMA_CALL, "parameters") if is_llama else (_TOOL_CALL, "arguments")
-    calls, said = [], text
-    for number, found in enumerate(form.finditer(text)):
-        try:
-            call = json.loads(found[1])
-            arguments = json.dumps(call.get(key, {}))
-            function = {"name": str(call["name"]), "arguments": arguments}
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            continue  # the policy did not write a valid call
-        calls.append({"id": f"call_{number}", "type": "function", "function": function})
-        said = said.replace(found[0], "", 1)
-    if not calls:
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": said.strip(),
-        "tool_calls": calls,
-    }
+@functools.cache
+def say_once(what: str) -> None:
+    """Write a line to the agents' log, once in a process."""
+    print(f"qurl: {what}", flush=True)
 
 
 def _added(

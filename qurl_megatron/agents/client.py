@@ -9,6 +9,7 @@ same tokens.
 from __future__ import annotations
 
 import asyncio
+import bisect
 import dataclasses
 import gc
 from collections.abc import Callable, Sequence
@@ -107,6 +108,7 @@ class _Record:
         }
         context = sequence.ids
         (turn,), self._server = await self._client.complete(context, settings, self._server)
+        turn = self._client.until(turn, request.stop_texts, len(context))
         sequence.sample(turn)
         self.turns.append(TurnTokens(len(turn.token_ids), len(context), turn.cached_tokens))
         self.text = turn.text
@@ -148,6 +150,36 @@ class AgentClient(RolloutClient):
         """Play all episodes of one prompt at the same time, and return them."""
         episodes = (self._episode(prompt, sampling) for _ in range(sampling["n"]))
         return list(await asyncio.gather(*episodes))
+
+    def until(self, turn: Completion, stops: Sequence[str], context: int) -> Completion:
+        """Return a turn up to the token with which one of the texts `stops` is complete.
+
+        Servers know tokens only. `context` is the number of tokens before the turn.
+        """
+        ids = turn.token_ids
+
+        def has_ended(length: int) -> bool:
+            text = self._tokenizer.decode(ids[:length], skip_special_tokens=False)
+            return any(stop in text for stop in stops)
+
+        if not stops or not has_ended(len(ids)):
+            return turn
+        # Once a text is there it stays, whatever follows.
+        length = 1 + bisect.bisect_left(range(1, len(ids)), True, key=has_ended)
+        experts, masks = turn.routed_experts, turn.sampling_masks
+        if masks:
+            sizes = masks.sizes[:length]
+            masks = SamplingMasks(sizes, masks.token_ids[: int(sizes.sum())])
+        return dataclasses.replace(
+            turn,
+            token_ids=ids[:length],
+            behaviour_logprobs=turn.behaviour_logprobs[:length],
+            text=self._tokenizer.decode(ids[:length], skip_special_tokens=True),
+            truncated=False,
+            token_versions=turn.token_versions[:length],
+            routed_experts=None if experts is None else experts[: context + length - 1],
+            sampling_masks=masks,
+        )
 
     async def _episode(self, prompt: Prompt, sampling: dict[str, Any]) -> Completion:
         records: list[_Record] = []

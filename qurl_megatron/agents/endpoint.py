@@ -15,14 +15,15 @@ from typing import Any
 
 from aiohttp import web
 
+from qurl_megatron.agents.chat import say_once
 from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy
 
 LARGEST_REQUEST_BYTES = 2**26
 TAKEN = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream"}
 WITHOUT_EFFECT = {  # fields that change nothing about what is sampled
-    *("model", "user", "metadata", "store", "stream_options", "service_tier"),
-    *("safety_identifier", "prompt_cache_key"),
+    *("model", "user", "stream_options", "service_tier", "safety_identifier", "prompt_cache_key"),
 }
+NOT_KEPT = {"metadata", "store"}  # what OpenAI would keep with an answer
 MEANS_NOTHING: dict[str, list[Any]] = {  # the values at which other fields change nothing
     **dict.fromkeys(("n", "best_of", "repetition_penalty"), [1]),
     **dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p", "min_tokens"), [0]),
@@ -30,6 +31,7 @@ MEANS_NOTHING: dict[str, list[Any]] = {  # the values at which other fields chan
     **{"top_k": [-1], "top_logprobs": [0], "logit_bias": [{}], "parallel_tool_calls": [True]},
     **{"response_format": [{"type": "text"}], "modalities": [["text"]]},
 }
+MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "qurl"}
 
 
 class Endpoint:
@@ -67,13 +69,26 @@ class Endpoint:
         app = web.Application(client_max_size=LARGEST_REQUEST_BYTES)
         app.router.add_post("/{key}/v1/chat/completions", self._complete)
         app.router.add_get("/{key}/v1/models", self._models)
+        app.router.add_get("/{key}/v1/models/policy", self._model)
+        app.router.add_route("*", "/{path:.*}", self._unknown)
         # A client that hangs up cancels its handler, which abandons the turn.
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await runner.setup()
         await web.SockSite(runner, self._socket).start()
 
     async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+        return web.json_response({"object": "list", "data": [MODEL]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        return web.json_response(MODEL)
+
+    async def _unknown(self, request: web.Request) -> web.Response:
+        asked = f"{request.method} /{request.path.split('/', 2)[-1]}"
+        return _refusal(
+            404,
+            f"{asked[:80]} is not served; the turns of an episode are chat completions, POST "
+            "/v1/chat/completions, of the model policy",
+        )
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         if (known := self._policies.get(request.match_info["key"])) is None:
@@ -98,6 +113,8 @@ class Endpoint:
             return _refusal(400, str(error), code="context_length_exceeded")
         except Exception as error:  # a template refuses the messages, or a turn is running already
             return _refusal(400, f"{type(error).__name__}: {error}")
+        if unmet := _not_chosen(given.get("tool_choice"), message):
+            return _refusal(400, unmet)
         turn = policy.last_turn
         assert turn is not None
         reason = "tool_calls" if message.get("tool_calls") else turn.finish
@@ -132,21 +149,51 @@ class Endpoint:
 
 def _unmet(body: dict[str, Any], limits: Limits) -> str:
     """Return why a parameter of a request cannot be honored; an empty text if all can."""
+    tools = body.get("tools") or []
     means_nothing = {
         **MEANS_NOTHING,
         "temperature": [limits.temperature],
         "top_p": [limits.top_p],
-        "tool_choice": ["auto"] if body.get("tools") else ["auto", "none"],
+        "tool_choice": ["auto"] if tools else ["auto", "none"],
     }
+    taken = TAKEN | WITHOUT_EFFECT | NOT_KEPT
+    if tools and (body.get("tool_choice") == "required" or _chosen(body.get("tool_choice"))):
+        taken.add("tool_choice")  # is checked in the sampled turn
     for name, value in body.items():
         allowed = means_nothing.get(name, [])
-        if not (value is None or value in allowed or name in TAKEN or name in WITHOUT_EFFECT):
+        if not (value is None or value in allowed or name in taken):
             known = f", or give {json.dumps(allowed[0])}" if allowed else ""
             return (
                 f"{name}={json.dumps(value)[:80]}: turns are sampled as the run's settings say; "
                 f"leave it out{known}"
             )
+    for name in sorted(name for name in NOT_KEPT if body.get(name)):
+        say_once(f"{name} of a request has no effect; turns are kept in the run's samples")
+    if any(isinstance(each, dict) and _function(each).get("strict") for each in tools):
+        say_once("strict of a tool has no effect: a call is sampled freely, and may not fit")
     return ""
+
+
+def _function(described: dict[str, Any]) -> dict[str, Any]:
+    function = described.get("function")
+    return function if isinstance(function, dict) else {}
+
+
+def _chosen(choice: Any) -> str:
+    """Return the name of the function that `tool_choice` names; empty: it names none."""
+    return str(_function(choice).get("name", "")) if isinstance(choice, dict) else ""
+
+
+def _not_chosen(choice: Any, message: dict[str, Any]) -> str:
+    """Return why a turn is not what `tool_choice` asked for; an empty text if it is."""
+    names = {call["function"]["name"] for call in message.get("tool_calls", [])}
+    named = _chosen(choice)
+    if choice in (None, "auto", "none") or (names == {named} if named else names):
+        return ""
+    return (
+        f"tool_choice={json.dumps(choice)[:80]}: the turn makes no such call; it is kept, and "
+        "another may be asked for"
+    )
 
 
 def _refusal(status: int, message: str, code: str = "") -> web.Response:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, NoReturn
 
@@ -50,6 +50,7 @@ class Request:
     ids: list[int]  # what is new since the last request
     max_tokens: int
     stop_token_ids: list[int]
+    stop_texts: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,10 @@ class Policy:
         Args:
             max_tokens: most tokens of the turn; None: `rollout.max_completion_length`, which
                 is also the limit of any number here.
-            stop: more tokens that end the turn. A text must be one token.
+            stop: more tokens and texts that end the turn. The token with which a text is complete
+                is the last one of the turn.
+
+        A call that is cancelled ends when rank 0 has given the turn up, so another may follow.
 
         Raises:
             EpisodeOver: the episode has no turn left, or no room for a token.
@@ -173,7 +177,13 @@ class Policy:
             RuntimeError: a turn is being sampled already.
         """
         self._check_idle()
-        stops = [self._token(each) for each in ([stop] if isinstance(stop, str) else stop)]
+        given = [stop] if isinstance(stop, str) else list(stop)
+        texts = [each for each in given if isinstance(each, str)]
+        stops = self._checked(each for each in given if not isinstance(each, str))
+        if "" in texts:
+            raise ValueError("stop='': an empty text ends no turn")
+        # The server stops at a text of one token, so that it samples nothing in vain.
+        stops += [ids[0] for ids in map(self.encode, texts) if len(ids) == 1]
         most = self.limits.max_turn_tokens
         if max_tokens is not None:
             most = min(most, int(index(max_tokens)))
@@ -185,12 +195,14 @@ class Policy:
             self._end("turns", f"max_turns is {self.limits.max_turns}")
         if not self.room:
             self._end("tokens", f"the sequence has {len(self._ids)} tokens")
-        request = Request(self._begins, self._ids[self._sent :], min(most, self.room), stops)
+        request = Request(self._begins, self._ids[self._sent :], min(most, self.room), stops, texts)
         self._is_sampling = True
+        turn = asyncio.ensure_future(self._take(request))
         try:
-            return await asyncio.shield(self._take(request))  # rank 0 knows whether it was sampled
+            return await asyncio.shield(turn)
         except asyncio.CancelledError:
             self._abandon()
+            await asyncio.wait({turn})  # rank 0 knows whether it was sampled
             raise
 
     async def _take(self, request: Request) -> Turn:
@@ -239,12 +251,6 @@ class Policy:
     def _check_idle(self) -> None:
         if self._is_sampling:
             raise RuntimeError("the policy is taking a turn; wait until it has ended")
-
-    def _token(self, stop: int | str) -> int:
-        ids = self.encode(stop) if isinstance(stop, str) else self._checked([stop])
-        if len(ids) != 1:
-            raise ValueError(f"stop={stop!r}: has {len(ids)} tokens; a stop is one token")
-        return ids[0]
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         """Return token ids as integers; one that the model lacks would end a server."""
