@@ -11,6 +11,7 @@ from benchmarks.plan import STEPS
 from published import PARAMETERS
 from qurl_megatron.cli import app
 from qurl_megatron.commands.plan_page import PUBLISHED
+from qurl_megatron.commands.plans import plan_input
 from qurl_megatron.commands.scaling import planned_row
 from qurl_megatron.config.schema import Config, ConfigError, FormatName
 from qurl_megatron.config.text import with_overrides
@@ -290,6 +291,39 @@ def test_layouts_of_a_hybrid_have_no_context_parallel_ranks() -> None:
     config = qwen3_5.study("", 64)
     tried = plan.layouts(KNOWN_MODELS["Qwen3.5-27B"], config, 64)
     assert {layout.learner.context_parallel_size for layout in tried} == {1}
+
+
+@pytest.mark.parametrize(
+    ("words", "lengths", "said"),
+    [
+        ([], (1024, 1024), ["max_completion_length=1024, not the recipe's 8192"]),
+        (["rollout.max_prompt_length=1500"], (1500, 548), ["max_completion_length=548, not"]),
+        (
+            ["rollout.max_completion_length=1500"],
+            (548, 1500),
+            ["max_prompt_length=548, not the recipe's 1024: the model has 2048 positions"],
+        ),
+        (["rollout.max_completion_length=1000"], (1024, 1000), []),
+    ],
+)
+def test_lengths_of_a_recipe_are_shortened_to_the_models_positions(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    lengths: tuple[int, int],
+    said: list[str],
+) -> None:
+    build_tiny_model(tmp_path, max_position_embeddings=2048)
+    for subject in ([str(tmp_path)], ["grpo", f"model={tmp_path}"]):
+        _, config, _ = plan_input(subject[0], [*subject[1:], *words])
+        found = config.rollout.max_prompt_length, config.rollout.max_completion_length
+        lines = capsys.readouterr().err.splitlines()
+        assert found == lengths and len(lines) == len(said)
+        assert all(text in line for text, line in zip(said, lines, strict=True))
+    own = tmp_path / "own.yaml"  # whose fields are given
+    own.write_text(f"model: {tmp_path}\nrollout: {{max_completion_length: 4096}}\n")
+    with pytest.raises(ConfigError, match="set it to 1024 or less"):
+        plan_input(str(own), [])
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -107,7 +107,7 @@ def plan(
     """
     from qurl_megatron.commands import plan_page, rehearse_page, scaling
     from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.config.validate import check_lengths, check_weight_format
+    from qurl_megatron.config.validate import check_weight_format
     from qurl_megatron.launch.slurm import time_limit_s
     from qurl_megatron.planning.gpus import node_of
     from qurl_megatron.planning.job import idle_gpus, objections_to_limit
@@ -117,7 +117,6 @@ def plan(
     limit_s = time_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
     architecture, config, given = plan_input(subject, overrides or [])
-    check_lengths(config.rollout, architecture)
     takes_own = not gpus and given is None  # a recipe says how many servers there are
     if not takes_own and any(word.startswith("rollout.servers=") for word in overrides or []):
         raise ConfigError(
@@ -205,13 +204,15 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
 
     A dense model gets the configuration of recipes/scaling_32b.py, one with experts that of
     recipes/qwen3_moe.py, and a hybrid that of recipes/qwen3_5.py. A recipe has a configuration and
-    layout of its own; its fields are None.
+    layout of its own; its fields are None. Lengths that nobody gave are shortened to the model's
+    positions, and a line says so.
 
     Raises:
         ArchitectureError, ConfigError: one line.
     """
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.text import with_overrides
+    from qurl_megatron.config.validate import check_lengths
     from qurl_megatron.launch.recipe import OWN_RECIPE, is_own, load_recipe, recipe_names
     from qurl_megatron.model import hub
     from qurl_megatron.model.architecture import Architecture
@@ -241,12 +242,41 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "
             f"({', '.join(names)}); {OWN_RECIPE}"
         )
-    config = with_overrides(load_recipe(subject).config, overrides)
+    recipe = load_recipe(subject)
+    config = with_overrides(recipe.config, overrides)
     if not config.model:
         raise ConfigError(
             "model=: missing; give a directory with config.json, or a name such as Qwen/Qwen3-0.6B"
         )
     architecture = architecture if is_model else shape(config.model)
-    fields = {word.partition("=")[0] for word in overrides}
+    fields = {word.partition("=")[0] for word in [*recipe.as_words()[1], *overrides]}
+    _shorten(config, architecture.max_position_embeddings, fields)
+    check_lengths(config.rollout, architecture)
     given = {field for field in fields if field.startswith(LAYOUT_FIELDS)}
     return architecture, config, given if is_model else None
+
+
+def _shorten(config: Config, positions: int, given: set[str]) -> None:
+    """Shorten the lengths that a model lacks positions for, but none of the `given` fields."""
+    rollout = config.rollout
+    needed = max(rollout.max_episode_tokens, rollout.max_prompt_length + rollout.longest_completion)
+    if needed <= positions:
+        return
+
+    def shorten(field: str, section: Any, most: int) -> None:
+        name = field.rpartition(".")[2]
+        before = getattr(section, name)
+        if before > most > 0 and not given & {field, "rollout.stages"}:
+            setattr(section, name, most)
+            reason = f"not the recipe's {before}: the model has {positions} positions"
+            print(f"qurl: {field}={most}, {reason}", file=sys.stderr)
+
+    completions: dict[str, Any] = {"rollout.max_completion_length": rollout}
+    for first, stage in rollout.stages.items():
+        completions[f"rollout.stages.{first}.max_completion_length"] = stage
+    kept = [each.max_completion_length for field, each in completions.items() if field in given]
+    prompt = "rollout.max_prompt_length"
+    shorten(prompt, rollout, positions - max(kept, default=positions // 2))
+    for field, section in completions.items():
+        shorten(field, section, positions - rollout.max_prompt_length)
+    shorten("rollout.max_episode_tokens", rollout, positions)
