@@ -32,6 +32,7 @@ from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.model import hub
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.tokenizer import read_template
 from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
 from qurl_megatron.planning.host import check_host, check_workers
@@ -271,9 +272,10 @@ def _change_sources(config: Config, change: Callable[[str, str], str]) -> None:
 
 
 def _find(config: Config, saved: Config) -> None:
-    """Replace names of the Hub with paths of their snapshots; models come without weights yet.
+    """Replace names of the Hub with paths of their snapshots, and a chat template with its text.
 
-    `saved` is the run's configuration so far, whose commits are kept.
+    Models come without weights yet. `saved` is the run's configuration so far, whose commits are
+    kept.
     """
     before = sources(saved)
 
@@ -283,6 +285,7 @@ def _find(config: Config, saved: Config) -> None:
         return local_data(source, before.get(field, ""))
 
     _change_sources(config, find)
+    config.chat_template = read_template(config.chat_template, Path(config.model))
 
 
 def found_words(config: Config) -> list[str]:
@@ -367,9 +370,8 @@ def _check(
     check_objective(config)
     check_model(Path(hub.local_model(config.model)))
     config.template_date = config.template_date or date.today().isoformat()
-    tokenizer = load_tokenizer(
-        Path(config.model), config.chat_template_options, config.template_date
-    )
+    template = (config.chat_template_options, config.template_date, config.chat_template)
+    tokenizer = load_tokenizer(Path(config.model), *template)
     stops = config.rollout.stop_token_ids
     config.rollout.stop_token_ids = stops or stop_token_ids(architecture, tokenizer)
     try:

@@ -42,7 +42,7 @@ def run_and_export(
     weights = torch.full((TOKENS.numel(),), 1 / TOKENS.numel())
     for _ in range(updates):
         update(learner, ragged(TOKENS), weights, negative_log_likelihood)
-    export.export(learner, source, destination, scaling)
+    export.export(learner, source, destination, scaling, "{{ messages }}")
     logprobs, _ = score(learner, TOKENS)
     learner.close()
     return logprobs
@@ -120,6 +120,7 @@ def test_transformers_computes_what_the_learner_does(
         all_logprobs = model(TOKENS).logits[:, :-1].log_softmax(-1)
     expected = all_logprobs.gather(2, TOKENS[:, 1:, None]).squeeze(2)
     torch.testing.assert_close(logprobs[:, 1:], expected, rtol=0, atol=1e-5)
+    assert (destination / "chat_template.jinja").read_text() == "{{ messages }}"
     stages = config.pipeline_parallel_size
     files = sorted(path.name for path in destination.glob("*.safetensors*"))
     of = [f"model-{number:05}-of-{stages:05}.safetensors" for number in range(1, stages + 1)]

@@ -58,6 +58,21 @@ def test_paths_are_kept_as_seen_from_where_the_run_was_made(
     assert config.rollout.servers_key_file == str(tmp_path / "key")
 
 
+def test_a_run_keeps_the_text_of_its_chat_template(tmp_path: Path) -> None:
+    words = write_inputs("grpo", tmp_path)
+    template = "{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:"
+    (file := tmp_path / "own.jinja").write_text(template)
+    config, summary = prepare_new("grpo", [*words, "name=first", "chat_template=own.jinja"])
+    assert config.chat_template == load(config.run_dir / "config.yaml").chat_template == template
+    assert "| Q: " in summary and "| A:" in summary
+    prepare_resume(config.run_dir, ["chat_template=own.jinja"])  # as a job repeats its words
+    file.write_text(f"{template} ")
+    assert prepare_resume(config.run_dir, [])[0].chat_template == template
+    with pytest.raises(ConfigError, match="^chat_template={% for .* the run has {% for") as refused:
+        prepare_resume(config.run_dir, ["chat_template=own.jinja"])
+    assert "\n" not in str(refused.value)
+
+
 def test_a_model_and_data_that_have_moved_are_given_by_their_new_place(tmp_path: Path) -> None:
     words = write_inputs("grpo", tmp_path)
     (tmp_path / "critic").mkdir()

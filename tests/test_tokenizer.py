@@ -20,6 +20,7 @@ from qurl_megatron.model.tokenizer import (
     end_tokens,
     load_tokenizer,
     opens_turn,
+    read_template,
     stop_token_ids,
     template_options,
     turn_end,
@@ -247,6 +248,26 @@ def test_a_prompt_has_one_beginning_and_no_end(tmp_path: Path) -> None:
     assert without_end([EOS, letter], tokenizer, [EOS]) == [EOS, letter]
     assert without_end([EOS, EOS], tokenizer, [EOS]) == []
     assert end_tokens(tokenizer, [END, letter]) == {EOS, END}
+
+
+def test_a_chat_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
+    named = [{"name": name, "template": f"{name}: {CHAT}"} for name in ("plain", "tools")]
+    directory = write(tmp_path / "model", byte_level(RULES[0]), chat_template=named)
+    with pytest.raises(ArchitectureError, match="none is the default; give chat_template=plain or"):
+        load_tokenizer(directory)
+    (file := tmp_path / "own.jinja").write_text(f"own: {CHAT}")
+    for given, begins in {"tools": "tools: ", str(file): "own: ", "{{ 1 }}": "1"}.items():
+        tokenizer = load_tokenizer(directory, template=read_template(given, directory))
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
+        assert text.startswith(begins)
+    assert read_template("", directory) == ""
+    with pytest.raises(
+        ArchitectureError, match="chat_template=x: no such file, .*has plain, tools"
+    ):
+        read_template("x", directory)
+    file.write_text("no template")
+    with pytest.raises(ArchitectureError, match="own.jinja: no template of Jinja"):
+        read_template(str(file), directory)
 
 
 def test_a_chat_template_gets_its_options_and_one_day(tmp_path: Path) -> None:

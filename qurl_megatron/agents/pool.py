@@ -45,7 +45,7 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
         max_length: int,
         model: str,
         logs: Path | None = None,
-        template: tuple[Mapping[str, Any], str] = ({}, ""),
+        template: tuple[Mapping[str, Any], str, str] = ({}, "", ""),
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> None:
@@ -55,7 +55,8 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             max_length: maximum length of a sequence, in tokens.
             model: directory of the tokenizer.
             logs: directory for what they print; None: this process's standard error.
-            template: the options of the chat template, and the day that it prints.
+            template: the options of the chat template, the day that it prints, and its text if it
+                is not the model's.
             temperature, top_p: the run's; a request of an agent may name no others.
         """
         cores = len(os.sched_getaffinity(0)) // CORES_PER_WORKER

@@ -42,7 +42,7 @@ class Settings(NamedTuple):
     """What a worker needs to know."""
 
     agent: str  # FILE.py:NAME or MODULE:NAME
-    tokenizer: tuple[Path, Mapping[str, Any], str]  # what `load_tokenizer` takes
+    tokenizer: tuple[Path, Mapping[str, Any], str, str]  # what `load_tokenizer` takes
     episodes: int  # at once; 0: no limit
     timeout_s: float  # of an episode
     turn_timeout_s: float  # of the agent, between two turns

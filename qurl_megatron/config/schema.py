@@ -42,6 +42,7 @@ from qurl_megatron.config.values import (
     SequencesOrZero,
     Signed,
     Temperature,
+    Template,
     Text,
     Threads,
     TopP,
@@ -782,6 +783,10 @@ class Config:
     system_prompt: Lines = ""
     """System message put before each question that has none; the tokenizer needs a chat template.
     Empty: none."""
+
+    chat_template: Template = ""
+    """Chat template in place of the model's: a file, or the name of one of the model's several. The
+    run keeps its text, and writes it into `final_model`. Empty: the model's."""
 
     chat_template_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Variables of the chat template, by name, such as `enable_thinking`."""

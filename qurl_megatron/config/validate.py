@@ -55,7 +55,7 @@ _FIXED = {
     "overlong_prompts": _SETS_DATA_ORDER,
     "rollout.max_prompt_length": _SETS_DATA_ORDER,  # longer ones are dropped
     "system_prompt": _SETS_DATA_ORDER,  # and so are a prompt's tokens
-    "chat_template_options": _SETS_DATA_ORDER,
+    "chat_template": _SETS_DATA_ORDER,  # and chat_template_options
     "template_date": _SETS_DATA_ORDER,
     "seed": _SETS_DATA_ORDER,
     "evaluation.held_out_fraction": _SETS_DATA_ORDER,
@@ -368,6 +368,7 @@ def validate_resume(saved: Config, config: Config) -> None:
         reason = next((why for prefix, why in fixed.items() if field.startswith(prefix)), None)
         if reason and before[field] != value:
             own = "it empty" if before[field] in (None, "", [], {}) else before[field]
+            own, value = (" ".join(f"{each}".split())[:200] for each in (own, value))
             raise ConfigError(f"{field}={value}: the run has {own}, and {reason}; start a new run")
 
 

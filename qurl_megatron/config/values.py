@@ -73,6 +73,7 @@ Lines = Annotated[
 # `~/` is the home directory, also in a file, where no shell replaces it.
 at_home = pydantic.AfterValidator(os.path.expanduser)
 Place = Annotated[Text, at_home]
+Template = Annotated[Lines, at_home]  # a file, a name, or the text itself
 
 
 def _not_of_system(directory: str) -> str:

@@ -74,6 +74,7 @@ from qurl_megatron.config.values import (
     Seed,
     SequencesOrZero,
     Temperature,
+    Template,
     Text,
     TopP,
 )
@@ -84,7 +85,7 @@ from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
-from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
+from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
 from qurl_megatron.planning.host import ServerSet, check_workers, settle_caches
 from qurl_megatron.quantization.adapter_files import check_adapters, merge_directory, read_adapters
 from qurl_megatron.quantization.offline import quantize_directory
@@ -150,6 +151,8 @@ class EvalConfig(AgentConfig):
     """System message put before each question that has none. Empty: none."""
     stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
     """Tokens that end an answer: a run's `rollout.stop_token_ids`. Empty: the model's."""
+    chat_template: Template = ""
+    """Chat template in place of the model's: a file, or the name of one of its several."""
     chat_template_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Variables of the chat template, by name, such as `enable_thinking`."""
     keep: list[Text] = dataclasses.field(default_factory=list)
@@ -408,7 +411,8 @@ def _read_files(config: EvalConfig) -> Iterator[Path]:
     """Yield the files that an evaluation reads: of model, adapters, data, reward and agent."""
     functions = [name.rpartition(":")[0] for name in (config.reward, config.agent)]
     sources = [each.partition(":")[0] for each in config.data if not Path(each).exists()]
-    for path in map(Path, [config.model, config.adapters, *config.data, *sources, *functions]):
+    given = [config.model, config.adapters, config.chat_template]
+    for path in map(Path, [*given, *config.data, *sources, *functions]):
         if path.is_file():
             yield path
         elif path != Path() and path.is_dir():
@@ -456,7 +460,8 @@ def run(config: EvalConfig) -> None:
         day = date.today().isoformat()
         if _has_answers(output):
             day = read_json_object(output / UNFINISHED).get("day", day)
-        template = (config.chat_template_options, day)
+        own_template = read_template(config.chat_template, model_dir)
+        template = (config.chat_template_options, day, own_template)
         tokenizer = load_tokenizer(model_dir, *template)
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer, columns)

@@ -28,7 +28,7 @@ from qurl_megatron.evaluation.avg_at_k import (
 )
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
-from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
+from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
 
 SHOWN_CHARACTERS = 2000  # of a prompt, or of what was observed at once
 
@@ -50,7 +50,8 @@ def run(config: EvalConfig, count: int) -> None:
     check_agent(config, config.model)
     architecture = Architecture.from_directory(model)
     settle_cache(config, architecture)
-    template = (config.chat_template_options, date.today().isoformat())
+    own_template = read_template(config.chat_template, model)
+    template = (config.chat_template_options, date.today().isoformat(), own_template)
     drawn = config.temperature, config.top_p
     tokenizer = load_tokenizer(model, *template)
     stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)

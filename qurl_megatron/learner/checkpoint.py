@@ -71,7 +71,7 @@ from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import Progress, copy_beside_weights
+from qurl_megatron.model.huggingface import Progress, copy_beside_weights, write_template
 from qurl_megatron.model.weight_map import Rule, num_values
 from qurl_megatron.process import die_with_parent
 
@@ -225,6 +225,7 @@ class Checkpoints:
         (partial / "megatron").mkdir(parents=True)
         (partial / "model").mkdir()
         copy_beside_weights(Path(self._config.model), partial / "model")
+        write_template(partial / "model", self._config.chat_template)
         text.save(self._config, partial / "config.yaml")
         write_whole(partial / "state.json", json.dumps(dataclasses.asdict(state), indent=2) + "\n")
 

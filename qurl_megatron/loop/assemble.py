@@ -140,9 +140,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     `rosters` are the files in which the starters of servers list them.
     """
     is_first = device.rank() == 0
-    tokenizer = load_tokenizer(
-        Path(config.model), config.chat_template_options, config.template_date
-    )
+    template = (config.chat_template_options, config.template_date, config.chat_template)
+    tokenizer = load_tokenizer(Path(config.model), *template)
     prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
 
     keep = stack.enter_context
@@ -152,7 +151,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         score = keep(Scorer(config, config.scoring_workers)).submit
         if config.rollout.agent:
             logs, length = config.run_dir / "logs", config.rollout.max_length
-            template = (config.chat_template_options, config.template_date)
             drawn = config.rollout.temperature, config.rollout.top_p
             agents = keep(Agents(config.rollout, length, config.model, logs, template, *drawn))
             score = prefer_agent_scores(score)

@@ -109,7 +109,9 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
                 break
 
         run.checkpoints.poll(wait=True)
-        export(learner, Path(config.model), config.run_dir / "final_model", config.quantization.uaq)
+        uaq, template = config.quantization.uaq, config.chat_template
+        final_model = config.run_dir / "final_model"
+        export(learner, Path(config.model), final_model, uaq, template)
         log.finish(evaluation or run.evaluate(step))
         if device.rank() == 0:
             write_report([config.run_dir], config.run_dir / "report" / "index.html")

@@ -348,6 +348,12 @@ def copy_beside_weights(source: Path, destination: Path) -> None:
         write_whole(destination / "config.json", json.dumps(config, indent=2) + "\n")
 
 
+def write_template(directory: Path, text: str) -> None:
+    """Write a chat template that transformers prefers to the model's own; empty: write none."""
+    if text:
+        write_whole(directory / "chat_template.jinja", text)
+
+
 def served_directory(source: Path, destination: Path) -> Path:
     """Return a directory of the model that SGLang can serve, if possible `source` itself.
 

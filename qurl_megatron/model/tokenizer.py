@@ -40,19 +40,23 @@ _AS_IT_IS: dict[str, Any] = {
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-def load_tokenizer(directory: Path, options: Mapping[str, Any] = _NOTHING, day: str = "") -> Any:
+def load_tokenizer(
+    directory: Path, options: Mapping[str, Any] = _NOTHING, day: str = "", template: str = ""
+) -> Any:
     """Return the tokenizer of a model directory.
 
     Args:
+        template: the text of a chat template in place of its own.
         options: variables of its chat template, by name.
         day: the day that its chat template prints, as in 2026-11-26; empty: today.
 
     Raises:
         ArchitectureError: one line: it cannot be loaded, it has tokens that the model's embedding
-            lacks, or its chat template does not use one of the `options`.
+            lacks, or its chat template does not use one of the `options`, or is one of several.
     """
     try:
         tokenizer = _loaded(directory)
+        tokenizer.chat_template = template or tokenizer.chat_template
         token_ids = tokenizer("1")["input_ids"]
         largest = max(tokenizer.get_vocab().values(), default=0)
         known = template_options(tokenizer)  # also without options: it reads the template
@@ -69,6 +73,12 @@ def load_tokenizer(directory: Path, options: Mapping[str, Any] = _NOTHING, day: 
             f"'{directory}': its tokenizer has token {largest}, but the model's vocabulary has "
             f"{vocab_size} tokens, from 0; they do not belong together"
         )
+    several = tokenizer.chat_template
+    if isinstance(several, dict) and "default" not in several:
+        raise ArchitectureError(
+            f"'{directory}': it has several chat templates, and none is the default; give "
+            f"chat_template={' or '.join(several)}"
+        )
     unknown = [name for name in options if name not in known]
     if unknown:
         has = f"has {', '.join(sorted(known))}" if known else "has none"
@@ -81,6 +91,32 @@ def load_tokenizer(directory: Path, options: Mapping[str, Any] = _NOTHING, day: 
         tokenizer.apply_chat_template, strftime_now=now.strftime, **options
     )
     return tokenizer
+
+
+def read_template(given: str, directory: Path) -> str:
+    """Return the text of a chat template: of a file, of one of a model's by its name, or as given.
+
+    Raises:
+        ArchitectureError: there is no such file and no such name.
+    """
+    if not given or "{%" in given or "{{" in given:
+        return given
+    if Path(given).is_file():
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ArchitectureError(f"chat_template={given}: no text in UTF-8 ({error})") from None
+        if Path(given).suffix == ".json" or not ("{%" in text or "{{" in text):
+            raise ArchitectureError(f"chat_template={given}: no template of Jinja; give its text")
+        return text
+    try:
+        named = _loaded(directory).chat_template
+    except Exception:  # the model is wrong, which `load_tokenizer` says, or is not built yet
+        named = None
+    if isinstance(named, dict) and given in named:
+        return str(named[given])
+    has = f"; the model has {', '.join(named)}" if isinstance(named, dict) else ""
+    raise ArchitectureError(f"chat_template={given}: no such file, nor a template's name{has}")
 
 
 def _loaded(directory: Path) -> Any:
@@ -103,9 +139,8 @@ def _loaded(directory: Path) -> Any:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(directory, **_AS_IT_IS)
-    for text in map(
-        str.strip, SAMPLES[: None if pieces else -1]
-    ):  # some classes normalize the last
+    # Some of transformers' classes normalize the last one's characters.
+    for text in map(str.strip, SAMPLES if pieces else SAMPLES[:-1]):
         ids = tokenizer.encode(text, add_special_tokens=False)
         shown = text[:30].replace(" ", "␣")
         if pieces and pieces.encode(text) != ids:

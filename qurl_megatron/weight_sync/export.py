@@ -28,6 +28,7 @@ from qurl_megatron.model.huggingface import (
     copy_beside_weights,
     stored_dtype,
     write_index,
+    write_template,
     write_tensors,
 )
 from qurl_megatron.quantization import uaq
@@ -46,7 +47,13 @@ BUCKET_BYTES = 512 * 1024**2  # that ranks gather at once, in float32
 FILE_BYTES = 5 * 10**9  # of a file on disk, as transformers writes them
 
 
-def export(learner: Learner, source: Path, destination: Path, config: UaqConfig) -> None:
+def export(
+    learner: Learner,
+    source: Path,
+    destination: Path,
+    config: UaqConfig,
+    chat_template: str = "",
+) -> None:
     """Write the policy to `destination`, replacing an earlier export.
 
     The dtype, the tokenizer and the other files beside the weights come from `source`. Collective
@@ -60,6 +67,7 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
                 shutil.rmtree(earlier, ignore_errors=True)
             places = source, destination, of_adapters
             _write_merged(tensors, learner.adapters, base, *places, learner.rounding)
+            write_template(destination, chat_template)
         return
     partial = from_rank_zero(lambda: _create_partial(destination))
     writer = _Writer(source, partial, config, learner.rounding, f"-{rank():05}")
@@ -70,6 +78,7 @@ def export(learner: Learner, source: Path, destination: Path, config: UaqConfig)
     if rank() == 0:
         writer.file_of = {name: file for part in files for name, file in part.items()}
         writer.finish()
+        write_template(partial, chat_template)
         shutil.rmtree(destination, ignore_errors=True)
         rename_whole(partial, destination)
 
@@ -97,6 +106,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         source = Path(config.model)
         places = source, destination, of_adapters
         _write_merged(tensors, adapters, base, *places, config.optimizer.rounding, progress)
+        write_template(destination, config.chat_template)
         return
     model = checkpoint / "model"
     values = weight_map.num_parameters(Architecture.from_directory(model))
