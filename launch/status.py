@@ -28,6 +28,7 @@ from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
 from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.process import CONSOLE_LOG, start_ticks
+from qurl_megatron.report.metrics import accuracy_and_error
 
 OWNER_FILE = "owner.json"
 JOB_SCRIPT = "job.sh"  # of the last Slurm job of a run, in its directory
@@ -55,6 +56,9 @@ def status(run_dir: Path) -> str:
     best = run_dir / "checkpoints" / "best"
     if best.is_symlink():
         checkpoint += f", best {best.readlink()}"
+        if scored := read_json_object(best / "state.json", _Scored):
+            accuracy = accuracy_and_error(scored["accuracy"], scored.get("standard_error"))
+            checkpoint += f" ({accuracy})"
     running = ", ".join(jobs) or ("running here" if owner_of(run_dir) else "")
     running += server_counts(run_dir) if running else ""
     if is_finished(run_dir) and not running:
@@ -67,6 +71,14 @@ class _Progress:
     """The part of a line of metrics.jsonl that tells a run's progress, in every version."""
 
     step: int
+
+
+@dataclass
+class _Scored:
+    """The part of a best checkpoint's state.json that tells its score, in every version."""
+
+    accuracy: float
+    standard_error: float | None = None
 
 
 @dataclass

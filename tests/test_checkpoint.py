@@ -5,6 +5,7 @@ A run asks for the disk of all its checkpoints before it starts.
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -34,7 +35,7 @@ from qurl_megatron.config.schema import (
     OptimizerConfig,
 )
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.files import list_checkpoints
+from qurl_megatron.files import list_checkpoints, partial_of
 from qurl_megatron.learner.checkpoint import (
     CONTENTS,
     CheckpointError,
@@ -154,13 +155,44 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_newest(tmp_pat
     run_ranks(train, 1, tmp_path, "float32", {}, range(6, 9))
     assert names(tmp_path) == ["best", "step_000003", "step_000007", "step_000008"]
     best = tmp_path / "run" / "checkpoints" / "best"
-    assert best.readlink() == Path("step_000003") and read_state(best).accuracy == 0.75
+    assert best.readlink() == Path("step_000003")
+    assert (read_state(best).accuracy, read_state(best).highest) == (0.75, [0.75, 0.0])
     assert best not in list_checkpoints(tmp_path / "run")
     shutil.move(tmp_path / "run", tmp_path / "moved")
     exported = tmp_path / "exported"
     source = tmp_path / "moved" / "checkpoints" / "best"
     result = CliRunner().invoke(app, ["export", str(source), str(exported)])
     assert result.exit_code == 0 and (exported / "config.json").exists(), result.output
+
+
+def test_of_evaluations_that_cannot_be_told_apart_the_newest_is_the_best(tmp_path: Path) -> None:
+    """32 problems: 53 % and 38 % are within two standard errors of each other, 20 % is not."""
+    config = Config(output_dir=str(tmp_path), name="run")
+    checkpoints = Checkpoints.__new__(Checkpoints)
+    checkpoints._config, checkpoints._directory = config, config.run_dir / "checkpoints"
+    checkpoints._highest, checkpoints._bytes = [], 0
+    config.model = str(build_tiny_model(tmp_path / "model"))
+    best = checkpoints._directory / "best"
+
+    def save(step: int, accuracy: float | None) -> str:
+        error = None if accuracy is None else math.sqrt(accuracy * (1 - accuracy) / 31)
+        whole = checkpoints._directory / f"step_{step:06}"
+        partial = partial_of(whole)
+        state = RunState(step, step, 0.0, {}, {}, accuracy, error)
+        checkpoints._prepare(partial, state)
+        (partial / "megatron" / "shard").touch()
+        checkpoints._complete(partial, whole)
+        return str(best.readlink()) if best.is_symlink() else ""
+
+    assert [save(step, None) for step in (1, 2)] == ["", ""]
+    assert save(6, 0.53) == "step_000006"
+    assert save(8, None) == "step_000006"
+    assert save(12, 0.38) == "step_000012"
+    assert save(16, 0.20) == "step_000012"  # level with 38 %, but not with the highest
+    assert names(tmp_path) == ["best", "step_000012", "step_000016"]
+    assert save(20, 0.20) == "step_000012"
+    assert read_state(best).highest[0] == 0.53
+    assert save(24, 0.90) == save(28, 0.53) == "step_000024"
 
 
 @pytest.mark.parametrize("setting", ["keep_best", "every_steps"])

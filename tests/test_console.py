@@ -13,9 +13,8 @@ from rich.console import Console
 
 from logs import GOOD
 from qurl_megatron.config.schema import Config
-from qurl_megatron.evaluation.avg_at_k import show_progress
 from qurl_megatron.report import console
-from qurl_megatron.report.console import LEGEND, RunConsole, duration
+from qurl_megatron.report.console import LEGEND, RunConsole, duration, show_progress
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
 
 STEP: dict[str, Any] = GOOD | {
@@ -151,7 +150,7 @@ def test_a_duration_has_its_two_largest_units() -> None:
 def test_an_evaluation_shows_its_progress_in_a_log_by_tenths() -> None:
     file = io.StringIO()
     console = Console(file=file, highlight=False)
-    with show_progress("[x]/data.jsonl", 25, console) as answered:
+    with show_progress("[x]/data.jsonl", 25, "requests", console) as answered:
         for _ in range(25):
             answered()
     lines = file.getvalue().splitlines()
@@ -163,7 +162,7 @@ def test_an_evaluation_shows_its_progress_in_a_log_by_tenths() -> None:
 def test_an_evaluation_shows_a_bar_on_a_terminal() -> None:
     file = io.StringIO()
     console = Console(file=file, force_interactive=True, force_terminal=True, width=80)
-    with show_progress("data", 3, console) as answered:
+    with show_progress("data", 3, "requests", console) as answered:
         answered()
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
     assert "1/3 requests" in shown and "of 3" not in shown

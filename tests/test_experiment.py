@@ -523,6 +523,9 @@ def test_status_shows_the_progress_of_a_run(no_slurm: None) -> None:
     assert status.status(run_dir) == f"{progress}, {stopped}"
     (run_dir / "checkpoints" / "best").symlink_to("step_000001")
     assert f"{progress}, best step_000001, {stopped}" == status.status(run_dir)
+    state = run_dir / "checkpoints" / "best" / "state.json"
+    state.write_text('{"step": 1, "accuracy": 0.46, "standard_error": 0.05}')
+    assert f"{progress}, best step_000001 (46.0% ± 5.0%), {stopped}" == status.status(run_dir)
     (run_dir / "job.sh").touch()  # a Slurm job wrote it
     assert status.status(run_dir).endswith("to resume after step 1: sbatch runs/first/job.sh")
 

@@ -133,7 +133,12 @@ def mismatch(model: Path, directory: Path, *words: str) -> dict[str, Any]:
         app, ["mismatch", str(model), str(data), *words, "--output", str(output)]
     )
     assert result.exit_code == 0, result.output
-    return {"printed": result.stdout, **json.loads(output.read_text()), "model": model}
+    return {
+        "printed": result.stdout,
+        "told": result.stderr,
+        **json.loads(output.read_text()),
+        "model": model,
+    }
 
 
 TWENTY = ("--prompts", "20", "--max-completion", "12")
@@ -153,6 +158,17 @@ def test_the_bad_layer_is_found_and_recommended(measured: dict[str, Any]) -> Non
     assert measured["keep"][0] == BAD
     assert measured["kl_after"] < measured["kl_before"] / 3
     assert f"quantization.keep=[{BAD}" in measured["printed"].replace("\n", "")
+
+
+def test_figures_of_few_completions_and_of_tokens_come_before_the_layers(
+    measured: dict[str, Any],
+) -> None:
+    lines = measured["told"].splitlines()
+    figures = [line for line in lines if "nats a token" in line]
+    assert [line.split(" of ")[0] for line in figures] == ["4", "12", "20"]
+    assert f"KL {measured['kl']:.3g} nats a token, over {measured['tokens']:,}" in figures[-1]
+    assert lines.index(figures[-1]) < min(n for n, line in enumerate(lines) if "passes" in line)
+    assert measured["printed"].index("inputs of layers") < measured["printed"].index("layers: fall")
 
 
 def test_recommended_bytes_are_those_that_a_plan_counts(measured: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -122,6 +122,9 @@ def mismatch(
     Recommend layers to keep in BF16 (quantization.keep).
     """
     import json
+    from functools import partial
+
+    from rich.console import Console
 
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.files import check_output, write_whole
@@ -137,9 +140,11 @@ def mismatch(
     from qurl_megatron.evaluation.mismatch import (
         MismatchOptions,
         measure,
-        print_mismatch,
+        print_layers,
+        print_tokens,
         read_prompts,
     )
+    from qurl_megatron.report.console import show_progress
 
     model = Path(_found(model))
     options = MismatchOptions(
@@ -147,9 +152,16 @@ def mismatch(
     )
     read = read_prompts(options)
     yield 1
-    with progress_bar(f"comparing {weight_format} with BF16", "passes") as progress:
-        result = measure(options, read, progress)
-    print_mismatch(result)
+    console = Console(stderr=True, highlight=False)
+    console.print(f"comparing {weight_format} with BF16")
+    result = measure(
+        options,
+        read,
+        partial(console.print, markup=False, soft_wrap=True),
+        print_tokens,
+        lambda passes: show_progress("layers", passes, "passes", console),
+    )
+    print_layers(result)
     if output is not None:
         write_whole(output, json.dumps(result, indent=2) + "\n")
         print(f"{output} is ready")
@@ -319,21 +331,16 @@ def check_format(name: str, group_size: int) -> WeightFormat:
 
 
 @contextmanager
-def progress_bar(title: str, unit: Literal["bytes", "passes"] = "bytes") -> Iterator[Progress]:
-    """Show a progress bar; yield a function that takes the amounts done and to do.
-
-    A bar of passes goes to stderr.
-    """
+def progress_bar(title: str) -> Iterator[Progress]:
+    """Show a progress bar; yield a function that takes the bytes done and to do."""
     from rich import progress
-    from rich.console import Console
 
-    bytes_columns = (
+    columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TimeRemainingColumn(),
     )
-    columns = bytes_columns if unit == "bytes" else ()
-    with progress.Progress(*columns, console=Console(stderr=unit == "passes")) as bar:
+    with progress.Progress(*columns) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -658,7 +658,8 @@ class CheckpointConfig:
     keep_best: bool = True
     """Also keep the checkpoint of the best evaluation, as `checkpoints/best`, and save one whenever
     an evaluation is better than all before it. The score is `held_out_accuracy`, or without it the
-    mean over `evaluation.data`."""
+    mean over `evaluation.data`. Of checkpoints within two standard errors of the highest score the
+    newest is the best."""
 
 
 @dataclasses.dataclass

@@ -30,13 +30,6 @@ from typing import Any
 
 import pydantic
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from qurl_megatron import device
@@ -89,7 +82,7 @@ from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_to
 from qurl_megatron.planning.host import ServerSet, check_workers, settle_caches
 from qurl_megatron.quantization.adapter_files import check_adapters, merge_directory, read_adapters
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.report.console import duration, table_console
+from qurl_megatron.report.console import show_progress, table_console
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet
@@ -489,7 +482,7 @@ def run(config: EvalConfig) -> None:
                     line = f"{path}: {len(known)} of {len(problems)} problems have their answers"
                     console.print(line, markup=False, soft_wrap=True)
                 requests = (len(problems) - len(known)) * (2 if config.k else 1)
-                with show_progress(data, requests, console) as answered:
+                with show_progress(data, requests, "requests", console) as answered:
                     results = measure(
                         client,
                         score,
@@ -574,36 +567,6 @@ def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[F
             fleet = Fleet("evaluation", {0: server}, loaded=True, controller=controller)
             fleet.watch()
             yield fleet
-
-
-@contextlib.contextmanager
-def show_progress(title: str, requests: int, console: Console) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each of `requests`; it shows how many are answered.
-
-    A terminal gets a bar, anything else a line for each tenth.
-    """
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests,"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    done, start = 0, time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_interactive) as bar:
-        task = bar.add_task(title, total=requests)
-
-        def answered() -> None:
-            nonlocal done
-            done += 1
-            bar.advance(task)
-            if not console.is_interactive and 10 * done // requests > 10 * (done - 1) // requests:
-                left_s = (time.monotonic() - start) / done * (requests - done)
-                line = f"{title}: {done} of {requests} requests, {duration(left_s)} left"
-                console.print(line, markup=False, soft_wrap=True)
-
-        yield answered
 
 
 def _hugging_face_directory(model: Path, scratch: Path) -> Path:

@@ -14,10 +14,10 @@ measured on the rest, because the largest of many noisy gains overstates the tru
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from qurl_megatron.evaluation.quantized_model import QuantizedModel, Sampled
 
 BATCH = 32  # sequences in one forward pass
+FIRST = 4  # completions after which there is a figure; then twice as many, up to a batch
 SHOWN = 8  # rows of the tables of layers and activations
 SIGNIFICANT = 2.0  # standard errors above 0 from which a gain counts
 
@@ -204,9 +205,22 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
 
 
 def measure(
-    options: MismatchOptions, prompts: Sequence[Prompt], progress: Callable[[int, int], None]
+    options: MismatchOptions,
+    prompts: Sequence[Prompt],
+    tell: Callable[[str], None],
+    show: Callable[[dict[str, Any]], None],
+    progress: Callable[[int], AbstractContextManager[Callable[[], None]]],
 ) -> dict[str, Any]:
-    """Return what is measured, as it is written to a JSON file."""
+    """Return what is measured, as it is written to a JSON file.
+
+    The tokens come first. The layers take as many times longer as the model has layers.
+
+    Args:
+        tell: called with a line whenever more completions are measured.
+        show: called with the result as soon as it lacks only the layers.
+        progress: takes the number of passes for the layers, and yields a function to call after
+            each.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang warns of a missing GPU, which is not needed here
         from qurl_megatron.evaluation.quantized_model import QuantizedModel
@@ -215,41 +229,27 @@ def measure(
     stops = stop_token_ids(architecture, load_tokenizer(options.model))
     model = QuantizedModel(options.model, options.weight_format, stops, options.temperature)
     sampled: list[Sampled] = []
-    for start in range(0, len(prompts), BATCH):
-        chunk = prompts[start : start + BATCH]
-        sampled += model.sample(chunk, options.max_completion_length, options.seed + start)
-    batches = _batches(sampled)
-    total = (len(model.groups) + 4) * len(batches)  # passes; quantized and BF16, twice
-    done = itertools.count(1)
-
-    def report() -> None:
-        progress(next(done), total)
-
-    by_batch, by_layer = _compare(model, sampled, batches, [(), *model.groups], report)
+    parts: list[TokenMismatch] = []
+    without: list[Tensor] = []  # KL summed over each completion, with no layer in BF16
+    start, size = 0, FIRST
+    while start < len(prompts):
+        new = model.sample(
+            prompts[start : start + size], options.max_completion_length, options.seed + start
+        )
+        of_batches, kl = _compare(model, new, _batches(new), [()])
+        sampled, parts, without = sampled + new, parts + of_batches, [*without, kl[0]]
+        start, size = start + size, min(2 * size, BATCH)
+        number = sum(len(completion) for _, completion in sampled)
+        mean = float(torch.cat(without).sum()) / number
+        tell(
+            f"{len(sampled)} of {len(prompts)} completions: KL {mean:.3g} nats a token, over "
+            f"{number:,} tokens"
+        )
     joined = (
-        torch.cat([part.flatten().cpu() for part in parts]) for parts in zip(*by_batch, strict=True)
+        torch.cat([part.flatten().cpu() for part in column]) for column in zip(*parts, strict=True)
     )
     measured = TokenMismatch(*joined)
-    tokens = torch.tensor([len(completion) for _, completion in sampled])
-    # Layers are chosen on every other completion; their effect is measured on the rest.
-    first, second = slice(0, None, 2), slice(1, None, 2)
-    layers = [
-        KeptLayers(
-            names,
-            *gain(by_layer[0][first], after[first], tokens[first]),
-            model.added_bytes(names),
-        )
-        for names, after in zip(model.groups, by_layer[1:], strict=True)
-    ]
-    server_bytes = published_bytes(architecture, options.weight_format)
-    chosen = choose(layers, options.budget * server_bytes)
-    kept = [name for layer in chosen for name in layer.names]
-    after = _compare(model, sampled, batches, [kept], report)[1][0] if kept else by_layer[0]
-    progress(total, total)
-    kl = float(by_layer[0][second].sum() / tokens[second].sum())
-    fallen, error = gain(by_layer[0][second], after[second], tokens[second])
-    tried = KeptLayers(kept, fallen, error, model.added_bytes(kept))
-    return {
+    result: dict[str, Any] = {
         "model": str(options.model),
         "data": options.data,
         "format": options.weight_format,
@@ -261,11 +261,35 @@ def measure(
             name: split(measured.kl, getattr(measured, name), edges)
             for name, edges in EDGES.items()
         },
-        "by_layer": list(map(asdict, layers)),
         "activations": [
             {"names": names, **meter.measured()}
             for names, meter in zip(model.groups, model.meters, strict=True)
         ],
+    }
+    show(result)
+    batches, before = _batches(sampled), torch.cat(without)
+    with progress((len(model.groups) + 1) * len(batches)) as report:
+        of_layers = _compare(model, sampled, batches, model.groups, report)[1]
+    tokens = torch.tensor([len(completion) for _, completion in sampled])
+    # Layers are chosen on every other completion; their effect is measured on the rest.
+    first, second = slice(0, None, 2), slice(1, None, 2)
+    layers = [
+        KeptLayers(
+            names,
+            *gain(before[first], after[first], tokens[first]),
+            model.added_bytes(names),
+        )
+        for names, after in zip(model.groups, of_layers, strict=True)
+    ]
+    server_bytes = published_bytes(architecture, options.weight_format)
+    chosen = choose(layers, options.budget * server_bytes)
+    kept = [name for layer in chosen for name in layer.names]
+    after = _compare(model, sampled, batches, [kept])[1][0] if kept else before
+    kl = float(before[second].sum() / tokens[second].sum())
+    fallen, error = gain(before[second], after[second], tokens[second])
+    tried = KeptLayers(kept, fallen, error, model.added_bytes(kept))
+    return result | {
+        "by_layer": list(map(asdict, layers)),
         "server_bytes": server_bytes,
         "tried": {"names": kept, "gain": fallen, "standard_error": error},
         "keep": shortened(kept, model.names) if tried.is_significant else [],
@@ -291,7 +315,7 @@ def _compare(
     sampled: Sequence[Sampled],
     batches: Sequence[Sequence[int]],
     groups: Sequence[Sequence[str]],
-    report: Callable[[], None],
+    report: Callable[[], None] = lambda: None,
 ) -> tuple[list[TokenMismatch], Tensor]:
     """Compare the BF16 model with the quantized one that has each of `groups` of layers in BF16.
 
@@ -319,8 +343,8 @@ def _compare(
     return tokens, kl
 
 
-def print_mismatch(result: dict[str, Any]) -> None:
-    """Print the tables of a measurement and what it recommends."""
+def print_tokens(result: dict[str, Any]) -> None:
+    """Print what a measurement says of tokens and activations."""
     console = table_console()
     console.print(
         f"{result['model']} in {result['format']} at temperature {result['temperature']:g}: KL "
@@ -340,15 +364,6 @@ def print_mismatch(result: dict[str, Any]) -> None:
             cells = (f"{row['tokens']:.1%}", f"{row['kl']:.2g}", f"{row['of_kl']:.1%}")
             table.add_row(f"{row['first']:g}", *cells)
         console.print(table)
-    layers = sorted(result["by_layer"], key=lambda row: -row["gain"])
-    table = _new_table(
-        "layers: fall of the KL if it stays in BF16", ["nats", "±", "of KL", "+ bytes"]
-    )
-    for row in layers[:SHOWN]:
-        fall, error = f"{row['gain']:.1e}", f"{row['standard_error']:.1e}"
-        of_kl = f"{row['gain'] / result['kl']:.0%}" if result["kl"] else ""
-        table.add_row(_named(row), fall, error, of_kl, f"{row['added_bytes']:,}")
-    console.print(table)
     activations = sorted(result["activations"], key=lambda row: -row["outlier_ratio"])
     table = _new_table(
         "inputs of layers: largest channel over the median; error with a scale per token, per 128",
@@ -358,6 +373,20 @@ def print_mismatch(result: dict[str, Any]) -> None:
         errors = [f"{row[f'error_per_{unit}']:.2%}" for unit in ("token", "128_channels")]
         channel, ratio = str(row["outlier_channel"]), f"{row['outlier_ratio']:.1f}"
         table.add_row(_named(row), channel, ratio, *errors)
+    console.print(table)
+
+
+def print_layers(result: dict[str, Any]) -> None:
+    """Print what a measurement says of layers, and what it recommends."""
+    console = table_console()
+    layers = sorted(result["by_layer"], key=lambda row: -row["gain"])
+    table = _new_table(
+        "layers: fall of the KL if it stays in BF16", ["nats", "±", "of KL", "+ bytes"]
+    )
+    for row in layers[:SHOWN]:
+        fall, error = f"{row['gain']:.1e}", f"{row['standard_error']:.1e}"
+        of_kl = f"{row['gain'] / result['kl']:.0%}" if result["kl"] else ""
+        table.add_row(_named(row), fall, error, of_kl, f"{row['added_bytes']:,}")
     console.print(table)
     console.print(_advice(result), soft_wrap=True, markup=False)
 

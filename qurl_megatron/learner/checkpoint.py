@@ -13,8 +13,8 @@ Invariants:
 - A checkpoint holds the state at the call of `save`. Training continues while it is written.
 - Any tensor, pipeline and data parallel layout can resume from the checkpoint of any other.
 
-RUN/checkpoints/best is a link to the checkpoint whose evaluation was the best. It is kept beside
-the newest ones.
+RUN/checkpoints/best is a link to the newest checkpoint whose evaluation cannot be told apart from
+the best: it is at most `SIGNIFICANT` standard errors below. It is kept beside the newest ones.
 
 RUN/checkpoints.jsonl has one line per complete checkpoint: its step, and the seconds it took to
 write.
@@ -27,6 +27,7 @@ The learner has no dropout and so no random state. The RunState holds the order 
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -76,6 +77,7 @@ from qurl_megatron.model.weight_map import Rule, num_values
 from qurl_megatron.process import die_with_parent
 
 BEST = "best"
+SIGNIFICANT = 2.0  # standard errors of a difference from which it counts
 CONTENTS = ("megatron", "model", "config.yaml", "state.json")
 
 
@@ -99,8 +101,26 @@ class RunState:
     """`PromptStream.state`."""
     accuracy: float | None = None
     """`Evaluation.score` after that step. None: not evaluated."""
+    standard_error: float | None = None
+    """Of `accuracy`."""
     base: str = ""
     """`Learner.base_hash`."""
+    highest: list[float] = dataclasses.field(default_factory=list)
+    """The highest accuracy of all checkpoints until this one, and its standard error; empty: none.
+    `Checkpoints.save` sets it."""
+
+    @property
+    def best(self) -> list[float]:
+        """`highest`, or in the checkpoint of an older version its own."""
+        own = [] if self.accuracy is None else [self.accuracy, self.standard_error or 0.0]
+        return max(self.highest, own)
+
+    def is_below(self, highest: list[float]) -> bool:
+        """Return whether the accuracy is significantly below the highest, or was not measured."""
+        if self.accuracy is None:
+            return True
+        error = math.hypot(highest[1], self.standard_error or 0.0)
+        return highest[0] - self.accuracy > SIGNIFICANT * error
 
 
 class Checkpoints:
@@ -111,7 +131,8 @@ class Checkpoints:
         self._learner = learner
         self._critic = critic
         self._directory = config.run_dir / "checkpoints"
-        self._latest_accuracy: float | None = None  # of the last save; on global rank 0
+        # The highest accuracy, also of a save that is not complete; on global rank 0.
+        self._highest: list[float] = []
         # The clock when the last save began or, after a resume, this attempt; None before.
         self._saved_at: float | None = None
         self._bytes = checkpoint_bytes(learner.architecture, config)
@@ -137,7 +158,7 @@ class Checkpoints:
         return settings.every_minutes > 0 and from_rank_zero(lambda: time.monotonic() >= due_at)
 
     def is_best(self, accuracy: float | None) -> bool:
-        """Return whether a policy of this accuracy is the best so far and is to be saved.
+        """Return whether a policy of this accuracy is above all others and is to be saved.
 
         `accuracy` is None if the policy was not evaluated.
         """
@@ -145,9 +166,8 @@ class Checkpoints:
         if accuracy is None or not settings.keep_best or settings.every_steps == 0:
             return False
         run_dir = self._config.run_dir
-        # The last save may not have completed, and then is not among the checkpoints.
-        saved = from_rank_zero(lambda: [*_accuracies(run_dir).values(), self._latest_accuracy])
-        return all(other is None or accuracy > other for other in saved)
+        highest = from_rank_zero(lambda: max(self._highest, _highest(_states(run_dir))))
+        return not highest or accuracy > highest[0]
 
     def save(self, state: RunState) -> None:
         """Wait for an earlier save, then start to save in background processes.
@@ -218,7 +238,9 @@ class Checkpoints:
         return state
 
     def _prepare(self, partial: Path, state: RunState) -> None:
-        self._latest_accuracy = state.accuracy
+        before = max(self._highest, _highest(_states(self._config.run_dir)))
+        self._highest = max(before, state.best)
+        state = dataclasses.replace(state, highest=self._highest)
         for leftover in self._directory.glob("*" + PARTIAL):
             shutil.rmtree(leftover)
         self._check_space(state.step)
@@ -246,8 +268,10 @@ class Checkpoints:
         time_write_s = written - (checkpoint / "state.json").stat().st_mtime
         line = {"step": read_state(checkpoint).step, "time_write_s": time_write_s}
         append_lines(run_dir / "checkpoints.jsonl", [line])
-        accuracies = _accuracies(run_dir) if settings.keep_best else {}
-        best = max(accuracies, key=lambda path: accuracies[path], default=None)  # first of equals
+        states = _states(run_dir) if settings.keep_best else {}
+        highest = _highest(states)
+        level = [path for path, state in states.items() if not state.is_below(highest)]
+        best = max(level, default=None)
         _link(self._directory / BEST, best)
         for old in list_checkpoints(run_dir)[: -settings.keep_last]:
             if old == best:
@@ -256,10 +280,14 @@ class Checkpoints:
             shutil.rmtree(old.rename(partial_of(old)))
 
 
-def _accuracies(run_dir: Path) -> dict[Path, float]:
-    """Return the accuracy of each complete checkpoint that was evaluated, oldest first."""
-    accuracies = {path: read_state(path).accuracy for path in list_checkpoints(run_dir)}
-    return {path: accuracy for path, accuracy in accuracies.items() if accuracy is not None}
+def _states(run_dir: Path) -> dict[Path, RunState]:
+    """Return the state in each complete checkpoint, oldest first."""
+    return {path: read_state(path) for path in list_checkpoints(run_dir)}
+
+
+def _highest(states: dict[Path, RunState]) -> list[float]:
+    """Return the highest accuracy, as `RunState.highest` has it."""
+    return max((state.best for state in states.values()), default=[])
 
 
 def _link(link: Path, target: Path | None) -> None:

@@ -82,7 +82,7 @@ class Run:
     ) -> None:
         """Complete a save that has been written, and start another if `now` or if one is due.
 
-        One is also due if this step's `evaluation` is the best so far.
+        One is also due if this step's `evaluation` is above all others.
         """
         self.checkpoints.poll()
         accuracy = evaluation.score if evaluation else None
@@ -97,6 +97,7 @@ class Run:
                     evaluation_before=asdict(self.log.before),
                     prompts=self.sampler.state(),
                     accuracy=accuracy,
+                    standard_error=evaluation.score_error if evaluation else None,
                     base=base,
                 )
             )

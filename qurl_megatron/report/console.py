@@ -12,19 +12,27 @@ A warning is a rule about a run's metrics. It is raised once the rule has held a
 metric that is not finite raises one at once.
 """
 
+import contextlib
 import math
 import os
 import sys
 import textwrap
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from statistics import fmean
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from qurl_megatron.config.schema import Config
@@ -169,6 +177,38 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+@contextlib.contextmanager
+def show_progress(
+    title: str, number: int, unit: str, console: Console
+) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each of `number` units; it shows how many are done.
+
+    A terminal gets a bar, anything else a line for each tenth.
+    """
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(f"{unit},"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+    )
+    done, start = 0, time.monotonic()
+    with Progress(*columns, console=console, disable=not console.is_interactive) as bar:
+        task = bar.add_task(title, total=number)
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            bar.advance(task)
+            if not console.is_interactive and 10 * done // number > 10 * (done - 1) // number:
+                left_s = (time.monotonic() - start) / done * (number - done)
+                line = f"{title}: {done} of {number} {unit}, {duration(left_s)} left"
+                console.print(line, markup=False, soft_wrap=True)
+
+        yield advance
 
 
 def rules(

@@ -8,6 +8,7 @@ truncated importance sampling (QuRL Eq. 5), and C is their cap on the ratio prox
 """
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -71,6 +72,14 @@ class Evaluation:
         if self.held_out_accuracy is not None or not self.files:
             return self.held_out_accuracy
         return fmean([*averages.values()][-1]["mean"] for averages in self.files.values())
+
+    @property
+    def score_error(self) -> float | None:
+        """The standard error of `score`; None if it is not known."""
+        if self.held_out_accuracy is not None or not self.files:
+            return self.held_out_standard_error
+        errors = [[*averages.values()][-1]["standard_error"] for averages in self.files.values()]
+        return math.hypot(*errors) / len(errors)
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the name and the formatted value of each score, for printing."""
