@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qurl_megatron.files import read_json_object, write_whole
+from qurl_megatron.files import lack_of_shared_memory, read_json_object, write_whole
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.process import bind_stores, installed_gpus, missing_interface
 
@@ -182,6 +182,8 @@ def problems(plan: JobPlan, own: NodePlan, num_gpus: int) -> list[str]:
                 )
         except TimeoutError as error:
             found.append(str(error))
+    if problem := lack_of_shared_memory():
+        found.append(problem)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if problem := missing_interface(variable, os.environ.get(variable, "")):
             found.append(problem)

@@ -35,7 +35,7 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.tokenizer import read_template
 from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
-from qurl_megatron.planning.host import check_host, check_workers
+from qurl_megatron.planning.host import check_host, check_shared_memory, check_workers
 from qurl_megatron.rollout import toolkit
 
 # Fields that this module fills in where a recipe leaves them open, and what says where a run is.
@@ -366,6 +366,7 @@ def _check(
         raise ConfigError(problem)
     if num_gpus is not None:
         check_workers(config.scoring_workers)
+        check_shared_memory(config)
     columns = check_reward(config)
     check_objective(config)
     check_model(Path(hub.local_model(config.model)))

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from qurl_megatron import files
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch import local, slurm
@@ -137,6 +138,25 @@ def test_adapters_are_resumed_over_their_own_base_only() -> None:
     with pytest.raises(ConfigError, match=message):
         prepare_resume(config.run_dir, [], writes=False)
     prepare_resume(config.run_dir, [], asks_servers=False)  # a submission leaves it to the job
+
+
+def test_a_run_asks_for_the_shared_memory_of_its_semaphores_and_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(free_bytes: int, *words: str) -> str:
+        monkeypatch.setattr(files, "free_bytes", lambda path: free_bytes)
+        try:
+            prepare_new("quickstart", ["name=first", *words], 0, writes=False)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    direct = ("quantization.transport=direct", "quantization.publish=full")
+    assert refusal(65_536).startswith("/dev/shm has 0.1 MB free, and 4.0 are needed; make room")
+    assert refusal(4_100_000) == ""
+    assert refusal(4_100_000, *direct).startswith("/dev/shm has 4.1 MB free, and ")
+    assert refusal(64_000_000, *direct) == ""
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_directory_that_cannot_be_a_runs_name_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ of weights, in processes of their own (`served.py`).
 
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from distributed import run_ranks
 from fleets import make_server
 from learner_reference import DP2, EP2, PP2, TP2, VPP2
 from qurl_megatron.config.schema import LearnerConfig
+from qurl_megatron.weight_sync.link import PublishError
+from qurl_megatron.weight_sync.publish import Publisher
 from served import connect, serving
 from tiny import UNEVEN, Family, build_tiny_model
 
@@ -29,6 +32,24 @@ BUCKET_BYTES = 10_000
 TIMEOUT_S = 200.0
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"  # nobody listens there
 SIZES = {ONE: 1, TWO: 2}  # ranks of each server
+
+
+def test_servers_that_are_all_lost_in_the_first_publish_would_be_lost_again() -> None:
+    def commit(holds: bool) -> int:
+        link = SimpleNamespace(
+            updated=lambda: None, holds=lambda version: holds, failure=None, is_lost=not holds
+        )
+        publisher._links = {None: link}
+        return publisher._commit([link], update, SimpleNamespace(non_finite="", checksums={}))
+
+    publisher: Any = Publisher.__new__(Publisher)
+    publisher.version, publisher._sent, publisher._has_served = 1, {}, False
+    publisher._wait = list
+    publisher._fleet = SimpleNamespace(last_loss="server rollout_0 was lost: no room")
+    update = SimpleNamespace(end=lambda sent: None)
+    with pytest.raises(PublishError, match="no server took the first weights: .*no room"):
+        commit(False)
+    assert [commit(True), commit(False)] == [1, 0]
 
 
 def publish_all(model_dir: Path, pipes: dict[str, list[Connection]]) -> dict[str, Any]:

@@ -310,7 +310,7 @@ def test_a_server_that_answers_health_and_no_prompt_is_lost(
         asking = fleet.controller.start(fleet.ask(1, never))
         assert wait_for(fleet, "lost")
         asking.cancel()
-        assert "has answered no prompt for" in fleet._last_loss
+        assert "has answered no prompt for" in fleet.last_loss
 
 
 # ------------------------------------------------------------------------------------ many servers

@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -15,9 +16,10 @@ from qurl_megatron.config.schema import SAID_WHY, Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner.learner import NonFinite
 from qurl_megatron.loop import train
+from qurl_megatron.loop.assemble import Run
 from qurl_megatron.loop.proof import Proof
 from qurl_megatron.loop.sampling import NothingScored
-from qurl_megatron.rollout.fleet import Member
+from qurl_megatron.rollout.fleet import FleetTooSmall, Member
 
 
 class Recorder:
@@ -64,6 +66,7 @@ def test_all_minibatches_but_the_first_are_scored_and_all_by_the_reference() -> 
         NothingScored(
             "no completion of step 1 could be scored; KeyError: 'a'; mend that and resume"
         ),
+        FleetTooSmall("0 of at least 1 rollout servers, and no more will start"),
     ],
 )
 def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(
@@ -82,7 +85,34 @@ def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(
             signal.signal(number, handler)
         dist.destroy_process_group()
     assert code == SAID_WHY
-    assert capsys.readouterr().out == f"\nqurl: {error}: qurl resume runs/a\n"
+    resume = "" if isinstance(error, FleetTooSmall) else ": qurl resume runs/a"
+    assert capsys.readouterr().out == f"\nqurl: {error}{resume}\n"
+
+
+def test_without_a_checkpoint_a_run_that_lost_its_servers_did_not_stop_early(
+    tmp_path: Path,
+) -> None:
+    """With one it ends the block: the code then says that the run can be resumed."""
+    said: list[str] = []
+    saved: Any = SimpleNamespace(poll=lambda wait: None, newest=lambda: None)
+    log: Any = SimpleNamespace(steps_done=0, say=said.append)
+    run: Any = SimpleNamespace(checkpoints=saved, log=log)
+    run.say_stopped_early = partial(Run.say_stopped_early, run)
+
+    def lose() -> None:
+        with Run.saving_what_is_done(run):
+            raise FleetTooSmall("0 of at least 1 rollout servers")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(FleetTooSmall):
+            lose()
+        assert said == []
+        saved.newest = lambda: tmp_path
+        lose()
+    finally:
+        dist.destroy_process_group()
+    assert said[-1] == "stopped early after step 0, with a checkpoint"
 
 
 def test_a_server_that_got_no_prompt_before_training_is_still_to_be_compared() -> None:

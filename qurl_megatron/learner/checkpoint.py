@@ -61,6 +61,7 @@ from qurl_megatron.files import (
     append_lines,
     free_bytes,
     gigabytes,
+    lack_of_shared_memory,
     list_checkpoints,
     partial_of,
     rename_whole,
@@ -212,9 +213,10 @@ class Checkpoints:
             with megatron_runtime():
                 self._queue.maybe_finalize_async_calls(blocking=wait)
         except (CheckpointException, CheckpointingException, OSError) as error:
-            # torch's writer does not always report a full disk.
-            full = free_bytes(self._directory) < self._bytes
-            reason = "the disk is full" if full else " ".join(str(error).split())[-500:]
+            # torch's writer does not always report a full disk, nor Megatron why it has no queue.
+            full = "the disk is full" if free_bytes(self._directory) < self._bytes else ""
+            full = full or lack_of_shared_memory()
+            reason = full or " ".join(str(error).split())[-500:]
             raise CheckpointError(
                 f"a checkpoint was not written: {reason}; {self._last()}"
             ) from error

@@ -110,6 +110,7 @@ class Run:
 
         Raises:
             NothingScored: completions cannot be scored.
+            FleetTooSmall: too few servers are left, and there is nothing to save.
         """
         try:
             yield
@@ -119,7 +120,7 @@ class Run:
             newest = device.from_rank_zero(self.checkpoints.newest)
             if step and (newest is None or read_state(newest).step < step):
                 self.checkpoint(step, self.publisher.version, None, now=True)
-            if isinstance(loss, NothingScored):
+            if isinstance(loss, NothingScored) or not (step or newest):
                 self.checkpoints.poll(wait=True)
                 raise
             self.log.say(str(loss))

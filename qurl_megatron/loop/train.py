@@ -45,8 +45,10 @@ from qurl_megatron.loop.sampling import NothingScored
 from qurl_megatron.process import outlive_output
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
+from qurl_megatron.rollout.fleet import FleetTooSmall
 from qurl_megatron.rollout.roster import SERVERS_AT
 from qurl_megatron.weight_sync.export import export
+from qurl_megatron.weight_sync.link import PublishError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a file
 
@@ -163,7 +165,7 @@ def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
     except (NonFinite, NothingScored) as error:  # on every rank
         print(f"\nqurl: {error}: qurl resume {run_dir}", flush=True)
         return SAID_WHY
-    except WrongRollouts as error:  # on every rank
+    except (FleetTooSmall, PublishError, WrongRollouts) as error:  # on every rank
         print(f"\nqurl: {error}", flush=True)
         return SAID_WHY
     except (CheckpointError, OSError) as error:  # maybe on one rank only: others would wait

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import states_per_request, tokens_of_requests
-from qurl_megatron.files import gigabytes
+from qurl_megatron.files import LEAST_SHARED_BYTES, gigabytes, lack_of_shared_memory
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.planning.memory import (
@@ -151,6 +151,23 @@ def check_host(config: Config) -> None:
             f"learner: without a GPU, {ranks} learner ranks and {own} server ranks compute on "
             f"{cores} cores; give at most {MAX_PROCESSES_PER_CORE} a core"
         )
+
+
+def check_shared_memory(config: Config) -> None:
+    """Check that /dev/shm has room for a run's semaphores, and for weights that are shared there.
+
+    Raises:
+        ConfigError: it has too little.
+    """
+    needed = LEAST_SHARED_BYTES
+    if config.quantization.transport == "direct" and not device.num_gpus():
+        architecture = Architecture.from_directory(config.model)
+        for spec in server_specs(config):
+            ranks = spec.server.tensor_parallel_size
+            parts = server_weight_bytes(architecture, spec.weight_format, ranks, tuple(spec.keep))
+            needed += ranks * sum(parts.values()) if spec.set_name == "rollout" else 0
+    if problem := lack_of_shared_memory(needed):
+        raise ConfigError(problem)
 
 
 def check_workers(scoring_workers: int) -> None:

@@ -131,7 +131,7 @@ class Fleet:
         self._is_colocated = is_colocated
         self._say = say
         self._watching: Future[None] = Future()
-        self._last_loss = "none was started"
+        self.last_loss = "none was started"  # why the newest lost server was given up
         self._too_small_since: float | None = None
         self._num_listed = len(servers)  # in the rosters: they run, or will be started again
         self._members = {
@@ -179,7 +179,7 @@ class Fleet:
         if member.state == "lost":
             return
         self._change(member, "lost")
-        self._last_loss = f"server {self.set_name}_{member.index} was lost: {why}"
+        self.last_loss = f"server {self.set_name}_{member.index} was lost: {why}"
         # The log of a failed server follows the first line, which names it.
         reason = why.splitlines()[0].removesuffix(" ends:")
         retried = "; it was started elsewhere, so it is asked again until it answers"
@@ -279,9 +279,9 @@ class Fleet:
         number = len(self.members("serving", "joining"))
         few = f"{number} of at least {self._min_servers} {self.set_name} servers"
         if self._num_listed < self._min_servers:
-            raise FleetTooSmall(f"{few}, and no more will start; {self._last_loss}")
+            raise FleetTooSmall(f"{few}, and no more will start; {self.last_loss}")
         if time.monotonic() - since > self._patience_s:
-            raise FleetTooSmall(f"{few} for {self._patience_s:g} s; {self._last_loss}")
+            raise FleetTooSmall(f"{few} for {self._patience_s:g} s; {self.last_loss}")
 
     def _change(self, member: Member, state: State) -> None:
         assert state in TRANSITIONS[member.state], f"{member.state} to {state}"

@@ -15,6 +15,7 @@ The servers must be paused while ranks write.
 """
 
 import base64
+import errno
 import os
 import pickle
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from qurl_megatron.files import lack_of_shared_memory
 from qurl_megatron.quantization.checksum import Part, part_of_key
 from qurl_megatron.weight_sync.delta import Change
 
@@ -33,11 +35,17 @@ def describe(tensor: Tensor) -> str:
     On a CPU the tensor's storage moves to shared memory; tensors that share it move along. The
     memory has no name, only a file descriptor of this process, so nothing is left when both end.
     Neither uses torch's manager of shared memory, whose end would end the other.
+
+    Raises:
+        OSError: /dev/shm has no room for it. The kernel would end the process at the first write.
     """
     if tensor.is_cuda:
         described: object = reduce_tensor(tensor)[1]
     else:
-        descriptor, num_bytes = tensor.untyped_storage()._share_fd_cpu_()
+        storage = tensor.untyped_storage()
+        if not storage.is_shared() and (problem := lack_of_shared_memory(storage.nbytes())):
+            raise OSError(errno.ENOSPC, problem)
+        descriptor, num_bytes = storage._share_fd_cpu_()
         memory = f"/proc/{os.getpid()}/fd/{descriptor}", num_bytes
         layout = tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         described = memory, layout

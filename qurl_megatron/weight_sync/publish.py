@@ -136,6 +136,7 @@ class Publisher:
         # The version that the next delta changes: that of the codes which the converter keeps, or
         # of the last publish over a frozen base. None until a server was verified to hold it.
         self._base: int | None = None
+        self._has_served = False  # a server has held weights
 
     def publish(self) -> Published:
         """Send the current policy under the next version to all servers that answer.
@@ -295,4 +296,7 @@ class Publisher:
         wrong = [link.failure for link in links if isinstance(link.failure, PublishError)]
         if wrong and all(link.is_lost for link in links) and not num_servers:
             raise wrong[0]
+        if links and not num_servers and not self._has_served:  # the next ones would fail alike
+            raise PublishError(f"no server took the first weights: {self._fleet.last_loss}")
+        self._has_served |= num_servers > 0
         return num_servers
