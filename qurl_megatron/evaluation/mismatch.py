@@ -236,8 +236,8 @@ def measure(
         new = model.sample(
             prompts[start : start + size], options.max_completion_length, options.seed + start
         )
-        of_batches, kl = _compare(model, new, _batches(new), [()])
-        sampled, parts, without = sampled + new, parts + of_batches, [*without, kl[0]]
+        of_batches, (of_new,) = _compare(model, new, _batches(new), [()])
+        sampled, parts, without = sampled + new, parts + of_batches, [*without, of_new]
         start, size = start + size, min(2 * size, BATCH)
         number = sum(len(completion) for _, completion in sampled)
         mean = float(torch.cat(without).sum()) / number
