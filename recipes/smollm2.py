@@ -28,7 +28,7 @@ from qurl_megatron.recipes import grpo
 def recipe() -> Config:
     from qurl_megatron import device
 
-    server = ServerConfig(mem_fraction_static=0.3, max_running_requests=64)
+    server = ServerConfig(mem_fraction_static=0.3, max_running_requests=64, max_total_tokens=8192)
     config = grpo.recipe()
     config.model_builder = "qurl_megatron.model.smollm2:write"
     config.data = "reasoning_gym:basic_arithmetic"
@@ -48,7 +48,7 @@ def recipe() -> Config:
         # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.
         data_parallel_size=1 if device.num_gpus() == 1 else 2,
         dtype="float32",
-        micro_batch_size=16,
+        micro_batch_size=8,
     )
     config.optimizer.learning_rate, config.optimizer.warmup_steps = 2e-5, 4
     config.objective.kl_coefficient = 0.0
