@@ -135,7 +135,9 @@ def test_a_message_is_read_as_openais_clients_send_it() -> None:
             "content has a part that is not text, of type image_url",
         ),
         ({**USER, "content": ["hi"]}, "a part that is not text, of type str"),
-        ({**USER, "function_call": {"name": "look"}}, "write it as tool_calls"),
+        ({**USER, "function_call": {"name": "look"}}, "has function_call; give tool_calls"),
+        ({**USER, "tools": [TOOL]}, "has tools; give tools beside the messages"),
+        ({**USER, "content": [{"type": "thinking", "text": "hm"}]}, "of type thinking"),
         ({**USER, "tool_calls": 7}, "tool_calls is a int"),
         ({**USER, "tool_calls": [{}]}, "a call without the name of a function"),
         (

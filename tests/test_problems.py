@@ -578,7 +578,9 @@ def test_tools_calls_and_their_results_are_read_in_the_form_of_templates(tmp_pat
     function = {"name": "add", "arguments": {}}
     calls = [{"type": "function", "function": function}]
     read_call = {"role": "assistant", "content": "", "tool_calls": calls}
-    for tools in ([TOOL], json.dumps([TOOL])):
+    with pytest.raises(DataError, match="line 1: has functions; give them as tools"):
+        read(tmp_path, {**GOOD, "functions": [TOOL["function"]]})
+    for tools in ([TOOL], json.dumps([TOOL]), TOOL):
         entry = {"messages": [USER, CALL, RESULT, ASSISTANT], "tools": tools}
         for problem in read_in_both_formats(tmp_path, entry):
             assert problem.messages == [USER, read_call, RESULT]
@@ -596,6 +598,7 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": "x"}}
     [
         ({"question": "3 + 3?", "images": [FILE]}, "has the field images"),
         ({"question": "3 + 3?", "drawing": FILE}, "has the field drawing"),
+        ({"question": "3 + 3?", "jpg": b"\xff\xd8"}, "has the field jpg"),
         ({"question": "3 + 3?", "image_url": "https://a.b/c.png"}, "has the field image_url"),
         ({"messages": [{**USER, "images": ["a.png"]}]}, r"messages\[0\] has the field images"),
         ({"messages": [{**USER, "content": [*PARTS, IMAGE]}]}, r"messages\[0\].content has an im"),

@@ -291,7 +291,7 @@ def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_el
 
 
 def test_a_system_message_without_text_does_not_count_as_one(tmp_path: Path) -> None:
-    nothing: list[Any] = ["", None, []]
+    nothing: list[Any] = [" \n", None, [{"type": "text", "text": ""}]]
     none = [{"role": "system", "content": content} for content in nothing]
     own = [{"role": role, "content": "Own."} for role in ("system", "developer")]
     entries = [{**VERL, "prompt": [each, *CHAT], "answer": "1"} for each in (*none, *own)]

@@ -602,6 +602,8 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if not isinstance(metadata, dict | None):
         raise DataError(f"metadata is a {type(metadata).__name__}; expected an object")
     tools = _tools(entry.get("tools"))
+    if any("parameters" in each for each in _tools(entry.get("functions")) or []):
+        raise DataError("has functions; give them as tools")
     columns: dict[str, Any] = {}
     if fields.for_function:  # a conversation is given without its answer
         columns = {**entry, "prompt": messages} if isinstance(asked, list) else entry
@@ -698,24 +700,25 @@ def _message(message: dict[str, Any], field: str, ignores_media: bool) -> dict[s
     except ValueError as error:
         raise DataError(f"{field}: {error}") from None
     may_be_empty = role in ("system", "developer", "tool") or "tool_calls" in message
-    if message["content"] or not may_be_empty:
+    if message["content"].strip() or not may_be_empty:
         message["content"] = _text(message["content"], f"{field}.content")
     return message
 
 
 _TEXT_ONLY = "the policy reads text only; ignore_media=true leaves images, audio and video out"
-_MEDIA = re.compile(r"(input_)?(image|audio|video)s?(_(url|path|file|\d+))?")
+_MEDIA = re.compile(r"(input_)?(image|img|picture|audio|video)s?_?\d*(_(url|path|file|base64)s?)?")
 
 
 def _media(fields: dict[str, Any]) -> str:
     """Return the field of an entry, message or part that is an image, audio or video.
 
-    Its name says so, or its value is a file as the library `datasets` keeps it. A part of a message
-    says it in its `type`. Empty: there is none.
+    Its name says so, or its value: bytes, or a file as the library `datasets` keeps it. A part of a
+    message says it in its `type`. Empty: there is none.
     """
     for name, value in fields.items():
         first = value[0] if isinstance(value, list) and value else value
-        is_file = isinstance(first, dict) and first.keys() == {"bytes", "path"}
+        is_file = isinstance(first, bytes)
+        is_file |= isinstance(first, dict) and first.keys() == {"bytes", "path"}
         is_media = value and isinstance(value, str | list | dict) and _MEDIA.fullmatch(name)
         if is_file or is_media:
             return name
@@ -724,12 +727,13 @@ def _media(fields: dict[str, Any]) -> str:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools of an entry: a list of objects, or its JSON; None for anything else."""
+    """Return the tools of an entry: objects, or their JSON; None for anything else."""
     if isinstance(value, str):
         try:
             value = _from_json(value, "tools", "a list of objects")
         except DataError:
             return None
+    value = [value] if isinstance(value, dict) else value
     is_tools = isinstance(value, list) and value and all(isinstance(tool, dict) for tool in value)
     return _without_none(value) if is_tools else None
 

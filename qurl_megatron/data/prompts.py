@@ -120,7 +120,7 @@ def tokenize(
     for problem in source.problems:
         messages = problem.messages
         orders = [each for each in messages if each["role"] in ("system", "developer")]
-        has_own = any(each["content"] for each in orders)
+        has_own = any(each["content"].strip() for each in orders)
         if system_prompt and not has_own:
             others = [each for each in messages if each not in orders]
             messages = [{"role": "system", "content": system_prompt}, *others]

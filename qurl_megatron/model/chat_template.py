@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
+_TEXTS = ("text", "input_text", "output_text")  # types of parts
 _MARK = "Zq{}qZ"  # letters and digits, which no template changes
 _ASKED: Message = {"role": "user", "content": "a question"}
 _ORDERED: Message = {"role": "developer", "content": "an order"}
@@ -52,8 +53,9 @@ def read_message(message: Message) -> Message:
     for field in ("role", "content"):
         if not isinstance(read.get(field), str):
             raise ValueError(f"{field} is a {type(read.get(field)).__name__}; expected a text")
-    if "function_call" in read:
-        raise ValueError("has a function_call; write it as tool_calls")
+    for old, instead in (("function_call", "tool_calls"), ("tools", "tools beside the messages")):
+        if read.get(old):
+            raise ValueError(f"a message has {old}; give {instead}")
     calls = read.pop("tool_calls", None)
     if calls and not isinstance(calls, list):
         raise ValueError(f"tool_calls is a {type(calls).__name__}; expected a list of calls")
@@ -64,7 +66,7 @@ def read_message(message: Message) -> Message:
 
 def _text(part: Any) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    if not isinstance(part, dict) or not isinstance(part.get("text"), str) or "text" not in kind:
+    if kind not in _TEXTS or not isinstance(part.get("text"), str):
         raise ValueError(f"content has a part that is not text, of type {kind}")
     return str(part["text"])
 
@@ -108,7 +110,9 @@ def render(
     """
     form = _form(tokenizer)
     if left_out := _left_out(tokenizer, messages, tools, form):
-        raise TemplateError(f"the chat template leaves out {left_out}")
+        raise TemplateError(
+            f"the chat template leaves out {left_out}; it must know all roles and tools"
+        )
     return _written(tokenizer, messages, tools, form, opens)
 
 
@@ -196,8 +200,8 @@ def _marked(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tup
     for message in messages:
         role, content = message["role"], message["content"]
         if content and not content.isspace():
-            text = f"a message of role {role!r}, {content[:40]!r}; use roles that it writes"
-            message = {**message, "content": mark(text)}
+            text = mark(f"a message of role {role!r}, {content[:40]!r}")
+            message = {**message, "content": text}
         if "tool_calls" in message:
             calls = [
                 marked(call, f"the call by role {role!r} of") for call in message["tool_calls"]
