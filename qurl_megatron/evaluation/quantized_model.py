@@ -150,7 +150,8 @@ class Float32Head(torch.nn.Module):
 class QuantizedModel:
     """A causal language model with a switch for each linear layer.
 
-    `groups` has the names of the layers that a server holds as one. All logits are over the
+    `layers` has the linear layers by name, and `groups` the names of the layers that a server holds
+    as one. All logits are over the
     temperature, as those of a run are, so samples are drawn at it too.
     """
 
@@ -167,8 +168,8 @@ class QuantizedModel:
         architecture = Architecture.from_directory(directory)
         # transformers' types do not fit each other.
         model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-        self._model = model.to(device()).eval()
-        self._model.generation_config = GenerationConfig(
+        self.model = model.to(device()).eval()
+        self.model.generation_config = GenerationConfig(
             do_sample=True,
             top_k=0,
             eos_token_id=stop_token_ids,
@@ -178,38 +179,38 @@ class QuantizedModel:
         self.names = [name for group in self.groups for name in group]
         if architecture.num_experts:
             for number in range(architecture.num_layers):
-                block = self._model.get_submodule(f"model.layers.{number}.mlp")
+                block = self.model.get_submodule(f"model.layers.{number}.mlp")
                 block.experts = Experts(block.experts, weight_format)
         if hybrid := architecture.delta_net:
             sizes = {"query": hybrid.keys, "key": hybrid.keys, "value": hybrid.values}
-            for block in self._model.model.layers:
+            for block in self.model.model.layers:
                 if (mixer := getattr(block, "linear_attn", None)) is not None:
                     mixer.in_proj_qkv = Parts(mixer.in_proj_qkv.weight, sizes, weight_format)
-        self._layers: dict[str, SwitchedLinear] = {}
+        self.layers: dict[str, SwitchedLinear] = {}
         for name in self.names:
-            layer = self._model.get_submodule(name.replace(":", "."))
+            layer = self.model.get_submodule(name.replace(":", "."))
             if not isinstance(layer, SwitchedLinear):
                 parent, _, last = name.rpartition(".")
                 layer = SwitchedLinear(layer.weight, layer.bias, weight_format)
-                setattr(self._model.get_submodule(parent), last, layer)
-            self._layers[name] = layer
-        method = self._layers[self.names[0]].method
+                setattr(self.model.get_submodule(parent), last, layer)
+            self.layers[name] = layer
+        method = self.layers[self.names[0]].method
         code_dtype = method.code_dtype if method.quantizes_activations else None
         self.meters = [ActivationMeter(code_dtype) for _ in self.groups]
         for group, meter in zip(self.groups, self.meters, strict=True):
-            first_layer = self._model.get_submodule(module_of(group[0]))
+            first_layer = self.model.get_submodule(module_of(group[0]))
             first_layer.register_forward_pre_hook(functools.partial(self._measure, meter))
-        self._model.lm_head = Float32Head(self._model.lm_head.weight.detach(), temperature)
+        self.model.lm_head = Float32Head(self.model.lm_head.weight.detach(), temperature)
 
     def added_bytes(self, group: Sequence[str]) -> int:
         """Return by how much a server's weights grow if these layers stay in BF16."""
-        layers = [self._layers[name] for name in group]
+        layers = [self.layers[name] for name in group]
         return sum(x.weight.nbytes - x.codes.nbytes - x.scale.nbytes for x in layers)
 
     def _switch(self, kept: Sequence[str], measures: bool) -> None:
         """Choose the layers that are computed in BF16, and whether inputs are measured."""
         exact = set(kept)
-        for name, layer in self._layers.items():
+        for name, layer in self.layers.items():
             layer.is_quantized = name not in exact
         self._measures = measures
 
@@ -218,19 +219,24 @@ class QuantizedModel:
             meter.add(inputs[0].flatten(0, -2))
 
     @torch.inference_mode()
-    def sample(self, prompts: Sequence[Prompt], length: int, seed: int) -> list[Sampled]:
-        """Sample one completion to each prompt, of at most `length` tokens."""
-        self._switch(kept=(), measures=False)
+    def sample(
+        self, prompts: Sequence[Prompt], length: int, seed: int, kept: Sequence[str] = ()
+    ) -> list[Sampled]:
+        """Sample one completion to each prompt, of at most `length` tokens.
+
+        The layers of the names `kept` are computed in BF16.
+        """
+        self._switch(kept, measures=False)
         torch.manual_seed(seed)
         # Padding goes on the left, so that all completions begin at the same position.
         longest = max(len(prompt.token_ids) for prompt in prompts)
         rows = [[0] * (longest - len(prompt.token_ids)) + prompt.token_ids for prompt in prompts]
         widths = torch.tensor([len(prompt.token_ids) for prompt in prompts], device=device())
         mask = torch.arange(longest, device=device()) >= longest - widths[:, None]
-        sampled = self._model.generate(
+        sampled = self.model.generate(
             torch.tensor(rows, device=device()), attention_mask=mask.long(), max_new_tokens=length
         )
-        ends = set(self._model.generation_config.eos_token_id)
+        ends = set(self.model.generation_config.eos_token_id)
         sequences = []
         for prompt, row in zip(prompts, sampled[:, longest:].tolist(), strict=True):
             end = next((index for index, token in enumerate(row) if token in ends), len(row) - 1)
@@ -249,5 +255,5 @@ class QuantizedModel:
         self._switch(kept, measures)
         tokens = torch.tensor([prompt + completion for prompt, completion in sequences])
         positions = len(sequences[0][1]) + 1
-        out = self._model(tokens.to(device()), logits_to_keep=positions, use_cache=False)
+        out = self.model(tokens.to(device()), logits_to_keep=positions, use_cache=False)
         return out.logits[:, :-1].float()

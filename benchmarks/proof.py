@@ -1,0 +1,235 @@
+"""Does a run's proof let right servers pass, and does it find wrong ones?
+
+    python -m benchmarks.proof MODEL --formats int8 fp8 int4-g32 bf16 --temperatures 0.6 1.0
+
+MODEL is a Hugging Face directory; without one it is SmolLM2-135M-Instruct from its package. A twin
+of a server draws the tokens: transformers' model, whose linear layers compute what a server's do
+(`qurl_megatron/evaluation/quantized_model.py`). The learner scores them as a run does before it
+trains. Each row is one kind of server:
+
+    right         nothing is wrong
+    warm, cold    draws at a temperature of 5/3 or 3/5 of the run's
+    raw           reports log-probs without the temperature
+    uaq           multiplies norms by 1.5, as UAQ does, but has the weights as they were
+    stale         one block never received its weights
+    swapped       gate and up of each block have each other's scales
+
+It prints the mean difference of log-probs, measured and as the learner predicts it, the mean of
+proximal / behaviour, by how much tokens are likelier than they should be, and the verdict.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from benchmarks import machine
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch, evidence
+from qurl_megatron.config.schema import (
+    FormatName,
+    LearnerConfig,
+    OptimizerConfig,
+    ServerConfig,
+    WeightFormat,
+)
+from qurl_megatron.quantization.activations import activation_dtype
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server differs from a right one."""
+
+    drawn_at: float = 1.0  # over the run's temperature
+    is_raw: bool = False
+    change: Callable[[Any], None] = lambda twin: None
+
+
+def _scale_norms(twin: Any) -> None:
+    for name, parameter in twin.model.named_parameters():
+        if name.endswith("layernorm.weight"):
+            parameter.data *= 1.5
+
+
+def _empty_a_block(twin: Any) -> None:
+    blocks = sorted({name.split(".")[2] for name in twin.layers}, key=int)
+    for name, layer in twin.layers.items():
+        if name.split(".")[2] == blocks[len(blocks) // 2]:
+            layer.codes, layer.scale = torch.zeros_like(layer.codes), torch.ones_like(layer.scale)
+
+
+def _swap_scales(twin: Any) -> None:
+    for name, gate in twin.layers.items():
+        if name.endswith("gate_proj"):
+            up = twin.layers[name.replace("gate_proj", "up_proj")]
+            gate.scale, up.scale = up.scale, gate.scale
+
+
+SERVERS = {
+    "right": Server(),
+    "warm": Server(drawn_at=5 / 3),
+    "cold": Server(drawn_at=3 / 5),
+    "raw": Server(is_raw=True),
+    "uaq": Server(change=_scale_norms),
+    "stale": Server(change=_empty_a_block),
+    "swapped": Server(change=_swap_scales),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a proof finds of one server."""
+
+    sums: dict[str, float]
+    why: str = ""  # empty: the servers sample the policy
+
+    def mean(self, name: str) -> float:
+        """Return the mean of one of the `evidence`."""
+        return self.sums[name] / self.sums["tokens"]
+
+
+def sampled(
+    model: Path,
+    weight_format: WeightFormat,
+    server: Server,
+    prompts: Sequence[Prompt],
+    *,
+    length: int,
+    temperature: float,
+    stop_token_ids: list[int],
+) -> TrainBatch:
+    """Return one completion to each prompt, with the log-probs that a server reports."""
+    from qurl_megatron.evaluation.quantized_model import QuantizedModel
+
+    is_exact = weight_format == "bf16"
+    drawn_at = temperature * server.drawn_at
+    codes = "int8" if is_exact else weight_format
+    twin = QuantizedModel(model, codes, stop_token_ids, drawn_at)
+    kept = twin.names if is_exact else []
+    server.change(twin)
+    groups = []
+    for prompt, sequence in zip(prompts, twin.sample(prompts, length, 0, kept), strict=True):
+        logits = twin.logits([sequence], kept)[0] * (drawn_at if server.is_raw else 1.0)
+        ids = sequence[1]
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None].to(logits.device))
+        completion = Completion(ids, logprobs.flatten().tolist(), "", False, [1] * len(ids))
+        groups.append(RolloutGroup(prompt, [completion], [0.0]))
+    return pack(groups).only("behaviour_logprobs")
+
+
+def verdicts(
+    model: Path,
+    weight_format: WeightFormat,
+    kinds: Sequence[str],
+    prompts: Sequence[Prompt],
+    *,
+    length: int = 24,
+    temperature: float = 0.6,
+    stop_token_ids: list[int],
+) -> Iterator[Verdict]:
+    """Yield what the proof finds of each kind of server. On one learner rank."""
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.weight_sync.reshard import Converter
+
+    learner = Learner(model, LearnerConfig(dtype="float32"), OptimizerConfig())
+    converter = Converter(learner, weight_format, 2**26)
+    for kind in kinds:
+        share = learner.share(
+            sampled(
+                model,
+                weight_format,
+                SERVERS[kind],
+                prompts,
+                length=length,
+                temperature=temperature,
+                stop_token_ids=stop_token_ids,
+            )
+        )
+        learner.score(share, ["proximal_logprobs"], temperature=temperature)
+        with learner.as_served(converter, ServerConfig()):
+            learner.score(share, ["predicted_logprobs", "entropy"], temperature=temperature)
+        sums = learner.measure(share, evidence)
+        try:
+            check_mismatch(
+                "rollout",
+                cast(FormatName, weight_format.removesuffix("-g32")),
+                sums,
+                quantizes_activations=activation_dtype(weight_format) is not None,
+                has_experts=learner.architecture.num_experts > 0,
+            )
+        except WrongRollouts as wrong:
+            yield Verdict(sums, str(wrong))
+        else:
+            yield Verdict(sums)
+    learner.close()
+
+
+def prompts_of(model: Path, number: int) -> list[Prompt]:
+    """Return small sums as chat prompts."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    texts = [f"What is {7 * n % 13} plus {5 * n % 11}? Explain." for n in range(number)]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    ids = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
+    return [
+        Prompt(str(n), text, "", list(each["input_ids"]))
+        for n, (each, text) in enumerate(zip(ids, texts, strict=True))
+    ]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the table, on one learner rank."""
+    from qurl_megatron.model.architecture import Architecture
+    from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
+
+    model: Path = arguments.model
+    prompts = prompts_of(model, arguments.prompts)
+    ends = stop_token_ids(Architecture.from_directory(model), load_tokenizer(model))
+    print("format    T   server   tokens  measured  predicted   ratio  surprise  verdict")
+    for weight_format in arguments.formats:
+        for temperature in arguments.temperatures:
+            found = verdicts(
+                model,
+                weight_format,
+                arguments.servers,
+                prompts,
+                length=arguments.length,
+                temperature=temperature,
+                stop_token_ids=ends,
+            )
+            for kind, verdict in zip(arguments.servers, found, strict=True):
+                means = [verdict.mean(n) for n in ("difference", "predicted", "ratio", "surprise")]
+                print(
+                    f"{weight_format:8} {temperature:3} {kind:8} {verdict.sums['tokens']:6.0f} "
+                    f"{means[0]:9.2e} {means[1]:10.2e} {1 + means[2]:7.3f} {means[3]:9.3f}  "
+                    f"{'wrong' if verdict.why else 'right'}",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    parser = machine.parser(__doc__)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--formats", nargs="+", default=["int8"])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6])
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--length", type=int, default=32)
+    arguments = parser.parse_args()
+    machine.print_machine("torch", "transformers", "megatron-core")
+    with tempfile.TemporaryDirectory() as directory:
+        if not arguments.model:
+            from qurl_megatron.model import smollm2
+
+            arguments.model = Path(directory)
+            smollm2.write(arguments.model)
+        machine.run_ranks(run, 1, arguments)
+
+
+if __name__ == "__main__":
+    main()

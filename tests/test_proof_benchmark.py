@@ -1,0 +1,78 @@
+"""Right servers pass the proof and wrong ones do not: on tiny models, and on a real one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.proof import SERVERS, Verdict, prompts_of, verdicts
+from distributed import run_ranks
+from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.schema import WeightFormat
+from tiny import EOS_TOKEN_ID, build_tiny_model
+
+
+def found(
+    model: Path, formats: list[WeightFormat], kinds: list[str], temperatures: list[float]
+) -> dict[tuple[str, float, str], Verdict]:
+    """Return the verdict by format, temperature and kind of server."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = [
+        Prompt(str(n), "", "", torch.randint(2, 200, (6,), generator=generator).tolist())
+        for n in range(24)
+    ]
+    return {
+        (weight_format, temperature, kind): verdict
+        for weight_format in formats
+        for temperature in temperatures
+        for kind, verdict in zip(
+            kinds,
+            verdicts(
+                model,
+                weight_format,
+                kinds,
+                prompts,
+                temperature=temperature,
+                stop_token_ids=[EOS_TOKEN_ID],
+            ),
+            strict=True,
+        )
+    }
+
+
+def test_a_tiny_model(tmp_path: Path) -> None:
+    model = build_tiny_model(
+        tmp_path / "model", "llama", intermediate_size=128, num_hidden_layers=3
+    )
+    weights = load_file(model / "model.safetensors")
+    for name, weight in weights.items():
+        weight *= 3 if "up_proj" in name else 1  # else the scales of gate and up are nearly equal
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    (of_codes,) = run_ranks(found, 1, model, ["int8", "int4-g32"], [*SERVERS], [0.6])
+    others = ["right", "warm", "raw"]
+    (of_others,) = run_ranks(found, 1, model, ["fp8", "bf16"], others, [0.6])
+    for case, verdict in (of_codes | of_others).items():
+        assert bool(verdict.why) == ("right" not in case), case
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
+def test_experts_and_hybrids_that_are_right(tmp_path: Path, family: str) -> None:
+    model = build_tiny_model(tmp_path / "model", family)  # type: ignore[arg-type]
+    (by_kind,) = run_ranks(found, 1, model, ["int8", "fp8"], ["right", "warm"], [1.0])
+    for (_, _, kind), verdict in by_kind.items():
+        assert bool(verdict.why) == (kind == "warm"), verdict
+
+
+def of_smollm2(model: Path) -> list[Verdict]:
+    kinds, prompts = ["right", "raw", "uaq"], prompts_of(model, 8)
+    return list(verdicts(model, "int8", kinds, prompts, stop_token_ids=[2]))
+
+
+def test_a_real_model(smollm2_dir: Path) -> None:
+    """INT8 moves a token of it by 0.2 nats, and a toy's by 0.01."""
+    ((right, raw, uaq),) = run_ranks(of_smollm2, 1, smollm2_dir, timeout_s=600)
+    assert not right.why, right
+    assert 0.5 < right.mean("difference") / right.mean("predicted") < 1.5
+    assert 0.05 < right.mean("difference")
+    assert raw.why and uaq.why
