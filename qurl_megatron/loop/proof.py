@@ -20,10 +20,13 @@ from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.sampling import NothingScored, failures_of, settings_of
 from qurl_megatron.quantization.activations import activation_dtype
+from qurl_megatron.report.console import KL
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Member
 from qurl_megatron.weight_sync.publish import Publisher
+
+LARGE = 1e-2  # KL(behaviour, proximal), in nats a token, from which a run explains it
 
 
 def statistics_of(sums: dict[str, float]) -> dict[str, float]:
@@ -95,6 +98,18 @@ class Proof:
             if not self._config.rollout.accept_mismatch:
                 raise
             self._log.say(f"warning: {wrong}")
+            return
+        statistics = statistics_of(sums)
+        kl, predicted = statistics[KL], statistics[f"predicted_{KL}"]
+        text = (
+            f"{name} servers: KL(behaviour, proximal) is {kl:.1e}, and {predicted:.1e} was expected"
+        )
+        if name == "rollout" and kl > LARGE:
+            text += (
+                f". That is {format}'s own distance on this model, which every objective but naive "
+                "corrects for; `qurl mismatch` names layers to keep in BF16, which make it smaller"
+            )
+        self._log.say(text)
 
     def _measure(
         self, name: str, sample: Callable[[RolloutClient], list[RolloutGroup]]

@@ -17,7 +17,6 @@ SHORT = [
     "rollout.prompts_per_step=4",
     "rollout.completions_per_prompt=2",
     "rollout.max_completion_length=8",
-    "rollout.accept_mismatch=true",
     "evaluation.problems=0",
     "checkpoint.every_steps=0",
     "optimizer.learning_rate=1e-4",
@@ -61,8 +60,13 @@ def test_the_trained_model_has_the_same_tensors_and_tokens(trained: Command) -> 
     model, final = trained.run_dir / "model", trained.run_dir / "final_model"
     before, after = (weights_of(directory) for directory in (model, final))
     assert before.keys() == after.keys() and len(before) == 272
-    changes = [float((after[name].float() - before[name].float()).abs().max()) for name in before]
-    assert 0 < max(changes) < 0.01  # four updates at a rate of 1e-4
+    num_moved = 0
+    for name, weight in before.items():
+        # Two updates at a rate of 1e-4, and a BF16 number may be the next one above or below.
+        moved = (after[name].float() - weight.float()).abs()
+        assert (moved <= 1e-3 + weight.float().abs() / 128).all()
+        num_moved += int(moved.count_nonzero())
+    assert num_moved
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (model / name).read_bytes() == (final / name).read_bytes()
 
