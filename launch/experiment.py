@@ -9,8 +9,6 @@ that this process gets the signal before the time limit.
 import contextlib
 import csv
 import dataclasses
-import errno
-import hashlib
 import itertools
 import os
 import re
@@ -19,21 +17,21 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.metadata import distribution
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 
-import qurl_megatron
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.launch.code_copy import LOGS, PACKAGE, keep_code, own_words, place_of, read_code
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import found_words, prepare_new, prepare_resume_or_new, sources
 from qurl_megatron.launch.recipe import default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s
-from qurl_megatron.launch.status import owner_of, slurm_jobs
+from qurl_megatron.launch.status import JOB_SCRIPT, owner_of, slurm_jobs
 from qurl_megatron.model import hub
 from qurl_megatron.planning.gpus import H100, node_of
 from qurl_megatron.planning.job import idle_gpus, objections
@@ -41,10 +39,27 @@ from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
 SIGNAL_LEAD_S = 600  # from Slurm's signal to the time limit, for a job whose own clock failed
-PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 SINFO_TIMEOUT_S = 10.0
-LOGS = "logs"  # of jobs, below the directory that they are submitted from
 OUTPUT = f"{LOGS}/%x-%j.out"
+# Why a script asks for what an administrator may wonder at.
+REASONS = {
+    "comment": "`qurl status` finds the job by it.",
+    "ntasks-per-node": "A supervisor starts all else on its node.",
+    "requeue": "A requeued job resumes the run.",
+    "no-kill": "The run goes on without a lost node of servers only.",
+    "open-mode": "A requeued job goes on in the same log.",
+    "signal": "The batch process then saves, ends with code 75 and requeues the job.",
+    "chdir": "Paths are relative to it, from wherever the script is submitted.",
+    "exclusive": "Whole nodes; --sbatch exclusive=false shares them.",
+    "mem": "All memory of a node; the cluster's default may be a few gigabytes.",
+}
+GPU_OPTIONS = ("gres", "gpus", "gpus-per-task", "gpus-per-socket", "tres-per-node")
+# Options that clusters may require, and sbatch's variables that stand for them.
+DEFAULTS = {
+    "time": "SBATCH_TIMELIMIT",
+    "account": "SBATCH_ACCOUNT",
+    "partition": "SBATCH_PARTITION",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +162,14 @@ def launch(
 
 def launch_jobs(jobs: Sequence[Job], options: JobOptions, *, dry_run: bool) -> int:
     """Submit jobs, or print their scripts; print what their plans say against them."""
-    code = read_code()
+    code = read_code(job.config for job in jobs)
     place = place_of(code)
-    scripts = {
-        str(job.config.run_dir): job_script(job.config, job.words, options, place) for job in jobs
-    }
+    scripts = {}
+    for job in jobs:
+        own = own_words(job.config, place)
+        config = with_overrides(job.config, own)
+        scripts[str(config.run_dir)] = job_script(config, [*job.words, *own], options, place)
+    say_defaults(options)
     node = node_of(options.gpu, options.gpus_per_node)
     for job in jobs:
         limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
@@ -237,48 +255,6 @@ def check_unused(run_dir: Path) -> None:
         )
 
 
-def read_code() -> dict[Path, bytes]:
-    """Return the files of the package, and of the metadata by which SGLang finds the plugin."""
-    found = {}
-    for directory, _, names in os.walk(PACKAGE, followlinks=True):
-        if Path(directory).name != "__pycache__":
-            for name in names:
-                path = Path(directory, name)
-                found[path.relative_to(PACKAGE.parent)] = path
-    for file in distribution("qurl-megatron").files or ():
-        if file.parts[0].endswith((".dist-info", ".egg-info")):  # the latter in a checkout
-            found[Path(file)] = Path(str(file.locate()))
-    return {file: found[file].read_bytes() for file in sorted(found)}
-
-
-def place_of(code: Mapping[Path, bytes]) -> Path:
-    """Return the directory for a copy of the code, which jobs of the same code share.
-
-    So a job that waits in the queue, or is requeued, runs what was submitted.
-    """
-    content = hashlib.sha256()
-    for file, data in code.items():
-        content.update(str(file).encode() + data)
-    return Path(LOGS).absolute() / f"code_{content.hexdigest()[:12]}"
-
-
-def keep_code(code: Mapping[Path, bytes], place: Path) -> None:
-    """Write a copy of the code, unless there is one."""
-    if place.exists():
-        return
-    unfinished = Path(tempfile.mkdtemp(dir=place.parent))
-    try:
-        for file, data in code.items():
-            (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
-            (unfinished / file).write_bytes(data)
-        unfinished.rename(place)
-        place.chmod(0o755)  # mkdtemp has made it private
-    except OSError as error:
-        shutil.rmtree(unfinished)
-        if error.errno != errno.ENOTEMPTY:  # another launch was faster
-            raise
-
-
 def job_script(
     config: Config, words: Sequence[str], options: JobOptions, code: Path = PACKAGE.parent
 ) -> str:
@@ -305,26 +281,33 @@ def job_script(
         groups = [(len(learner) + len(rollout), options.gpus_per_node)]
     # Where Slurm counts no GPUs, a job has those of its whole nodes.
     uncounted = {} if has_gpu_gres else {"QURL_GPUS_PER_NODE": options.gpus_per_node}
-    lines = ["#!/bin/bash"]
+    run_dir = config.run_dir.absolute()
+    lines = _header(
+        f"run {run_dir}, recipe {words[0]}",
+        f"sbatch {shlex.quote(str(run_dir / JOB_SCRIPT))}, or the same `qurl launch`",
+        "after saving a checkpoint",
+    )
     for number, (num_nodes, gpus) in enumerate(groups):
         asked: dict[str, object] = {
             "job-name": f"qurl.{config.name}",
-            "comment": config.run_dir.absolute(),  # `qurl status` finds the job by it
+            "comment": run_dir,
             "nodes": num_nodes,
             "gpus-per-node": gpus if has_gpu_gres else False,
             "ntasks-per-node": 1,
             "requeue": True,
-            "no-kill": True,  # the run goes on without a lost rollout node
+            "no-kill": True,
             "open-mode": "append",
-            # B: to the batch process only. A short job gets it at half its time.
+            # A short job gets it at half its time.
             "signal": f"B:USR1@{min(SIGNAL_LEAD_S, _limit_s(options) / 2):.0f}",
         }
         nodes = str(options.sbatch.get("nodes"))
         if nodes.isdecimal() and int(nodes) < num_nodes:
             raise ConfigError(f"nodes={nodes}: too few; the run takes {num_nodes} of them")
         lines += ["#SBATCH hetjob"] if number else []
-        lines += _sbatch_lines(asked, options)
+        of_group = _sbatch_lines(asked, options)
+        lines += [line for line in of_group if line.startswith("#SBATCH") or not number]
     missing = shlex.quote(f"qurl: {code} is missing; launch the run again")
+    lines += ["# The job runs the code as it was submitted."]
     lines += [f"test -d {shlex.quote(str(code))} || {{ echo {missing} >&2; exit 2; }}"]
     lines += _first_lines(options)
     # Else Python would prefer the working directory, which may be a checkout.
@@ -398,18 +381,67 @@ def _limit_s(options: JobOptions) -> float:
     return float("inf")
 
 
+def _header(what: str, again: str, how_cancelled: str) -> list[str]:
+    """Return the first lines of a script, for who reads it."""
+    lines = [
+        f"# Made by qurl-megatron {version('qurl-megatron')}: {what}",
+        f"# To run or resume it: {again}",
+        f"# To end it {how_cancelled}: scancel JOB",
+    ]
+    return ["#!/bin/bash", *(line if line.isprintable() else ascii(line)[1:-1] for line in lines)]
+
+
 def _sbatch_lines(asked: Mapping[str, object], options: JobOptions) -> list[str]:
-    """Return the lines of a group of nodes; a given option replaces what the run asks for."""
-    everywhere = {
-        "chdir": Path.cwd(),  # paths are relative to it, from wherever the script is submitted
-        "exclusive": True,
-        "mem": 0,  # all of a node's; a cluster's default may be a few gigabytes
-        "output": OUTPUT,
-    }
+    """Return the lines of a group of nodes; a given option replaces what the run asks for.
+
+    Raises:
+        ConfigError: an option is malformed, or asks for GPUs beside the run's own request.
+    """
     given = {name: value for name, value in options.sbatch.items() if value is not None}
     named = {name.replace("_", "-"): value for name, value in given.items()}
+    takes_whole = named.get("exclusive", True) is not False
+    everywhere = {
+        "chdir": Path.cwd(),
+        "exclusive": True,
+        "mem": 0 if takes_whole else False,
+        "output": OUTPUT,
+    }
     chosen = everywhere | dict(asked) | named
-    return [_sbatch_line(name, value) for name, value in chosen.items() if value is not False]
+    number = str(chosen.get("gpus-per-node")).rpartition(":")[2]
+    for name, value in named.items() if number.isdecimal() else ():
+        counts_gpus = name.startswith("gpus") or "gpu" in str(value)
+        if name == "gpus-per-node" and asked[name] and number != str(asked[name]):
+            raise ConfigError(f"{name}={value}: the run is laid out for --gpus-per-node, set that")
+        if name in GPU_OPTIONS and counts_gpus:
+            raise ConfigError(
+                f"{name}={value}: the job asks for --gpus-per-node={number}; leave {name} out, or "
+                "add --sbatch gpus-per-node=false"
+            )
+    lines = []
+    for name, value in chosen.items():
+        if value is not False:
+            lines += [f"# {REASONS[name]}"] if name in REASONS and name not in named else []
+            lines.append(_sbatch_line(name, value))
+    return lines
+
+
+def say_defaults(options: JobOptions) -> None:
+    """Print which usual options of sbatch are missing, and what a job without whole nodes lacks."""
+    given = {name for name, value in options.sbatch.items() if value not in (None, False)}
+    missing = [
+        f"--{name}"
+        for name, variable in DEFAULTS.items()
+        if name not in given and variable not in os.environ
+    ]
+    if missing:
+        print(f"qurl: without {', '.join(missing)} the cluster's defaults hold", file=sys.stderr)
+    of_nodes = [name for name in given if name.replace("_", "-").startswith(("mem", "cpus"))]
+    if options.sbatch.get("exclusive") is False and not of_nodes:
+        print(
+            "qurl: without exclusive a job gets the cluster's default memory and CPUs; give "
+            "--sbatch mem=... and --sbatch cpus-per-task=... if they are too few",
+            file=sys.stderr,
+        )
 
 
 def _sbatch_line(name: str, value: object) -> str:
@@ -480,7 +512,8 @@ def command_script(words: Sequence[str], gpus: int, options: JobOptions) -> str:
         "nodes": 1,
         "gpus-per-node": gpus if gpus and knows_gpus(options.sbatch.get("partition")) else False,
     }
-    lines = ["#!/bin/bash", *_sbatch_lines(asked, options)]
+    lines = _header(shlex.join(["qurl", *words[1:]]), "sbatch THIS_FILE", "without its result")
+    lines += _sbatch_lines(asked, options)
     # sbatch reads no options after a command, and the user's lines might contain some.
     lines += [":", *_first_lines(options), f"exec {shlex.join(words)}"]
     return "\n".join(lines) + "\n"

@@ -25,7 +25,7 @@ from qurl_megatron.commands import scaling
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.launch import experiment, local, nemo, status
+from qurl_megatron.launch import code_copy, experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, prepare_resume_or_new
@@ -335,15 +335,15 @@ def test_a_job_runs_the_code_that_was_submitted(
 ) -> None:
     """Its checkout changes while it waits; it runs its first words again, as after a requeue."""
     checkout = Path("checkout")
-    shutil.copytree(experiment.PACKAGE, checkout / "qurl_megatron")
-    monkeypatch.setattr(experiment, "PACKAGE", checkout.absolute() / "qurl_megatron")
+    shutil.copytree(code_copy.PACKAGE, checkout / "qurl_megatron")
+    monkeypatch.setattr(code_copy, "PACKAGE", checkout.absolute() / "qurl_megatron")
     program("sbatch", "cat > script && echo 7")
     launch("quickstart", ["name=s"], options=JobOptions())
     (code,) = Path("logs").absolute().iterdir()
     launch("quickstart", ["name=t"], options=JobOptions())  # the same code: no second copy
     assert list(code.parent.iterdir()) == [code]
     (checkout / "qurl_megatron" / "launch" / "slurm.py").write_text("raise SystemExit('changed')")
-    assert experiment.place_of(experiment.read_code()) != code
+    assert code_copy.place_of(code_copy.read_code()) != code
 
     script = Path("script").read_text()
     asked = "import qurl_megatron, importlib.metadata as m\n"
@@ -358,13 +358,73 @@ def test_a_job_runs_the_code_that_was_submitted(
     assert shown.stderr == f"qurl: {code} is missing; launch the run again\n"
 
 
+def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
+    program: Callable[[str, str], None],
+) -> None:
+    """The file, its neighbours and a package change while the job waits; data may not."""
+    program("sbatch", "cat > script && echo 7")
+    own = Path("own")
+    (own / "package").mkdir(parents=True)
+    (own / "package" / "__init__.py").write_text("from .part import right\n")
+    (own / "package" / "part.py").write_text("right = 1.0\n")
+    (own / "words.txt").write_text("a word\n")
+    (own / "mine.py").write_text(
+        "import pathlib\nfrom package import right\n"
+        "words = pathlib.Path(__file__).with_name('words.txt').read_text()\n"
+        "def reward(completion, problem):\n    return right\n"
+    )
+    (own / "run.yaml").write_text("recipe: quickstart\nreward: own/mine.py:reward\n")
+    launch("own/run.yaml", ["name=s"], options=JobOptions())
+    for file in (own / "mine.py", own / "package" / "part.py", own / "run.yaml"):
+        file.write_text("raise SystemExit('changed')")
+    words = shlex.split(Path("script").read_text().splitlines()[-1])
+    reward = [word for word in words if word.startswith("reward=")][-1].removeprefix("reward=")
+    copy = Path(reward.partition(":")[0])
+    (code,) = Path("logs").absolute().iterdir()
+    assert copy.is_relative_to(code) and (copy.parent / "run.yaml").read_text().startswith("recipe")
+    asked = f"from qurl_megatron.data.rewards import load_function as load\nf = load({reward!r})\n"
+    asked += "print(f(None, None), f.__globals__['words'])"
+    shown = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    assert shown.stdout.split() == ["1.0", "a", "word"], shown.stderr
+
+
+def test_an_administrator_reads_what_made_a_script_how_to_resume_and_end_it_and_why() -> None:
+    head = script_of().splitlines()
+    job = Path("runs/first/job.sh").absolute()
+    assert head[1].endswith(f": run {job.parent}, recipe quickstart")
+    assert head[2] == f"# To run or resume it: sbatch {job}, or the same `qurl launch`"
+    assert head[3] == "# To end it after saving a checkpoint: scancel JOB"
+    for option, reason in experiment.REASONS.items():
+        (place,) = [n for n, line in enumerate(head) if line.startswith(f"#SBATCH --{option}")]
+        assert head[place - 1] == f"# {reason}"
+
+
+def test_a_job_may_share_its_nodes_and_asks_for_gpus_in_one_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (part,) = parts_of(script_of(sbatch={"exclusive": False}, gpus_per_node=4))
+    assert not part.keys() & {"exclusive", "mem"} and part["gpus-per-node"] == "4"
+    for option, value in {"gres": "gpu:8", "gpus": "8", "tres-per-node": "gres/gpu:8"}.items():
+        with pytest.raises(ConfigError, match=f"^{option}={value}: the job asks for --gpus-per-no"):
+            script_of(sbatch={option: value})
+        (part,) = parts_of(script_of(sbatch={option: value, "gpus-per-node": False}))
+        assert part[option] == value and "gpus-per-node" not in part
+    assert parts_of(script_of(sbatch={"gres": "nvme:1"}))[0]["gres"] == "nvme:1"
+    assert parts_of(script_of(sbatch={"gpus-per-node": "h100:8"}))[0]["gpus-per-node"] == "h100:8"
+    with pytest.raises(ConfigError, match="^gpus-per-node=4: the run is laid out for --gpus-per"):
+        script_of(sbatch={"gpus-per-node": "4"})
+    launch("quickstart", ["name=s"], ["steps=2,3"], options=JobOptions({"time": "9"}), dry_run=True)
+    said = "qurl: without --account, --partition the cluster's defaults hold\n"
+    assert capsys.readouterr().err.count(said) == 1  # for both runs
+
+
 def test_two_launches_at_once_keep_one_copy_of_the_code() -> None:
     Path("logs").mkdir()
-    code = experiment.read_code()
-    place = experiment.place_of(code)
-    experiment.keep_code(code, place)
+    code = code_copy.read_code()
+    place = code_copy.place_of(code)
+    code_copy.keep_code(code, place)
     with patch.object(Path, "exists", lambda path: False):
-        experiment.keep_code(code, place)
+        code_copy.keep_code(code, place)
     assert [*place.parent.iterdir()] == [place]
 
 

@@ -34,9 +34,15 @@ def may_be_job(command: Callable[..., Iterator[int]]) -> Callable[..., None]:
         gpus = next(steps)
         words = [str(Path(sys.executable).with_name("qurl")), *_words(context)]
         if options:
-            from qurl_megatron.launch.experiment import check_sbatch, command_script, submit
+            from qurl_megatron.launch.experiment import (
+                check_sbatch,
+                command_script,
+                say_defaults,
+                submit,
+            )
 
             script = command_script(words, gpus, options)
+            say_defaults(options)
             if given["dry_run"]:
                 print(script, end="")
             else:

@@ -163,7 +163,10 @@ def launch(
     ] = False,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(metavar="OPTION=VALUE", help="Any other sbatch option, such as qos=high."),
+        typer.Option(
+            metavar="OPTION=VALUE",
+            help="Any other sbatch option, such as qos=high; false removes it.",
+        ),
     ] = None,
     container_image: Annotated[
         str | None, typer.Option(help="Container image (pyxis) that the job steps run in.")
@@ -223,8 +226,10 @@ def job_options(context: typer.Context) -> JobOptions | None:
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"--setup {setup}: not a file of shell lines ({error})") from None
     names = ("gpus_per_node", "gpu", "heterogeneous", "container_image", "max_restarts")
+    switches: dict[str, object] = {"true": True, "false": False}
     return JobOptions(
-        sbatch={name: given.get(name) for name in ("account", "partition", "time")} | sbatch,
+        sbatch={name: given.get(name) for name in ("account", "partition", "time")}
+        | {name: switches.get(value, value) for name, value in sbatch.items()},
         container_mounts=[mount for mount in given.get("container_mounts", "").split(",") if mount],
         environment=_pairs(given, "env", "NAME=VALUE"),
         setup_lines=setup_lines,

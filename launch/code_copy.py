@@ -1,0 +1,118 @@
+"""The copy of the code that a job runs, however long it waits or how often it is requeued.
+
+It is a directory `logs/code_HASH` with the package, and beside it in `own/` what the user's
+functions are in: the Python files of that directory and of packages below it. The other files there
+are links, because a function may read them by its `__file__`.
+"""
+
+import errno
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from importlib.metadata import distribution
+from operator import attrgetter
+from pathlib import Path
+
+import qurl_megatron
+from qurl_megatron.config.schema import Config
+
+PACKAGE = Path(qurl_megatron.__file__).absolute().parent
+LOGS = "logs"  # of jobs, below the directory that they are submitted from
+OWN_FUNCTIONS = ("reward", "objective.objective", "rollout.agent")
+
+
+Code = dict[Path, bytes | Path]
+"""The content of each file of a copy, by its path there. A path: a link to it."""
+
+
+def read_code(configs: Iterable[Config] = ()) -> Code:
+    """Return the files of the package, and of what the user wrote for these runs.
+
+    The package has the metadata by which SGLang finds the plugin.
+    """
+    found: dict[Path, Path] = {}
+    for directory, _, names in os.walk(PACKAGE, followlinks=True):
+        if Path(directory).name != "__pycache__":
+            for name in names:
+                path = Path(directory, name)
+                found[path.relative_to(PACKAGE.parent)] = path
+    for file in distribution("qurl-megatron").files or ():
+        if file.parts[0].endswith((".dist-info", ".egg-info")):  # the latter in a checkout
+            found[Path(file)] = Path(str(file.locate()))
+    links: dict[Path, Path] = {}
+    for config in configs:
+        for file, _ in _own_functions(config).values():
+            for path in _beside(file.parent):
+                chosen = found if path.suffix == ".py" and path.is_file() else links
+                chosen[_copy_of(file.parent) / path.relative_to(file.parent)] = path
+        if config.recipe_file:  # for the record; the job has its fields as words
+            file = Path(config.recipe_file["path"])
+            found[_copy_of(file.parent) / file.name] = file
+    return {file: found[file].read_bytes() for file in sorted(found)} | {
+        file: path for file, path in links.items() if file not in found
+    }
+
+
+def place_of(code: Code) -> Path:
+    """Return the directory for a copy of the code, which jobs of the same code share."""
+    content = hashlib.sha256()
+    for file, data in code.items():
+        if isinstance(data, bytes):
+            content.update(str(file).encode() + data)
+    return Path(LOGS).absolute() / f"code_{content.hexdigest()[:12]}"
+
+
+def own_words(config: Config, place: Path) -> list[str]:
+    """Return the words that give a job the copies of the user's functions."""
+    return [
+        f"{field}={place / _copy_of(file.parent) / file.name}:{name}"
+        for field, (file, name) in _own_functions(config).items()
+    ]
+
+
+def keep_code(code: Code, place: Path) -> None:
+    """Write a copy of the code, unless there is one."""
+    if place.exists():
+        return
+    unfinished = Path(tempfile.mkdtemp(dir=place.parent))
+    try:
+        for file, data in code.items():
+            (unfinished / file).parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(data, bytes):
+                (unfinished / file).write_bytes(data)
+            else:
+                (unfinished / file).symlink_to(data)
+        unfinished.rename(place)
+        place.chmod(0o755)  # mkdtemp has made it private
+    except OSError as error:
+        shutil.rmtree(unfinished)
+        if error.errno != errno.ENOTEMPTY:  # another launch was faster
+            raise
+
+
+def _own_functions(config: Config) -> dict[str, tuple[Path, str]]:
+    """Return file and name of the functions in files of the user's own, by field."""
+    named = {field: attrgetter(field)(config).rpartition(":") for field in OWN_FUNCTIONS}
+    return {
+        field: (Path(file).absolute(), name)
+        for field, (file, _, name) in named.items()
+        if file.endswith(".py")
+    }
+
+
+def _beside(directory: Path) -> Iterator[Path]:
+    """Yield what is in a directory, and in place of a package below it what is in that."""
+    for path in sorted(directory.iterdir()):
+        if path.name.startswith(".") or path.name in ("__pycache__", LOGS):
+            continue
+        if (path / "__init__.py").is_file():
+            yield from _beside(path)
+        else:
+            yield path
+
+
+def _copy_of(directory: Path) -> Path:
+    """Return the place of a directory of the user's in the copy."""
+    return Path("own", f"{directory.name}_{hashlib.sha256(bytes(directory)).hexdigest()[:8]}")
