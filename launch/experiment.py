@@ -283,8 +283,8 @@ def job_script(
     uncounted = {} if has_gpu_gres else {"QURL_GPUS_PER_NODE": options.gpus_per_node}
     run_dir = config.run_dir.absolute()
     lines = _header(
-        f"run {run_dir}, recipe {words[0]}",
-        f"sbatch {shlex.quote(str(run_dir / JOB_SCRIPT))}, or the same `qurl launch`",
+        f"run {run_dir}, recipe {config.recipe_file.get('path', words[0])}",
+        f"sbatch {shlex.quote(str(run_dir / JOB_SCRIPT))}, or `qurl launch` with name={config.name}",
         "after saving a checkpoint",
     )
     for number, (num_nodes, gpus) in enumerate(groups):

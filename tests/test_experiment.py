@@ -392,7 +392,7 @@ def test_an_administrator_reads_what_made_a_script_how_to_resume_and_end_it_and_
     head = script_of().splitlines()
     job = Path("runs/first/job.sh").absolute()
     assert head[1].endswith(f": run {job.parent}, recipe quickstart")
-    assert head[2] == f"# To run or resume it: sbatch {job}, or the same `qurl launch`"
+    assert head[2] == f"# To run or resume it: sbatch {job}, or `qurl launch` with name=first"
     assert head[3] == "# To end it after saving a checkpoint: scancel JOB"
     for option, reason in experiment.REASONS.items():
         (place,) = [n for n, line in enumerate(head) if line.startswith(f"#SBATCH --{option}")]

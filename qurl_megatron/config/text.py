@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 import pydantic
 
 from qurl_megatron.config import yaml_text
+from qurl_megatron.config.other_names import our_name
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import write_whole
 
@@ -127,6 +128,8 @@ def no_such_field(path: str, config: Any) -> str:
     meanings = field_meanings(config)
     if inside := [name for name in meanings if name.startswith(f"{path}.")]:
         return f"{path}: has no value of its own; give its fields, such as {inside[0]}"
+    if isinstance(config, Config) and (ours := our_name(path)):
+        return f"{path}: no such field; that is {ours} here"
     close_fields = []
     for name in _closest(path, meanings):
         # "Eq. 5" does not end a sentence.
