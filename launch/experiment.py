@@ -282,9 +282,10 @@ def job_script(
     # Where Slurm counts no GPUs, a job has those of its whole nodes.
     uncounted = {} if has_gpu_gres else {"QURL_GPUS_PER_NODE": options.gpus_per_node}
     run_dir = config.run_dir.absolute()
+    script = shlex.quote(str(run_dir / JOB_SCRIPT))
     lines = _header(
         f"run {run_dir}, recipe {config.recipe_file.get('path', words[0])}",
-        f"sbatch {shlex.quote(str(run_dir / JOB_SCRIPT))}, or `qurl launch` with name={config.name}",
+        f"sbatch {script}, or `qurl launch` with name={config.name}",
         "after saving a checkpoint",
     )
     for number, (num_nodes, gpus) in enumerate(groups):

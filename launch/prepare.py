@@ -36,6 +36,7 @@ from qurl_megatron.model.tokenizer import read_template
 from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
 from qurl_megatron.planning.host import check_host, check_shared_memory, check_workers
+from qurl_megatron.process import qurl_command
 from qurl_megatron.rollout import toolkit
 
 # Fields that this module fills in where a recipe leaves them open, and what says where a run is.
@@ -68,7 +69,7 @@ def prepare_new(
     if config.run_dir.exists():
         raise ConfigError(
             f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
-            f"run: qurl resume {config.run_dir}"
+            f"run: {qurl_command('resume', config.run_dir)}"
         )
     _find(config, Config())
     if said := _choose_scale(config, words):

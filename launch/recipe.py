@@ -26,6 +26,7 @@ from qurl_megatron.config import yaml_text
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import (
     field_meanings,
+    first_line,
     from_tree,
     leaf_values,
     no_such_field,
@@ -34,6 +35,7 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.data.rewards import one_line
 
+RECIPES = "qurl_megatron.recipes"
 BASIS = "grpo"  # what a file's words change if it begins with no recipe of the package
 LARGEST_BYTES = 1_000_000
 OWN_RECIPE = "a file of your own is FILE.yaml or FILE.py:NAME"
@@ -67,8 +69,14 @@ def load_recipe(recipe: str) -> Recipe:
         ConfigError: there is none, or a field of the file is wrong.
     """
     if recipe in recipe_names():
-        module = importlib.import_module(f"qurl_megatron.recipes.{recipe}")
+        module = importlib.import_module(f"{RECIPES}.{recipe}")
         return Recipe(module.recipe(), recipe, {})
+    if recipe.endswith(".py"):
+        names = re.findall(r"^def (\w+)\(\)", _content(Path(recipe)).decode(), re.MULTILINE)
+        raise ConfigError(
+            f"{recipe}: which function? give {recipe}:{' or :'.join(names) or 'NAME'}, a function "
+            "that takes nothing and returns a Config"
+        )
     if not is_own(recipe):
         names = recipe_names()
         close = difflib.get_close_matches(recipe, names, n=1)
@@ -89,6 +97,12 @@ def recipe_names() -> list[str]:
     from qurl_megatron import recipes
 
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
+
+
+def recipe_meanings() -> dict[str, str]:
+    """Return the first line of the docstring of each recipe of the package, by name."""
+    modules = {name: importlib.import_module(f"{RECIPES}.{name}") for name in recipe_names()}
+    return {name: first_line(module) for name, module in modules.items()}
 
 
 def default_name(recipe: str) -> str:

@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -27,7 +28,8 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
 from qurl_megatron.planning.nodes import server_specs
-from qurl_megatron.process import CONSOLE_LOG, start_ticks
+from qurl_megatron.process import CONSOLE_LOG, qurl_command, start_ticks
+from qurl_megatron.report.console import STEPS_LOG
 from qurl_megatron.report.metrics import accuracy_and_error
 
 OWNER_FILE = "owner.json"
@@ -35,6 +37,7 @@ JOB_SCRIPT = "job.sh"  # of the last Slurm job of a run, in its directory
 SQUEUE_TIMEOUT_S = 30.0
 CLAIM_TIMEOUT_S = 1.0
 CLAIM_POLL_S = 0.02
+FOLLOW_POLL_S = 1.0
 
 
 def status(run_dir: Path) -> str:
@@ -109,8 +112,8 @@ def how_to_resume(run_dir: Path) -> str:
         f"resume after step {int(saved[-1].name.removeprefix('step_'))}" if saved else "start again"
     )
     script = run_dir / JOB_SCRIPT
-    command = ["sbatch", script] if script.exists() else ["qurl", "resume", run_dir]
-    return f"to {place}: {shlex.join(map(str, command))}"
+    by_job = shlex.join(["sbatch", str(script)])
+    return f"to {place}: {by_job if script.exists() else qurl_command('resume', run_dir)}"
 
 
 def check_not_of_slurm(run_dir: Path) -> None:
@@ -193,11 +196,28 @@ def newest_logs(run_dir: Path) -> list[Path]:
     """
     newest = logs_of(run_dir, newest_attempt(run_dir))
     output = read_json_object(newest / "job.json", dict[str, str]).get("output")
-    outputs = [run_dir / CONSOLE_LOG, *([Path(output)] if output else [])]
+    outputs = [run_dir / CONSOLE_LOG, run_dir / STEPS_LOG, *([Path(output)] if output else [])]
     paths = [path for path in [*outputs, *sorted(newest.glob("*.log"))] if path.is_file()]
     if not paths:
         raise ConfigError(f"{run_dir}: the run has no logs")
     return paths
+
+
+def follow(run_dir: Path, lines: int) -> Iterator[str]:
+    """Yield the last lines that a run printed on its steps, then what it adds, until its end.
+
+    Raises:
+        ConfigError: the run has printed nothing yet.
+    """
+    path = run_dir / STEPS_LOG
+    if not path.exists():
+        raise ConfigError(f"{run_dir}: the run has printed nothing yet")
+    with path.open(errors="replace") as file:
+        yield "".join(file.readlines()[-lines:])
+        while not is_finished(run_dir):
+            time.sleep(FOLLOW_POLL_S)
+            yield file.read()
+        yield file.read()
 
 
 def claim(run_dir: Path) -> TextIO:

@@ -24,7 +24,12 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 # In the order of `qurl --help`.
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -82,7 +87,25 @@ def main() -> None:
         with ended_by(ending_signals() | {signal.SIGUSR1}):
             sys.exit(app(standalone_mode=False))
     except TyperException as error:
-        message = error.format_message()
+        field = _field_of(getattr(error, "option_name", ""))
+        message = error.message if field else error.format_message()
         if message:  # without a command, the help has been printed
-            print(f"qurl: {message.removesuffix('.')}; see qurl --help", file=sys.stderr)
+            context = getattr(error, "ctx", None)
+            hint = field or f"see {context.command_path if context else 'qurl'} --help"
+            print(f"qurl: {message.removesuffix('.')}; {hint}", file=sys.stderr)
         sys.exit(2)
+
+
+def _field_of(option: str) -> str:
+    """Return how to give a field that was given as an unknown option; empty if there is none."""
+    from qurl_megatron.config.other_names import our_name
+    from qurl_megatron.config.schema import Config
+    from qurl_megatron.config.text import leaf_values
+
+    name = option.lstrip("-").replace("-", "_")
+    for field in leaf_values(Config()) if name else ():
+        if f".{field}".endswith(f".{name}"):
+            given = " ".join(sys.argv).partition(f" {option}")[2][1:].partition(" ")[0]
+            return f"give {field}={given or 'VALUE'}"
+    ours = our_name(name)
+    return f"give {ours}, as FIELD=VALUE" if ours else ""

@@ -9,6 +9,7 @@ import io
 import os
 import resource
 import secrets
+import shlex
 import shutil
 import signal
 import socket
@@ -144,6 +145,16 @@ def _listen(host: str, port: int) -> socket.socket | None:
         if error.errno == errno.EADDRNOTAVAIL:
             return None
         raise
+
+
+def qurl_command(*words: object) -> str:
+    """Return a `qurl` command as a shell here takes it, with the program beside this Python."""
+    program = Path(sys.executable).with_name("qurl")
+    found = shutil.which("qurl")
+    is_found = found is not None and program.exists() and program.samefile(found)
+    shorter = os.path.relpath(program)
+    name = "qurl" if is_found else str(program) if shorter.startswith("..") else shorter
+    return shlex.join([name, *map(str, words)])
 
 
 def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:

@@ -128,3 +128,10 @@ def test_only_the_naive_objective_is_warned_of_a_large_divergence_from_the_start
         for number in range(1, 9):
             watch.update(GOOD | {"step": number, "kl_behaviour_proximal_k3": 6e-3})
         assert sum("the naive objective does not" in each for each in watch.raised) == count
+
+
+def test_the_report_on_a_run_of_few_steps_has_the_rules_that_held_at_all_of_them() -> None:
+    cut = GOOD | {"completion_truncated_fraction": 1.0}
+    steps = [cut | {"step": 1}, cut | {"step": 2, "learning_rate": 0.0}]
+    (sentence,) = advice(RunRecord("run", Config(), steps, {}, {}, {}, []))
+    assert sentence.startswith("100% of completions are cut off")

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
+from qurl_megatron.config.other_names import OTHER_NAMES
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -31,6 +32,7 @@ from qurl_megatron.config.text import (
     commented_yaml,
     field_docs,
     field_meanings,
+    leaf_values,
     load,
     overrides_between,
     save,
@@ -548,3 +550,16 @@ def test_a_number_has_two_bounds_and_is_refused_just_beyond_them(
     for value in ("nan", "inf") if number is float else ():
         with pytest.raises(ConfigError):
             with_overrides(kind(), [word.format(value)])
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_a_name_of_another_framework_is_answered_with_fields_that_exist(name: str) -> None:
+    fields = leaf_values(Config())
+    named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", OTHER_NAMES[name])
+    named += [OTHER_NAMES[name]] if OTHER_NAMES[name].isidentifier() else []
+    assert named and set(named) <= fields.keys()
+    assert name not in fields  # else it would have no answer
+    for field, value in re.findall(r"^(\S+)=(\S+)$", OTHER_NAMES[name]):
+        with_overrides(Config(), [f"{field}={value}"])
+    with pytest.raises(ConfigError, match=f"{name}: no such field; that is {named[0]}"):
+        with_overrides(Config(), [f"trainer.{name}=1"])

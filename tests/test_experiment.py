@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -40,6 +41,7 @@ from qurl_megatron.planning.memory import kv_bytes_per_token
 from qurl_megatron.planning.nodes import gpus_of_run, server_specs
 from qurl_megatron.planning.plan import most_servers, plan
 from qurl_megatron.recipes import quickstart
+from qurl_megatron.report.console import RunConsole
 from recipe_inputs import RECIPES
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")
@@ -173,7 +175,7 @@ def test_a_layout_that_is_planned_can_be_launched_on_as_many_gpus() -> None:
     for gpus in (8, 16):
         words = ["Qwen2.5-7B", f"--gpus={gpus}", "rollout.placement=separate"]
         shown = CliRunner().invoke(app, ["plan", *words]).stdout
-        _, _, layout = shown.splitlines()[0].partition(": ")
+        layout = shown.splitlines()[1]
         (part,) = parts_of(script_of(*layout.split(), recipe="scaling_32b"))
         assert int(part["nodes"]) * int(part["gpus-per-node"]) == gpus
 
@@ -538,7 +540,7 @@ def test_a_launch_resumes_a_run_only_if_the_recipe_does_not_contradict_it() -> N
         assert again(*words).steps == config.steps
         assert again(*words, "steps=9").steps == 9
         run = f"name={config.name}: {config.run_dir} exists: "
-        ways = f"; choose another name; to start again: qurl resume {config.run_dir}"
+        ways = f"; choose another name; {status.how_to_resume(config.run_dir)}"
         with pytest.raises(ConfigError) as refused:
             again(*words, recipe="quickstart_experts")
         first = "it has model_builder=qurl_megatron.recipes.quickstart:build_model, and quickstart_"
@@ -566,7 +568,7 @@ def test_status_shows_the_progress_of_a_run(no_slurm: None) -> None:
     with pytest.raises(ConfigError, match="runs/first: not a run's directory"):
         status.status(run_dir)
     prepare_new("quickstart", ["name=first", "steps=40"])
-    how = "qurl resume runs/first"
+    how = process.qurl_command("resume", run_dir)
     before = f"step 0 of 40, no checkpoint, not running; to start again: {how}"
     assert status.status(run_dir) == before
     for text in ("", '{"steps": 40, "ti', "[]"):  # a summary that is not whole
@@ -686,13 +688,46 @@ def test_status_tells_a_finished_run_from_one_that_was_extended(no_slurm: None) 
     (run_dir / "summary.json").write_text('{"steps": 40, "time_s": 100.0}')
     assert status.status(run_dir) == "step 40 of 40, newest checkpoint step_000040, finished"
     prepare_resume(run_dir, ["steps=60"])
-    how = "to resume after step 40: qurl resume runs/first"
+    how = f"to resume after step 40: {process.qurl_command('resume', run_dir)}"
     extended = f"step 40 of 60, newest checkpoint step_000040, not running; {how}"
     assert status.status(run_dir) == extended
     prepare_resume(run_dir, ["time_limit_s=90"])
     assert status.status(run_dir).endswith("finished")  # it ran out of its time
     prepare_resume(run_dir, ["time_limit_s=200"])
     assert status.status(run_dir) == extended
+
+
+def test_a_command_is_printed_as_a_shell_here_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = Path("own/bin/qurl")
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(program.absolute().with_name("python")))
+    assert process.qurl_command("resume", "a run") == "own/bin/qurl resume 'a run'"
+    monkeypatch.setenv("PATH", str(program.parent.absolute()))
+    assert process.qurl_command("resume", "run") == "qurl resume run"
+    Path("elsewhere").mkdir()
+    monkeypatch.setenv("PATH", "/no/such")
+    monkeypatch.chdir("elsewhere")
+    assert process.qurl_command() == str(Path("../own/bin/qurl").resolve())
+
+
+def test_logs_follow_the_lines_of_steps_to_the_end_of_a_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, _ = prepare_new("quickstart", ["name=first", "steps=40"])
+    console = RunConsole(config, quiet=False)
+    RunConsole(config, quiet=True).say("of another rank")
+    for number in range(3):
+        console.say(f"line {number}")
+    summary = '{"steps": 40, "time_s": 100.0}'
+
+    def go_on(_: float) -> None:
+        console.say("line 3")
+        (config.run_dir / "summary.json").write_text(summary)
+
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=go_on))
+    assert "".join(status.follow(config.run_dir, 2)) == "line 1\nline 2\nline 3\n"
+    assert status.newest_logs(config.run_dir) == [config.run_dir / "steps.log"]
 
 
 def test_newest_logs_are_those_of_the_last_start() -> None:

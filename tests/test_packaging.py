@@ -125,7 +125,7 @@ def test_the_installed_command_prints_its_version_and_plans_a_recipe(
     assert "quantized rollouts" in qurl(site, tmp_path, "--help")
     assert PROJECT["version"] in qurl(site, tmp_path, "--version")
     plan = qurl(site, tmp_path, "plan", "Qwen2.5-32B", "--gpus", "64")
-    assert plan.startswith("64 H100: ")
+    assert plan.startswith("64 H100:\n")
     assert "learner.tensor_parallel_size=" in plan
 
 

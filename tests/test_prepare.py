@@ -15,6 +15,7 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.process import qurl_command
 from qurl_megatron.quantization.adapter_files import base_hash
 from recipe_inputs import write_inputs
 
@@ -184,7 +185,7 @@ def test_a_run_that_is_not_complete_ends_with_the_line_that_resumes_it(
         (config.run_dir / "checkpoints" / "step_000020").mkdir()
         (config.run_dir / "checkpoints" / "step_000040.partial").mkdir()
     place = "resume after step 20" if saved else "start again"
-    line = f"to {place}: qurl resume '{tmp_path}/my runs/first'\n"
+    line = f"to {place}: {qurl_command('resume', f'{tmp_path}/my runs/first')}\n"
 
     def failing(config: Config) -> int:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/first/logs/servers_here.json")

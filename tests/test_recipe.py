@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from qurl_megatron import cli
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.launch import experiment
 from qurl_megatron.launch.experiment import JobOptions, launch
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
-from qurl_megatron.launch.recipe import default_name, load_recipe
+from qurl_megatron.launch.recipe import default_name, load_recipe, recipe_names
 from qurl_megatron.recipes import grpo, quickstart
 from recipe_inputs import RECIPES
 
@@ -260,3 +260,21 @@ def test_what_a_builder_returns_may_teach_the_model_until_it_is_as_good_as_asked
     )
     changed = (before != after).any(dim=1)
     assert changed.any() and after.isfinite().all()
+
+
+def test_a_python_file_without_a_function_is_answered_with_its_functions(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def small():\n    pass\n\ndef helper(x):\n    pass\n\ndef large():\n    pass\n"
+    )
+    expected = f"{file}: which function? give {file}:small or :large, a function that takes nothing"
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        load_recipe(str(file))
+
+
+def test_config_without_a_recipe_lists_all_of_them() -> None:
+    for help_option in ("-h", "--help"):
+        assert "FIELD=VALUE" in CliRunner().invoke(cli.app, ["config", help_option]).stdout
+    lines = CliRunner().invoke(cli.app, ["config"]).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == recipe_names()
+    assert all(len(line.split()) > 4 for line in lines)  # each with its meaning

@@ -240,6 +240,12 @@ FIELDS = rows(r"""
     output_dir=problems.jsonl               directory
     output_dir=/proc/nowhere                belongs to the system
     stepz=1                                 did you mean steps
+    lr=1e-5                                 lr: no such field; that is optimizer.learning_rate here
+    actor.optim.lr=1e-5                     that is optimizer.learning_rate here
+    grpo.num-generations=4                  that is rollout.completions_per_prompt here
+    reward=mine.py                          reward=mine.py: which function? give mine.py:NAME
+    objective.objective=mine.py             which function? give mine.py:NAME
+    rollout.agent=mine.py                   which function? give mine.py:NAME
     rolout.temprature=1                     did you mean rollout.temperature (Sampling temperature
     objective.rato_cap=1                    Cap C on the ratio of proximal to behaviour probability
     temperature=1                           or evaluation.temperature (Sampling temperature of the
@@ -451,7 +457,11 @@ COMMANDS = rows("""
     mismatch model problems.jsonl --output model   exists; choose another file
     mismatch model problems.jsonl --output model/no/x.json  there is no directory
     quantize quantized out                         is quantized already
-    quantize -m out                                No such option: -m
+    quantize -m out                                No such option: -m; see qurl quantize --help
+    train quickstart --steps 5                     No such option: --steps; give steps=5
+    train quickstart --learning-rate=1e-5          give optimizer.learning_rate=1e-5
+    train quickstart --num_generations 4           give rollout.completions_per_prompt, as FIELD=VA
+    train no_such.py                               no_such.py: no such file
     quantize -- -m out                             model directory '-m' does not exist
     uaq model                                      Missing argument 'DST'
     uaq nowhere out                                model directory 'nowhere' does not exist

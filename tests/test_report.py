@@ -10,8 +10,10 @@ from typing import Any, cast
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
+from typer.testing import CliRunner
 
 from logs import Page, write_run
+from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import save, with_overrides
 from qurl_megatron.report import plots
@@ -197,3 +199,37 @@ def test_the_grid_of_layers_averages_experts_and_leaves_layers_in_bf16_empty() -
     columns = [names.index(name) for name in ("q_proj", "down_proj", "o_proj")]
     assert shown[0][columns].filled(-1).tolist() == pytest.approx([0.5, 0.2, -1])
     assert shown[1][columns].filled(-1).tolist() == pytest.approx([0.25, -1, -1])
+
+
+def test_a_page_begins_with_what_was_trained_on_what_and_how(tmp_path: Path) -> None:
+    words = ["model=/a/model", "data=train.jsonl", "optimizer.learning_rate=3e-6"]
+    config = with_overrides(Config(), [*words, "quantization.format=fp8"])
+    write_report([write_run(tmp_path / "run", config=config)], tmp_path / "index.html")
+    cells = Page((tmp_path / "index.html").read_text()).cells
+    assert [*cells][1:6] == [
+        "model", "data", "learning rate", "completions per step", "longest completion"
+    ]  # fmt: skip
+    assert [cells[name] for name in ("model", "data", "learning rate", "rollout format")] == [
+        ["/a/model"], ["train.jsonl"], ["3e-06"], ["fp8"]
+    ]  # fmt: skip
+    assert cells["completions per step"] == ["64 prompts x 8, in 1 minibatches"]
+
+
+def test_a_curve_of_zeros_has_an_axis_from_0_to_1_and_another_its_own(tmp_path: Path) -> None:
+    zeros = read_run(write_run(tmp_path / "zeros"))
+    for step in zeros.steps:
+        step["clip_fraction"] = 0.0
+    for metric, limits in {"clip_fraction": (0, 1), "entropy": None}.items():
+        axes = Figure().subplots()
+        plots.curves(axes, [zeros], [metric], "fraction")
+        assert limits is None or axes.get_ylim() == limits
+        assert limits or axes.get_ylim()[0] > 0.5
+
+
+def test_a_comparison_replaces_no_report_of_its_runs(tmp_path: Path) -> None:
+    runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
+    for given, name in ((runs[:1], "index.html"), (runs, "comparison.html")):
+        shown = CliRunner().invoke(app, ["report", *given])
+        assert shown.stdout == f"{tmp_path}/a/report/{name} is ready\n"
+    assert [*(tmp_path / "b").glob("report")] == []
+    assert "<title>a</title>" in (tmp_path / "a" / "report" / "index.html").read_text()

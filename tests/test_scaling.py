@@ -70,7 +70,7 @@ def test_a_table_has_a_line_for_each_number_of_gpus_and_says_why_others_do_not_f
         assert sum(parts) == pytest.approx(float(row["step_s"]))
         hours = 800 * float(row["step_s"]) / 3600
         assert float(row["gpu_hours"]) == pytest.approx(hours * int(row["gpus"]))
-        assert f"{row['gpus']} H100: {row['layout']}" in shown.stdout
+        assert f"{row['gpus']} H100:\n{row['layout']}\n" in shown.stdout
         assert row["measured_step_s"] == row["run"] == ""
 
 

@@ -19,6 +19,7 @@ from qurl_megatron.loop import train
 from qurl_megatron.loop.assemble import Run
 from qurl_megatron.loop.proof import Proof
 from qurl_megatron.loop.sampling import NothingScored
+from qurl_megatron.process import qurl_command
 from qurl_megatron.rollout.fleet import FleetTooSmall, Member
 
 
@@ -85,7 +86,7 @@ def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(
             signal.signal(number, handler)
         dist.destroy_process_group()
     assert code == SAID_WHY
-    resume = "" if isinstance(error, FleetTooSmall) else ": qurl resume runs/a"
+    resume = "" if isinstance(error, FleetTooSmall) else f": {qurl_command('resume', 'runs/a')}"
     assert capsys.readouterr().out == f"\nqurl: {error}{resume}\n"
 
 

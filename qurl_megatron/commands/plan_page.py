@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron.config.disk import checkpoint_bytes
@@ -30,8 +31,7 @@ def print_plan(plan: Plan, placements_s: Mapping[str, float | None]) -> None:
     """
     config, server = plan.config, plan.config.rollout.server
     console = table_console()
-    layout = " ".join(layout_overrides(config))
-    console.print(f"{plan.gpus} {plan.node.gpu.name}: {layout}", soft_wrap=True)
+    print_layout(console, plan)
     gib = f"GiB of {plan.node.gpu.memory_bytes / GIB:.1f}"
     of_learner = f"learner, {config.learner.world_size} GPUs: memory of the fullest GPU"
     of_server = (
@@ -55,6 +55,28 @@ def print_plan(plan: Plan, placements_s: Mapping[str, float | None]) -> None:
     lines = [*_compare(plan, placements_s), f"Limit: {largest_part(plan.parts_s)}."]
     for line in (*lines, *_describe(plan)):
         console.print(line, soft_wrap=True)
+
+
+def print_layout(console: Console, plan: Plan) -> None:
+    """Print the layout of a plan on a line of its own, to be pasted behind a command."""
+    console.print(f"{plan.gpus} {plan.node.gpu.name}:")
+    console.print(" ".join(layout_overrides(plan.config)), soft_wrap=True)
+
+
+def describe_workload(plan: Plan) -> Iterator[str]:
+    """Yield sentences on the completions that a step has."""
+    rollout, workload = plan.config.rollout, plan.workload
+    yield (
+        f"A step has {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} "
+        f"completions. Prompts have {workload.mean_prompt:,.0f} tokens; lengths of completions are "
+        f"lognormal (deviation {workload.log_deviation:g}), with a mean of "
+        f"{workload.mean_completion:,.0f} and at most {plan.load.lengths.maximum:,} tokens."
+    )
+    if rollout.agent:
+        yield (
+            f"A completion is an episode of turns: {workload.observed:.0%} of its tokens are read "
+            "between them."
+        )
 
 
 def _compare(plan: Plan, placements_s: Mapping[str, float | None]) -> Iterator[str]:
@@ -84,18 +106,8 @@ def _compare(plan: Plan, placements_s: Mapping[str, float | None]) -> Iterator[s
 
 def _describe(plan: Plan) -> Iterator[str]:
     """Yield sentences on what was planned, what it costs, how far off it may be, and why."""
-    config, rollout, workload = plan.config, plan.config.rollout, plan.workload
-    yield (
-        f"A step has {rollout.prompts_per_step} prompts x {rollout.completions_per_prompt} "
-        f"completions. Prompts have {workload.mean_prompt:,.0f} tokens; lengths of completions are "
-        f"lognormal (deviation {workload.log_deviation:g}), with a mean of "
-        f"{workload.mean_completion:,.0f} and at most {plan.load.lengths.maximum:,} tokens."
-    )
-    if rollout.agent:
-        yield (
-            f"A completion is an episode of turns: {workload.observed:.0%} of its tokens are read "
-            "between them."
-        )
+    config, workload = plan.config, plan.workload
+    yield from describe_workload(plan)
     publish = "writes {} into the parameters of" if plan.publish.is_direct else "sends {} to"
     yield (
         f"A server holds {plan.kv_tokens:,} tokens and decodes {plan.load.slots} sequences at "

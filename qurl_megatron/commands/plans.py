@@ -144,6 +144,8 @@ def plan(
         plan_page.print_plan(rows[0].plan, rows[0].placements_s)
     else:
         scaling.print_rows(rows, refusals)
+    if given is not None:
+        say_recipe(subject, architecture)
     for row in rows:
         idle = [] if row.run else idle_gpus(row.plan.config, node)
         for objection in (*idle, *objections_to_limit(row.plan, limit_s, max_restarts + 1)):
@@ -199,13 +201,27 @@ def _workload(
     return dataclasses.replace(Workload.of(config), log_deviation=log_deviation, **means)
 
 
+def recipe_of(architecture: Architecture) -> str:
+    """Return the recipe with whose settings a model is planned that comes without one."""
+    if architecture.delta_net:
+        return "qwen3_5"
+    return "qwen3_moe" if architecture.num_experts else "scaling_32b"
+
+
+def say_recipe(subject: str, architecture: Architecture) -> None:
+    """Print whose settings a model has that was given without a recipe."""
+    print(
+        f"{subject} has the settings of the recipe {recipe_of(architecture)} here; give a recipe "
+        "and model=... for others."
+    )
+
+
 def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config, set[str] | None]:
     """Return the model's shape, the configuration, and the fields of its layout that are given.
 
-    A dense model gets the configuration of recipes/scaling_32b.py, one with experts that of
-    recipes/qwen3_moe.py, and a hybrid that of recipes/qwen3_5.py. A recipe has a configuration and
-    layout of its own; its fields are None. Lengths that nobody gave are shortened to the model's
-    positions, and a line says so.
+    A model gets the configuration of `recipe_of` it. A recipe has a configuration and layout of its
+    own; its fields are None. Lengths that nobody gave are shortened to the model's positions, and a
+    line says so.
 
     Raises:
         ArchitectureError, ConfigError: one line.
@@ -232,11 +248,9 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     if is_model:
         overrides = [f"model={subject}", *overrides]
         architecture = shape(subject)
-        subject = "qwen3_moe" if architecture.num_experts else "scaling_32b"
-        if architecture.delta_net:
-            subject = "qwen3_5"
-            if architecture.num_experts:  # such a hybrid has no UAQ
-                overrides = ["quantization.uaq.scale=1", *overrides]
+        subject = recipe_of(architecture)
+        if architecture.delta_net and architecture.num_experts:  # such a hybrid has no UAQ
+            overrides = ["quantization.uaq.scale=1", *overrides]
     elif not is_recipe:
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "

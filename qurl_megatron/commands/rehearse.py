@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qurl_megatron.commands.plans import GpuName, GpusOfNode, Subject, plan_input
+from qurl_megatron.commands.plans import GpuName, GpusOfNode, Subject, plan_input, say_recipe
 from qurl_megatron.commands.runs import Overrides
 
 
@@ -37,7 +37,7 @@ def rehearse(
     from qurl_megatron.planning.gpus import node_of
     from qurl_megatron.rehearsal.rehearsal import Rehearsal, ranks_that_differ
 
-    architecture, config, _ = plan_input(subject, overrides or [])
+    architecture, config, given = plan_input(subject, overrides or [])
     learner = config.learner
     rehearsal = Rehearsal(
         architecture,
@@ -47,4 +47,6 @@ def rehearse(
         find_transformer_engine(transformer_engine),
         changed,
     )
+    if given is not None and not as_json:
+        say_recipe(subject, architecture)
     sys.exit(play_and_print(rehearsal, as_json=as_json))

@@ -43,11 +43,20 @@ def doctor() -> None:
     sys.exit(1 if any(status == "!!" for status, _, _ in results) else 0)
 
 
-def config(recipe: RecipeName, overrides: Overrides = None) -> None:
+def config(
+    recipe: Annotated[
+        str, typer.Argument(metavar="[RECIPE]", help="Recipe or file. Default: list all recipes.")
+    ] = "",
+    overrides: Overrides = None,
+) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
     from qurl_megatron.config.text import commented_yaml, with_overrides
-    from qurl_megatron.launch.recipe import load_recipe
+    from qurl_megatron.launch.recipe import load_recipe, recipe_meanings
 
+    if not recipe:
+        for name, meaning in recipe_meanings().items():
+            print(f"{name:20} {meaning}")
+        return
     loaded = load_recipe(recipe)
     page = commented_yaml(with_overrides(loaded.config, overrides or []))
     if loaded.package:
@@ -274,12 +283,20 @@ def logs(
     lines: Annotated[
         int, typer.Option(min=1, max=1_000_000, help="Number of lines of each log.")
     ] = 20,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Then go on with the lines of steps, to the run's end.")
+    ] = False,
 ) -> None:
-    """Show the last lines of the newest logs of a run's job, servers and learner ranks."""
-    from qurl_megatron.launch.status import newest_logs
+    """Show the last lines of the newest logs of a run's job, servers and learner ranks.
+
+    With --follow only those of its steps.
+    """
+    from qurl_megatron.launch import status
     from qurl_megatron.process import tail
 
-    for path in newest_logs(run_dir):
+    for text in status.follow(run_dir, lines) if follow else ():
+        print(text, end="", flush=True)
+    for path in [] if follow else status.newest_logs(run_dir):
         print(f"==> {path} <==\n{tail(path, lines)}\n")
 
 
@@ -289,12 +306,16 @@ def report(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="HTML file to write. Default: report/index.html in the first run."),
+        typer.Option(
+            help="HTML file to write. Default: in the first run report/index.html, or "
+            "report/comparison.html for several."
+        ),
     ] = None,
 ) -> None:
     """Write an HTML page about one run, or about several side by side."""
     from qurl_megatron.report.page import write_report
 
-    output = output or run_dirs[0] / "report" / "index.html"
+    name = "index.html" if len(run_dirs) == 1 else "comparison.html"
+    output = output or run_dirs[0] / "report" / name
     write_report(run_dirs, output)
     print(f"{output} is ready")

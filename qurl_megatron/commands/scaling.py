@@ -11,6 +11,7 @@ from statistics import fmean, median
 from rich import box
 from rich.table import Table
 
+from qurl_megatron.commands.plan_page import describe_workload, print_layout
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import validate_colocated
 from qurl_megatron.files import check_output, write_whole
@@ -169,8 +170,9 @@ def print_rows(rows: list[Row], refusals: Mapping[int, ConfigError]) -> None:
         table.add_row(*cells)
     console.print(table)
     for row in rows:
-        layout = " ".join(layout_overrides(row.plan.config))
-        console.print(f"{row.plan.gpus} {row.plan.node.gpu.name}: {layout}", soft_wrap=True)
+        print_layout(console, row.plan)
+    for line in describe_workload(rows[0].plan):
+        console.print(line, soft_wrap=True)
     for gpus, refusal in refusals.items():
         console.print(f"{gpus}: {refusal}", soft_wrap=True)
 

@@ -63,7 +63,6 @@ OTHER_NAMES = {
     "gradient_accumulation_steps": "learner.micro_batch_size; a step has " + PROMPTS,
     "ppo_micro_batch_size_per_gpu": "learner.micro_batch_size",
     "train_micro_batch_size": "learner.micro_batch_size",
-    "max_response_length": LENGTH,
     "max_new_tokens": LENGTH,
     "max_tokens": LENGTH,
     "max_seq_len": f"rollout.max_prompt_length and {LENGTH}",

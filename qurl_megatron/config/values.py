@@ -41,11 +41,15 @@ TopP = Annotated[Finite, Gt(0), Le(1)]
 
 
 def matching(pattern: str, rule: str) -> pydantic.AfterValidator:
-    """Return a validator that refuses text unless `pattern` matches all of it."""
+    """Return a validator that refuses text unless `pattern` matches all of it.
+
+    Where it would match a function in a file, and text is the file, the refusal says so.
+    """
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
-            raise ValueError(rule)
+            is_file = text.endswith(".py") and re.fullmatch(pattern, f"{text}:name")
+            raise ValueError(f"which function? give {text}:NAME" if is_file else rule)
         return text
 
     return pydantic.AfterValidator(check)

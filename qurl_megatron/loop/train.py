@@ -42,7 +42,7 @@ from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
 from qurl_megatron.loop.sampling import NothingScored
-from qurl_megatron.process import outlive_output
+from qurl_megatron.process import outlive_output, qurl_command
 from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.fleet import FleetTooSmall
@@ -117,6 +117,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         log.finish(evaluation or run.evaluate(step))
         if device.rank() == 0:
             write_report([config.run_dir], config.run_dir / "report" / "index.html")
+        log.say_results()
         return True
     return False  # `saving_what_is_done` ended the block: too few servers
 
@@ -163,7 +164,7 @@ def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
         config, rosters = load(run_dir / "config.yaml"), [*rosters, run_dir / SERVERS_AT]
         is_complete = train(config, rosters, lambda: bool(stop_signals))
     except (NonFinite, NothingScored) as error:  # on every rank
-        print(f"\nqurl: {error}: qurl resume {run_dir}", flush=True)
+        print(f"\nqurl: {error}: {qurl_command('resume', run_dir)}", flush=True)
         return SAID_WHY
     except (FleetTooSmall, PublishError, WrongRollouts) as error:  # on every rank
         print(f"\nqurl: {error}", flush=True)

@@ -38,6 +38,7 @@ from rich.table import Table
 from qurl_megatron.config.schema import Config
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
 
+STEPS_LOG = "steps.log"  # in a run's directory, with all that its attempts printed
 FIRST_STEPS = 10  # of an attempt, each with a line
 LINE_EVERY = 10  # steps
 LINE_EVERY_S = 60.0
@@ -83,6 +84,7 @@ class RunConsole:
     def __init__(self, config: Config, *, quiet: bool) -> None:
         self._config = config
         self._console = Console(quiet=quiet, highlight=False)
+        self._log = None if quiet else config.run_dir / STEPS_LOG
         self._watch = Watch(config)
         self._steps = self._lines = 0  # of this attempt
         self._step_start = self._line_time = time.monotonic()
@@ -99,8 +101,11 @@ class RunConsole:
         self._task = self._bar.add_task(config.name[:20], total=config.steps, state="")
 
     def say(self, text: str, style: str | None = None) -> None:
-        """Print a line, above the live bar if there is one."""
+        """Print a line, above the live bar if there is one, and append it to the run's log."""
         self._console.print(text, style=style, markup=False, soft_wrap=True)
+        if self._log:
+            with contextlib.suppress(OSError), self._log.open("a") as log:
+                log.write(f"{text}\n")
 
     def start(self, earlier: list[dict[str, Any]]) -> None:
         """Begin to show steps, and repeat the warnings that stand.

@@ -13,7 +13,7 @@ from typing import Any
 
 from qurl_megatron.files import check_output, write_whole
 from qurl_megatron.report import plots
-from qurl_megatron.report.console import KL, Watch
+from qurl_megatron.report.console import KL, WINDOW, Watch, rules
 from qurl_megatron.report.metrics import KINDS, PHASES, accuracy_and_error, mean_and_error
 from qurl_megatron.report.plots import RunRecord, read_run
 
@@ -74,8 +74,12 @@ def advice(run: RunRecord) -> list[str]:
     watch = Watch(run.config)
     for step in run.steps:
         watch.update(step)
+    raised = watch.raised
+    if len(run.steps) < WINDOW:  # in a short run a rule counts that holds at every step
+        held = [dict(rules(run.config, [], step)) for step in run.steps]
+        raised = [text for name, text in held[-1].items() if all(name in each for each in held)]
     kind = "quantized" if run.config.quantization.format != "bf16" else "BF16"
-    return [f"{line[0].upper()}{line[1:]}." for line in watch.raised] or [
+    return [f"{line[0].upper()}{line[1:]}." for line in raised] or [
         f"No sign that {kind} rollouts harm this run: no warning stands at its last step. "
         f"KL(behaviour, proximal) went from {run.early(KL):.1e} to {run.late(KL):.1e}, and "
         f"{run.late('tis_truncated_fraction'):.2%} of tokens have a ratio proximal / behaviour "
@@ -163,10 +167,20 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
     """
     late = "last tenth of steps"
     sent, full = fmean(run.series("publish_bytes")), run.steps[-1].get("publish_full_bytes")
+    rollout, quantization = run.config.rollout, run.config.quantization
     quantities = {
+        "model": run.config.model,
+        "data": run.config.data,
+        "learning rate": f"{run.config.optimizer.learning_rate:g}",
+        "completions per step": (
+            f"{rollout.prompts_per_step} prompts x {rollout.completions_per_prompt}, in "
+            f"{run.config.optimizer.minibatches_per_step} minibatches"
+        ),
+        "longest completion": f"{rollout.max_completion_length} tokens",
         "objective": run.config.objective.objective,
-        "rollout format": run.config.quantization.format,
-        "UAQ scale s": f"{run.config.quantization.uaq.scale:g}",
+        "rollout format": quantization.format,
+        "learner dtype": run.config.learner.dtype,
+        "UAQ scale s": f"{quantization.uaq.scale:g}",
         "steps": f"{len(run.steps)} of {run.config.steps}",
         "held-out accuracy before RL": _held_out(run.summary, "before"),
         "held-out accuracy after RL": _held_out(run.summary, "after"),

@@ -36,6 +36,7 @@ from rich.table import Table
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.files import append_lines, read_json_lines, write_whole
+from qurl_megatron.process import qurl_command
 from qurl_megatron.report.console import RunConsole, duration
 from qurl_megatron.report.metrics import (
     Evaluation,
@@ -212,6 +213,14 @@ class RunLog:
         sent, full = summary.publish_bytes, summary.publish_full_bytes
         table.add_row("bytes of last publish", f"{sent:,} of {full:,}")
         self._console.show(table)
+
+    def say_results(self) -> None:
+        """Print where the report and the model are, and how to see answers of the model."""
+        config, model = self._config, self._config.run_dir / "final_model"
+        words = [config.data, f"reward={config.reward}"]
+        words += [f"agent={config.rollout.agent}"] if config.rollout.agent else []
+        self.say(f"report: {config.run_dir / 'report' / 'index.html'}")
+        self.say(f"model: {model}; its answers: {qurl_command('eval', model, *words)}")
 
     def close(self) -> None:
         """Stop the display, leaving its last state on the screen, and finish the run of W&B."""
