@@ -38,9 +38,9 @@ def read_code(configs: Iterable[Config] = ()) -> Code:
             for name in names:
                 path = Path(directory, name)
                 found[path.relative_to(PACKAGE.parent)] = path
-    for file in distribution("qurl-megatron").files or ():
-        if file.parts[0].endswith((".dist-info", ".egg-info")):  # the latter in a checkout
-            found[Path(file)] = Path(str(file.locate()))
+    for each in distribution("qurl-megatron").files or ():
+        if each.parts[0].endswith((".dist-info", ".egg-info")):  # the latter in a checkout
+            found[Path(each)] = Path(str(each.locate()))
     links: dict[Path, Path] = {}
     for config in configs:
         for file, _ in _own_functions(config).values():

@@ -173,7 +173,7 @@ def _draw(axes: Axes, run: RunRecord, metric: str, values: list[float], **style:
     axes.plot(list(known), means, **style, linewidth=1.6)
     if metric in LOGARITHMIC and any(value > 0 for value in values):
         axes.set_yscale("log")
-    if not any(value for line in axes.lines for value in line.get_ydata() if value == value):
+    if axes.dataLim.y0 == axes.dataLim.y1 == 0:
         axes.set_ylim(0, 1)  # of zeros only; the default would show 0 amid -0.05 to 0.05
     else:
         axes.autoscale(axis="y")
