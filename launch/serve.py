@@ -148,7 +148,8 @@ def _check(config: ServeConfig) -> None:
     validate_server("server", config.server, architecture, config.weight_format, config.max_length)
     kept_layers(config.keep, architecture, "keep")
     of_model = architecture, config.weight_format, config.max_length, config.keep
-    settle_caches([ServerSet(config.server, *of_model, length_field="max_length")])
+    for line in settle_caches([ServerSet(config.server, *of_model, length_field="max_length")]):
+        print(f"qurl: {line}", file=sys.stderr)
     if config.records_routing and not architecture.num_experts:
         raise ConfigError("records_routing=True: the model has no experts; leave it out")
     if not config.host:

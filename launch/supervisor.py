@@ -147,7 +147,8 @@ def start_servers(servers: Servers, node: NodePlan, signals: Signals) -> None:
     because each takes a fraction of the memory that it finds free.
     """
     config = servers.attempt.config
-    settle_run(config, [name for name, _, _ in node.servers], node.ranks)
+    for line in settle_run(config, [name for name, _, _ in node.servers], node.ranks):
+        print(f"qurl: {line}", file=sys.stderr, flush=True)
     specs = {(spec.set_name, spec.index): spec for spec in server_specs(config)}
     used = set(range(node.ranks))
     for set_name, index, first_gpu in node.servers:

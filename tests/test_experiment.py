@@ -660,18 +660,23 @@ def test_caches_without_a_gpu_share_what_the_learner_leaves_of_the_free_memory(
     longest = config.rollout.max_length + CONTEXT_RESERVE
     token_bytes = kv_bytes_per_token(Architecture.from_directory(config.model))
 
+    said: list[str] = []
+
     def settled(free: int, *words: str) -> list[int | None]:
         monkeypatch.setattr(host.device, "free_memory_bytes", lambda: free)
         changed = with_overrides(config, list(words))
         here = [spec.set_name for spec in server_specs(changed)]
-        host.settle_run(changed, here, changed.learner.world_size)
+        said[:] = host.settle_run(changed, here, changed.learner.world_size)
         return [changed.rollout.server.max_total_tokens, changed.evaluation.server.max_total_tokens]
 
     evaluation = config.evaluation.server.max_total_tokens
-    assert settled(10**11) == [most * longest, evaluation]
+    assert settled(10**11) == [most * longest, evaluation] and not said
     # Half of what is added goes to each of two servers; SHARE of it may be used.
     small, larger = (settled(free)[0] or 0 for free in (30 * 10**8, 31 * 10**8))
     assert longest < small < larger < most * longest
+    (line,) = said
+    assert line.startswith(f"rollout.server.max_running_requests={most}: the memory that is free")
+    assert f"holds {larger // longest} of them" in line
     assert larger - small == pytest.approx(host.SHARE * 10**8 / 2 / token_bytes, abs=1)
     assert (
         settled(10**11, "rollout.server.options.page_size=64")[0] == most * -(-longest // 64) * 64

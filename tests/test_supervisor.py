@@ -46,6 +46,10 @@ class Node:
     def begin(self, phase: str) -> None:
         self.at.get(phase, lambda: None)()
 
+    def settle(self, _: Config, servers: list[str], ranks: int) -> list[str]:
+        self.settled.append((servers, ranks))
+        return []
+
     def start_server(self, plan: ServerPlan) -> Server:
         self.begin("servers")
         plan.log_file.touch()
@@ -84,9 +88,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     config.run_dir.mkdir()
     node = Node(config)
     monkeypatch.setattr(supervisor, "preload", lambda *_: node.begin("imports"))
-    monkeypatch.setattr(
-        supervisor, "settle_run", lambda _, servers, ranks: node.settled.append((servers, ranks))
-    )
+    monkeypatch.setattr(supervisor, "settle_run", node.settle)
     monkeypatch.setattr(supervisor, "start", node.start_rank)
     monkeypatch.setattr(ServerPlan, "start", lambda plan: node.start_server(plan))
     monkeypatch.setattr("qurl_megatron.launch.servers.answers", lambda server: True)

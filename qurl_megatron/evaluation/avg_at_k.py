@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -309,7 +310,8 @@ def _answers(completions: list[Completion], scores: list[Score]) -> list[Answer]
 def settle_cache(config: EvalConfig, architecture: Architecture) -> None:
     """Set the size of the server's KV cache without a GPU; see `settle_caches`."""
     of_model = architecture, config.served_format, config.max_length, config.keep
-    settle_caches([ServerSet(config.server, *of_model)])
+    for line in settle_caches([ServerSet(config.server, *of_model)]):
+        print(f"qurl: {line}", file=sys.stderr)
 
 
 def write_answers(results: list[ProblemResult], path: Path) -> None:

@@ -76,7 +76,7 @@ class ServerSet:
         }
 
 
-def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None = None) -> None:
+def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None = None) -> list[str]:
     """Set the size of each KV cache that is left open, on a machine without a GPU.
 
     A cache holds all requests that its server decodes at once, or fewer if they exceed its part.
@@ -86,12 +86,15 @@ def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None =
         sets: all servers of this machine; their `server.max_total_tokens` are set.
         learner: the bytes of its processes here, by the field that shrinks them.
 
+    Returns:
+        A line for the user on each cache that holds fewer requests.
+
     Raises:
         ConfigError: the learner, the servers, the given caches and one sequence in each other
             cache do not fit.
     """
     if device.num_gpus():
-        return  # a GPU has memory of its own
+        return []  # a GPU has memory of its own
     parts = Counter(learner or {})
     for one in sets:
         parts.update(one.least_bytes())
@@ -103,14 +106,22 @@ def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None =
             f"are free here; lower what takes most: {most}"
         )
     are_open = [one for one in sets if one.server.max_total_tokens is None]
+    lines = []
     for one in are_open:
         more = max(0, int(SHARE * free) - parts.total())
         room = one.tokens(1) + more // sum(other.number for other in are_open) // one.token_bytes
-        one.server.max_total_tokens = min(one.tokens(one.server.max_running_requests), room)
+        wanted = one.server.max_running_requests
+        one.server.max_total_tokens = min(one.tokens(wanted), room)
+        if (fitting := room // one.tokens(1)) < wanted:
+            lines.append(
+                f"{one.section}.max_running_requests={wanted}: the memory that is free here holds "
+                f"{fitting} of them at the maximum length; others wait"
+            )
+    return lines
 
 
-def settle_run(config: Config, servers: Iterable[str], ranks: int) -> None:
-    """Set the sizes of the KV caches of a run's servers on this machine, see `settle_caches`.
+def settle_run(config: Config, servers: Iterable[str], ranks: int) -> list[str]:
+    """Set the sizes of the KV caches of a run's servers on this machine, as `settle_caches` does.
 
     Args:
         config: the run's configuration, which is changed.
@@ -133,7 +144,7 @@ def settle_run(config: Config, servers: Iterable[str], ranks: int) -> None:
         for name, spec in {spec.set_name: spec for spec in server_specs(config)}.items()
         if numbers[name]
     ]
-    settle_caches(sets, learner_bytes(config, architecture, ranks))
+    return settle_caches(sets, learner_bytes(config, architecture, ranks))
 
 
 def check_host(config: Config) -> None:
