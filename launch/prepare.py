@@ -10,6 +10,7 @@ they neither ask the servers of `rollout.servers_at` nor compare the base under 
 """
 
 import dataclasses
+import glob
 import os
 import shutil
 import sys
@@ -23,7 +24,7 @@ from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.text import leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
-from qurl_megatron.data.problems import REASONING_GYM, local_data
+from qurl_megatron.data.problems import REASONING_GYM, local_data, parts_of
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import list_checkpoints, read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
@@ -42,6 +43,8 @@ from qurl_megatron.rollout import toolkit
 # Fields that this module fills in where a recipe leaves them open, and what says where a run is.
 SETTLED = ("rollout.stop_token_ids", "rollout.server.releases", "evaluation.server.releases")
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
+
+MODELS = ("model", "critic.model")  # the fields; other sources are data
 
 
 def prepare_new(
@@ -281,7 +284,7 @@ def _find(config: Config, saved: Config) -> None:
     before = sources(saved)
 
     def find(field: str, source: str) -> str:
-        if field in ("model", "critic.model"):
+        if field in MODELS:
             return hub.local_model(source, before[field], hub.TOKENIZER)
         return local_data(source, before.get(field, ""))
 
@@ -292,15 +295,20 @@ def _find(config: Config, saved: Config) -> None:
 def found_words(config: Config) -> list[str]:
     """Return the words that give a job the snapshots of this configuration."""
     return [
-        f"{field}={path}"
-        for field, path in sources(config).items()
-        if hub.snapshot_of(path.partition(":")[0])
+        f"{field}={source}"
+        for field, source in sources(config).items()
+        if any(hub.snapshot_of(part.partition(":")[0]) for part in parts_of(source))
     ]
 
 
 def _make_paths_absolute(config: Config) -> None:
     """Make models, data, a key and the user's functions independent of the working directory."""
-    _change_sources(config, lambda _, source: _absolute(source))
+
+    def change(field: str, source: str) -> str:
+        parts = [source] if field in MODELS else parts_of(source)
+        return ",".join(map(_absolute, parts))
+
+    _change_sources(config, change)
     config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
     config.reward = absolute(config.reward)
     config.objective.objective = absolute(config.objective.objective)
@@ -322,8 +330,12 @@ def _accept_new_places(saved: Config, config: Config) -> None:
 
 def _exists(source: str) -> bool:
     """Return whether a model or data source is there; DIR of DIR:SPLIT counts."""
-    is_generated = not source or source.startswith(REASONING_GYM)
-    return is_generated or any(Path(path).exists() for path in (source, source.partition(":")[0]))
+    return all(
+        part.startswith(REASONING_GYM)
+        or any(glob.glob(path) for path in (part, part.partition(":")[0]))
+        or Path(part).exists()
+        for part in parts_of(source)
+    )
 
 
 def _check(

@@ -147,7 +147,8 @@ def run_function(function: str, *given: Any) -> Any:
 def _of_yaml(path: Path) -> Recipe:
     content = _content(path)
     config, package = Config(), ""
-    words = yaml_text.words(content, {"recipe": "", **leaf_values(config)}, path)
+    leaves = {"recipe": "", **leaf_values(config), "data": []}  # data may be a list
+    words = yaml_text.words(content, leaves, path)
     # The recipe first, wherever it stands: all other words change it.
     for line, word in sorted(words, key=lambda each: not each[1].startswith("recipe=")):
         field, _, value = word.partition("=")

@@ -126,6 +126,10 @@ def test_a_config_of_a_dataset_is_downloaded_with_all_its_shards(hub: SmallHub) 
         "test-0.parquet",
     }
     assert not list(Path(main.partition(":")[0]).glob("socratic/*"))
+    both = f"{DATA}:main,{DATA}:main:test"
+    assert local_data(both) == f"{main},{main}:test"
+    assert local_data(both, kept=f"x.jsonl,{main}") == f"{main},{main}:test"
+    assert len(read_problems(both, {}).problems) == 64
 
 
 @pytest.mark.parametrize("form", ["{}@v1:main:test", "{}:main:test@v1"])

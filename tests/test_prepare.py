@@ -60,6 +60,29 @@ def test_paths_are_kept_as_seen_from_where_the_run_was_made(
     assert config.rollout.servers_key_file == str(tmp_path / "key")
 
 
+def test_a_run_reads_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, *others = write_inputs("grpo", tmp_path)
+    data = next(word.removeprefix("data=") for word in others if word.startswith("data="))
+    others = [word for word in others if not word.startswith("data=")]
+    lines = Path(data).read_text().splitlines(keepends=True)
+    (parts := tmp_path / "parts").mkdir()
+    for number in range(3):
+        (parts / f"{number}.jsonl").write_text("".join(lines[number::3]))
+    words = [model, *others, "data=[parts/[01].jsonl, parts/2.jsonl]", "name=first"]
+    config, summary = prepare_new("grpo", words)
+    assert config.data == f"{parts}/[01].jsonl,{parts}/2.jsonl"
+    assert f"{len(lines):,} entries" in summary
+    run_dir = config.run_dir.absolute()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert prepare_resume(run_dir, [])[0].data == config.data
+    assert prepare_resume(run_dir, [f"data=[{config.data}]"])[0].data == config.data
+    with pytest.raises(ConfigError, match="^data=.*: the run has .*start a new run"):
+        prepare_resume(run_dir, [f"data={parts}/*.jsonl"])
+    shutil.move(parts, moved := tmp_path / "moved")
+    assert prepare_resume(run_dir, [f"data={moved}/*.jsonl"])[0].data == f"{moved}/*.jsonl"
+
+
 def test_a_run_keeps_the_text_of_its_chat_template(tmp_path: Path) -> None:
     words = write_inputs("grpo", tmp_path)
     template = "{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:"

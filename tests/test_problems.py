@@ -1,5 +1,7 @@
 """Reading problems: every source and format, and what is refused."""
 
+import csv
+import gzip
 import json
 import os
 import pickle
@@ -29,6 +31,7 @@ from qurl_megatron.data.problems import (
     keep_verifiable,
     read_problems,
 )
+from qurl_megatron.model.hub import HubError, local_model
 
 
 def read(tmp_path: Path, *entries: Any, fields: Fields = RECOGNIZED) -> list[Problem]:
@@ -195,6 +198,10 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
             "messages is a text with a list of chat",
         ),
         ({"question": float("inf"), "answer": "6"}, "question is inf; expected text or a finite"),
+        (
+            {"instruction": "Add.", "input": "3 + 3", "output": "6"},
+            "has Alpaca's fields; give question_",
+        ),
         ({"prompt": "3?", "reward_model": {}}, "reward_model.ground_truth is missing or empty"),
         ({"question": "3 + 3?", "answer": "6", "metadata": "x"}, "metadata is a str"),
     ],
@@ -225,13 +232,13 @@ def test_entry_that_is_nested_too_deeply_is_refused_in_one_line(
 
 def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
-    write_lines(tmp_path / "a.csv", GOOD)
+    write_lines(tmp_path / "a.txt", GOOD)
     for name, message in {
         "missing.jsonl": "no such file or directory",
         "none": "no such file or directory",
         "none:test": "no such file or directory",
         "empty.jsonl": "contains no problems",
-        "a.csv": "unsupported; expected a .jsonl, .json, .parquet file",
+        "a.txt": "unsupported; expected a .jsonl, .json, .parquet, .csv, .tsv or .jsonl.gz file",
     }.items():
         refusal(f"{tmp_path}/{name}", f"{name}: {message}")
     refusal(write_lines(tmp_path / "a.jsonl", GOOD), "data_options.size", {"size": 3})
@@ -350,6 +357,79 @@ def test_a_byte_order_mark_and_utf_16_are_read_in_every_form(encoding: str, tmp_
         (tmp_path / name).write_bytes((mark + text).encode(encoding.removeprefix("BOM ")))
         problems = read_problems(f"{tmp_path}/{name}", {}).problems
         assert [problem.question for problem in problems] == [each["question"] for each in entries]
+
+
+ROWS = [["question", "answer"], ['Say "a, b"\nor c?', "0.50"], ["café?", "#### 1,200"]]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_tables_and_compressed_files_are_read(encoding: str, tmp_path: Path) -> None:
+    for name, delimiter in {"a.csv": ",", "a.tsv": "\t", "b.csv.gz": ","}.items():
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(tmp_path / name, "wt", encoding=encoding, newline="") as file:
+            csv.writer(file, delimiter=delimiter).writerows(ROWS)
+        problems = read_problems(f"{tmp_path}/{name}", {}).problems
+        assert [[each.question, each.answer] for each in problems] == ROWS[1:]
+        assert problems[1].location == f"{tmp_path}/{name} line 4"
+    lines = "".join(json.dumps(dict(zip(ROWS[0], row, strict=True))) + "\n" for row in ROWS[1:])
+    (tmp_path / "dir").mkdir()
+    for path in (tmp_path / "c.jsonl.gz", tmp_path / "c.json.gz", tmp_path / "dir/train.jsonl.gz"):
+        path.write_bytes(gzip.compress(lines.encode(encoding)))
+        assert questions(str(path)) == [row[0] for row in ROWS[1:]]
+    assert questions(f"{tmp_path}/dir") == [row[0] for row in ROWS[1:]]
+    cut = tmp_path / "c.jsonl.gz"
+    cut.write_bytes(cut.read_bytes()[:-9])
+    refusal(str(cut), "c.jsonl.gz: not a whole gzip file")
+    cut.write_text("{}")
+    refusal(str(cut), "c.jsonl.gz: not a whole gzip file")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("question,answer\n1 + 1?,2\n2, or 3?,1\n", "line 3: has 3 cells, and the first line 2"),
+        ('question,answer\n1 + 1?,2\n"2?,1\n', "line 3: not readable as CSV"),
+        ("question,question\n1,2\n", "its first line must name each column, and no two alike"),
+        ("1 + 1?,2\n", "contains no problems"),
+        ("text,label\n1 + 1?,2\n", "question is missing or empty; the entry has text, label"),
+        ("prompt,answer\n\"[{'role': 'user'}]\",2\n", "prompt is a text with a list of chat"),
+        ("conversations\n\"[{'from': 'gpt'}]\"\n", "conversations is a text with a list of chat"),
+    ],
+)
+def test_a_table_that_is_broken_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(text)
+    refusal(f"{tmp_path}/a.csv", message)
+
+
+def test_several_sources_are_one(tmp_path: Path) -> None:
+    for number, name in enumerate(("b-0.jsonl", "b-1.jsonl", "a,b.jsonl", "[c].jsonl")):
+        write_lines(tmp_path / name, *numbered(number))
+    (tmp_path / "b-dir").mkdir()
+    first, second = "0 + 1?", "1 + 1?"
+    assert questions(f"{tmp_path}/b-*") == [first, second]
+    assert questions(f"{tmp_path}/b-1.jsonl, {tmp_path}/b-0.jsonl") == [second, first]
+    assert questions(f"{tmp_path}/b-*.jsonl,{tmp_path}/b-0.jsonl") == [first, second]
+    assert questions(f"{tmp_path}/a,b.jsonl") == ["2 + 1?"]
+    assert questions(f"{tmp_path}/[c].jsonl") == ["3 + 1?"]
+    both = read_problems(f"{SPELL_BACKWARD},{tmp_path}/b-0.jsonl", {"size": 5})
+    assert (both.entries, len(both.problems)) == (6, 6)
+    refusal(f"{tmp_path}/b-0.jsonl,{tmp_path}/none.jsonl", "none.jsonl: no such file or directory")
+    refusal(f"{tmp_path}/d-*.jsonl", "d-*.jsonl: no such file or directory")
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("https://huggingface.co/datasets/openai/gsm8k/blob/main/x", "give the name openai/gsm8k"),
+        ("hf://datasets/openai/gsm8k", "give the name openai/gsm8k"),
+        ("https://example.com/a.jsonl", "an address is not downloaded; give the path of what you"),
+    ],
+)
+def test_an_address_says_what_to_give(address: str, message: str) -> None:
+    with pytest.raises(HubError, match=message):
+        read_problems(address, {})
+    with pytest.raises(HubError, match=message.replace("datasets/", "")):
+        local_model(address.replace("datasets/", ""))
 
 
 def test_text_that_is_cut_or_of_two_encodings_is_refused(tmp_path: Path) -> None:
@@ -542,6 +622,8 @@ def read_in_both_formats(tmp_path: Path, entry: dict[str, Any]) -> list[Problem]
 (USER,) = CHAT
 ASSISTANT = {"role": "assistant", "content": "It is 6."}
 SIX = {"role": "assistant", "content": "6"}
+HUMAN, GPT = {"from": "human", "value": "3 + 3?"}, {"from": "gpt", "value": "It is 6."}
+ADD = {"role": "system", "content": "Add."}
 PARTS = [{"type": "text", "text": "3 + "}, {"type": "text", "text": "3?"}]
 
 
@@ -557,6 +639,9 @@ PARTS = [{"type": "text", "text": "3 + "}, {"type": "text", "text": "3?"}]
         # TRL's prompts, and an older field beside a conversation
         ({"prompt": [USER], "answer": "6"}, [USER], "6"),
         ({"prompt": "3 + 3?", "messages": [USER, ASSISTANT], "answer": "6"}, [USER], "6"),
+        # ShareGPT's
+        ({"conversations": [HUMAN, GPT]}, [USER], "It is 6."),
+        ({"system": "Add.", "conversations": [HUMAN, GPT], "answer": "6"}, [ADD, USER], "6"),
         # OpenAI's content parts
         ({"messages": [{"role": "user", "content": PARTS}], "answer": "6"}, [USER], "6"),
     ],
@@ -646,6 +731,15 @@ def test_question_and_answer_are_read_from_the_fields_that_are_named(tmp_path: P
         read(tmp_path, {"a.b": [USER, ASSISTANT]}, fields=fields)
     [usual] = read(tmp_path, GOOD, fields=fields._replace(required=False))
     assert (usual.question, usual.answer) == ("1 + 1?", "2")
+
+
+def test_an_input_beside_an_instruction_is_not_dropped_silently(tmp_path: Path) -> None:
+    entry = {"instruction": "Add.", "input": "", "output": "6"}
+    fields = Fields("instruction", "output")
+    (plain,) = read(tmp_path, entry, fields=fields)
+    assert (plain.question, plain.answer) == ("Add.", "6")
+    with pytest.raises(DataError, match="line 2: has an instruction and an input; join them"):
+        read(tmp_path, entry, {**entry, "input": "3 + 3"}, fields=fields)
 
 
 def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(

@@ -1,6 +1,7 @@
 """Prompts: tokenizing, splitting and serving them, and the summary of them."""
 
 import json
+import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,18 @@ def test_questions_that_differ_in_case_or_spacing_are_on_the_same_side() -> None
     assert 50 < len(upper_held_out) < 150
     assert [prompt.question.casefold().split() for prompt in upper_held_out] == [
         prompt.question.split() for prompt in lower_held_out
+    ]
+
+
+def test_questions_that_differ_in_unicode_form_are_on_the_same_side() -> None:
+    texts = [f"Où est le café {n}?" for n in range(200)]
+    composed, split = (
+        split_held_out(prompts(*(unicodedata.normalize(form, text) for text in texts)), 0.5)[1]
+        for form in ("NFC", "NFD")
+    )
+    assert 50 < len(composed) < 150
+    assert [unicodedata.normalize("NFC", each.question) for each in split] == [
+        each.question for each in composed
     ]
 
 

@@ -41,6 +41,7 @@ from qurl_megatron.config.values import (
     Sequences,
     SequencesOrZero,
     Signed,
+    Sources,
     Temperature,
     Template,
     Text,
@@ -609,7 +610,7 @@ class EvaluationConfig:
     """Fraction of the data held out of training, chosen by a hash of each question. 0 holds out
     none, and so does `problems` of 0."""
 
-    data: dict[DataName, Place] = dataclasses.field(default_factory=dict)
+    data: dict[DataName, Sources] = dataclasses.field(default_factory=dict)
     """Data files to evaluate on, by the name they are reported under; each value has the form of
     the run's `data`."""
 
@@ -677,10 +678,11 @@ class Config:
     that is called with the run's configuration after all checks, and may train the model. Empty:
     none."""
 
-    data: Place = ""
-    """Training problems: a .jsonl, .json or .parquet file, a dataset directory (DIR, DIR:SPLIT,
-    DIR:CONFIG or DIR:CONFIG:SPLIT), a dataset of the Hub (such as openai/gsm8k:main:train or
-    openai/gsm8k@REVISION:main), or reasoning_gym:TASK. The run keeps a snapshot, as for `model`."""
+    data: Sources = ""
+    """Training problems: a .jsonl, .json, .parquet, .csv or .tsv file, a dataset directory (DIR,
+    DIR:SPLIT, DIR:CONFIG or DIR:CONFIG:SPLIT), a dataset of the Hub (such as
+    openai/gsm8k:main:train or openai/gsm8k@REVISION:main), or reasoning_gym:TASK. Several are a
+    list, and DIR/*.jsonl are all such files. The run keeps a snapshot, as for `model`."""
 
     data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym task, by name."""

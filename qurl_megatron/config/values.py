@@ -77,6 +77,22 @@ Lines = Annotated[
 # `~/` is the home directory, also in a file, where no shell replaces it.
 at_home = pydantic.AfterValidator(os.path.expanduser)
 Place = Annotated[Text, at_home]
+
+
+def _joined(given: object) -> object:
+    if isinstance(given, str) and given.startswith("[") and given.endswith("]"):
+        given = given[1:-1].split(",")
+    if isinstance(given, list):
+        return ",".join(str(each).strip().strip("\"'") for each in given)
+    return given
+
+
+def _at_home(sources: str) -> str:
+    return re.sub(r"(?:^|(?<=,))\s*(~[^/,]*)", lambda part: os.path.expanduser(part[1]), sources)
+
+
+# Problems: one source or several, with a comma between them, or as a list.
+Sources = Annotated[Text, pydantic.BeforeValidator(_joined), pydantic.AfterValidator(_at_home)]
 Template = Annotated[Lines, at_home]  # a file, a name, or the text itself
 
 

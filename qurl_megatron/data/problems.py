@@ -5,6 +5,8 @@ Sources:
     FILE.jsonl             one JSON object per line
     FILE.json              a list of objects, or one object per line
     FILE.parquet           one row per problem
+    FILE.csv, FILE.tsv     a line of names, then one row per problem; every cell is text
+    FILE.jsonl.gz          any of the texts above, compressed
     DIR                    a Hugging Face dataset: written by `save_to_disk`, or files such as
                            these in the layout of the Hub (train-*.parquet, data/, the configs of
                            a README.md); the split `train`, or the only split
@@ -14,6 +16,8 @@ Sources:
     ORG/NAME               a dataset of the Hugging Face Hub; what follows it is as for DIR, and
                            @REVISION before or after that is a branch, a tag or a commit
     reasoning_gym:TASK     problems that reasoning-gym generates
+    DIR/part-*.jsonl       all files whose names match, sorted
+    SOURCE,SOURCE          several of these, one after the other
 
 Recognized fields of an entry (others are ignored):
 
@@ -23,6 +27,7 @@ Recognized fields of an entry (others are ignored):
     DeepScaleR, MATH-500, AIME     problem                             answer
     verl, DAPO-17k                 prompt: chat messages               reward_model.ground_truth
     OpenAI, TRL                    messages: a conversation            answer, or its last message
+    ShareGPT                       conversations: from and value       answer, or its last message
 
 `Fields` names other fields. The question is a string or a list of chat messages, which are objects
 with `role` and `content`. If the assistant has the last message of a conversation, that is not part
@@ -34,16 +39,21 @@ For a function of the user's own it may be any JSON value, or be missing in all 
 
 Invariants:
 - A question appears once with each of its answers; later copies are dropped and counted.
-- A number has the same text from every kind of file. A whole float is a whole number. Any other is
-  the shortest decimal without an exponent that its type distinguishes from its neighbors.
+- A number has the same text from every kind of file but CSV, which has only texts. A whole float
+  is a whole number. Any other is the shortest decimal without an exponent that its type
+  distinguishes from its neighbors.
 - Only `local_data` downloads, into the Hub's cache; nothing else is written outside a temporary
   directory.
 """
 
 import contextlib
+import csv
 import dataclasses
 import difflib
 import glob
+import gzip
+import io
+import itertools
 import json
 import logging
 import math
@@ -52,11 +62,12 @@ import re
 import shutil
 import sys
 import tempfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 from qurl_megatron.algorithm.score import Question, texts_of
 from qurl_megatron.config.schema import Config, Unusable
@@ -161,15 +172,17 @@ def read_problems(
     """
     source = Source(data)
     data = local_data(data)
-    if data.startswith(REASONING_GYM):
-        entries = _generate(data.removeprefix(REASONING_GYM), data_options, seed)
-    elif data_options:
+    if data_options and not any(part.startswith(REASONING_GYM) for part in parts_of(data)):
         raise DataError(
             f"data_options.{next(iter(data_options))}: {data} takes no options; only "
             f"{REASONING_GYM}TASK does; give data_options={{}} to drop them"
         )
-    else:
-        entries = _read(data)
+    entries = itertools.chain.from_iterable(
+        _generate(part.removeprefix(REASONING_GYM), data_options, seed)
+        if part.startswith(REASONING_GYM)
+        else _read(part)
+        for part in parts_of(data)
+    )
     unique: dict[tuple[str, tuple[str, ...]], Problem] = {}
     incomplete: dict[str, Incomplete] = {}  # by location
     for location, entry in entries:
@@ -292,31 +305,45 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
     return f" did you mean {', '.join(matches)}?" if matches else f" known are {', '.join(known)}"
 
 
+def parts_of(data: str) -> list[str]:
+    """Return the sources that a text names: itself, or several between commas."""
+    if _place(data):  # its name may have a comma
+        return [data]
+    return [part.strip() for part in data.split(",") if part.strip()]
+
+
 def local_data(data: str, kept: str = "") -> str:
-    """Return a source on this machine: `data`, or a download of what it names on the Hub.
+    """Return sources on this machine: those of `data`, or downloads of what they name on the Hub.
 
     Of a dataset with several configs, only the files of one are downloaded.
 
     Args:
         data: a source, see the top of this module.
-        kept: the source that a run has already; a name without a revision means its commit.
+        kept: the sources that a run has already; a name without a revision means their commit.
 
     Raises:
         DataError: it has no such config or split, or several and none is named.
-        HubError: it cannot be downloaded.
+        HubError: it cannot be downloaded, or is an address.
     """
+    directories = [part.partition(":")[0] for part in parts_of(kept)]
+    commits = {known.name: each for each in directories if (known := hub.snapshot_of(each))}
+    return ",".join(_local(part, commits) for part in parts_of(data))
+
+
+def _local(data: str, commits: Mapping[str, str]) -> str:
+    hub.refuse_address(data)
     match = _HUB_DATA.fullmatch(data)
     if not match or data.startswith(REASONING_GYM):
         return data
     name, before, names, after = match.groups(default="")
-    if Path(name).suffix in _READERS or (before and after):
+    if _reader(Path(name)) or (before and after):
         return data
     revision = f"@{before or after}" if before or after else ""
     known = hub.snapshot_of(f"{name}{revision}")
     # The files of a snapshot may be only a part of it.
     if _place(data) and not (known and hub.is_listed(known, "dataset")):
         return data
-    repository = hub.repository_of(f"{name}{revision}", kept.partition(":")[0])
+    repository = hub.repository_of(f"{name}{revision}", commits.get(name, ""))
     if repository is None:
         return data
     snapshot = hub.download(repository, "dataset", _CARD)
@@ -353,18 +380,32 @@ def _place(data: str) -> tuple[Path, list[str]] | None:
 def _read(data: str) -> Entries:
     place = _place(data)
     if place is None:
-        raise DataError(f"{data}: no such file or directory")
+        files = sorted(map(Path, glob.glob(data, recursive=True)))
+        if not files:
+            raise DataError(f"{data}: no such file or directory")
+        return itertools.chain.from_iterable(map(_read_file, filter(Path.is_file, files)))
     path, names = place
     return _read_directory(path, names) if path.is_dir() else _read_file(path)
 
 
+def _reader(path: Path) -> Callable[[Path], Entries] | None:
+    """Return what reads a file of this name; None if nothing does."""
+    if path.suffix == ".gz" and path.stem.endswith(_TEXTS):
+        path = path.with_suffix("")
+    return _READERS.get(path.suffix)
+
+
 def _read_file(path: Path) -> Entries:
-    if path.suffix not in _READERS:
+    reader = _reader(path)
+    if reader is None:
         raise DataError(
-            f"{path}: unsupported; expected a {', '.join(_READERS)} file, a dataset directory or "
-            f"{REASONING_GYM}TASK"
+            f"{path}: unsupported; expected a {', '.join(_READERS)} or .jsonl.gz file, a dataset "
+            f"directory or {REASONING_GYM}TASK"
         )
-    return _READERS[path.suffix](path)
+    try:
+        yield from reader(path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: not a whole gzip file ({error}); copy it again") from error
 
 
 def _read_jsonl(path: Path) -> Entries:
@@ -380,15 +421,19 @@ def _read_jsonl(path: Path) -> Entries:
         raise DataError(f"{path} line {number + 1}: not text ({error})") from error
 
 
-def _open(path: Path) -> TextIO:
-    """Open a file of JSON, which is in UTF-8, UTF-16 or UTF-32, with a byte order mark or not.
+def _open(path: Path, newline: str = "\n") -> TextIO:
+    """Open a file of text, which is in UTF-8, UTF-16 or UTF-32, with a byte order mark or not.
 
-    Its lines end with a line feed only: the other separators can be inside a JSON string. Bytes
-    that are not UTF-8 become surrogates.
+    By default its lines end with a line feed only: the other separators can be inside a JSON
+    string. Bytes that are not UTF-8 become surrogates.
     """
-    with path.open("rb") as file:
+    with _open_bytes(path) as file:
         encoding = json.detect_encoding(file.read(4))
-    return path.open(encoding=encoding, errors="surrogateescape", newline="\n")
+    return io.TextIOWrapper(_open_bytes(path), encoding, "surrogateescape", newline)
+
+
+def _open_bytes(path: Path) -> BinaryIO:
+    return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
 
 
 def _read_json(path: Path) -> Entries:
@@ -397,9 +442,31 @@ def _read_json(path: Path) -> Entries:
     if not is_list:
         yield from _read_jsonl(path)
         return
-    entries = _from_json(path.read_bytes(), str(path), "a list of objects")
+    with _open_bytes(path) as whole:
+        entries = _from_json(whole.read(), str(path), "a list of objects")
     for number, entry in enumerate(entries, start=1):
         yield f"{path} entry {number}", entry
+
+
+def _read_csv(path: Path) -> Entries:
+    csv.field_size_limit(sys.maxsize)
+    number = 0
+    try:
+        with _open(path, newline="") as file:
+            rows = csv.reader(file, delimiter="\t" if ".tsv" in path.suffixes else ",", strict=True)
+            names = next(rows, [])
+            if len({*names}) < len(names):
+                raise DataError(f"{path}: its first line must name each column, and no two alike")
+            for cells in filter(None, rows):
+                number = rows.line_num
+                if len(cells) != len(names):
+                    raise DataError(
+                        f"{path} line {number}: has {len(cells)} cells, and the first line "
+                        f"{len(names)}; a cell with a comma or a line break needs quotes"
+                    )
+                yield f"{path} line {number}", dict(zip(names, cells, strict=True))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} line {number + 1}: not readable as CSV ({error})") from error
 
 
 def _from_json(text: str | bytes, location: str, expected: str) -> Any:
@@ -476,7 +543,10 @@ _READERS: dict[str, Callable[[Path], Entries]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
 }
+_TEXTS = (".jsonl", ".json", ".csv", ".tsv")  # which may be compressed
 
 
 def _read_directory(directory: Path, names: list[str]) -> Entries:
@@ -567,7 +637,15 @@ def _choose_split(splits: Mapping[Any, Any], names: list[str], dataset: str) -> 
 def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if not isinstance(entry, dict):
         raise DataError(f"a JSON {type(entry).__name__}; expected an object")
-    name = _name(entry, fields.question, (*QUESTION_FIELDS, "messages"), fields.required)
+    conversations = ("messages", "conversations")
+    name = _name(entry, fields.question, (*QUESTION_FIELDS, *conversations), fields.required)
+    if name == "instruction" and not _is_missing(entry.get("input")):
+        raise DataError("has an instruction and an input; join them in one field, such as question")
+    if _is_missing(_look_up(entry, name)) and {"instruction", "output"} <= entry.keys():
+        raise DataError(
+            "has Alpaca's fields; give question_key=instruction answer_key=output, or where there "
+            "is an input too, join it with the instruction in one field, such as question"
+        )
     asked = _value(entry, name, "question_key")
     if not fields.ignores_media and (media := _media({**entry, "type": None})):
         raise DataError(f"has the field {media}; {_TEXT_ONLY}")
@@ -577,6 +655,8 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
             f"has {name} and {also[0]}, which differ; name the one to ask with question_key={name}"
         )
     messages = _messages(asked, name, fields.ignores_media)
+    if name == "conversations" and not _is_missing(entry.get("system")):
+        messages.insert(0, {"role": "system", "content": _text(entry["system"], "system")})
     last = ""
     answers: tuple[str, ...] = ()
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
@@ -677,12 +757,16 @@ def _messages(value: Any, field: str, ignores_media: bool) -> list[dict[str, Any
 
 
 # A list of messages as JSON, or as Python prints it into a CSV file.
-_TEXT_OF_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|content)["']\s*:""")
+_TEXT_OF_MESSAGES = re.compile(r"""\s*(\[?\s*\{\s*["'](role|content)|\[\s*\{\s*["']from)["']\s*:""")
 
 
 def _message(message: dict[str, Any], field: str, ignores_media: bool) -> dict[str, Any]:
     """Return a chat message as `read_message` does, with a role and a text."""
     message = _without_none(message)
+    if "from" in message and "role" not in message:  # ShareGPT's
+        role = message.pop("from")
+        message["role"] = {"human": "user", "gpt": "assistant"}.get(role, role)
+        message["content"] = message.pop("value", None)
     message["role"] = role = _text(message.get("role"), f"{field}.role")
     content = message.get("content")
     if isinstance(content, list):

@@ -2,7 +2,8 @@
 
 Invariants:
 - Whether a question is held out depends on its text alone: not on the machine, the seed, its line
-  or the other questions. Questions that differ only in case or spacing are on the same side.
+  or the other questions. Questions that differ only in case, spacing or Unicode form (é as one
+  character or two) are on the same side.
 - No question that a run is evaluated on is trained on, whatever its case and spacing.
 """
 
@@ -10,6 +11,7 @@ import functools
 import hashlib
 import math
 import random
+import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
@@ -228,13 +230,13 @@ def set_aside(prompts: list[Prompt], number: int) -> tuple[list[Prompt], list[Pr
 
 
 def _hash(question: str) -> float:
-    """Return a number in [0, 1) that depends on the question, but not on its case and spacing."""
+    """Return a number in [0, 1) that depends on the question, but not on how it is spelled."""
     digest = hashlib.sha256(_normalize(question).encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def _normalize(question: str) -> str:
-    return " ".join(question.casefold().split())
+    return " ".join(unicodedata.normalize("NFC", question).casefold().split())
 
 
 class PromptStream:

@@ -70,6 +70,20 @@ def repository_of(text: str, kept: str = "") -> Repository | None:
     return known if known and text == known.name else Repository(match[1], match[2] or "")
 
 
+def refuse_address(text: str) -> None:
+    """Refuse a URL, which is neither a path nor a name.
+
+    Raises:
+        HubError: it is one; the line says what to give instead.
+    """
+    if re.match(r"[a-z0-9]+://", text):
+        found = re.match(r"(?:https?://huggingface\.co|hf:/)/(?:datasets/)?([\w.-]+/[\w.-]+)", text)
+        name = (
+            f"the name {found[1]}" if found else "the path of what you have downloaded (curl -LO)"
+        )
+        raise HubError(f"{text}: an address is not downloaded; give {name}")
+
+
 def local_model(name: str, kept: str = "", files: Sequence[str] = WEIGHTS) -> str:
     """Return the directory of a model; download what is missing if it is one of the Hub.
 
@@ -77,8 +91,9 @@ def local_model(name: str, kept: str = "", files: Sequence[str] = WEIGHTS) -> st
 
     Raises:
         ArchitectureError: the model cannot be trained.
-        HubError: it cannot be downloaded.
+        HubError: it cannot be downloaded, or is an address.
     """
+    refuse_address(name)
     repository = repository_of(name, kept)
     if repository is None:
         return name
