@@ -18,7 +18,6 @@ from qurl_megatron.algorithm.batch import (
     Prompt,
     RolloutGroup,
     SamplingMasks,
-    TrainBatch,
     TurnTokens,
     pack,
 )
@@ -147,12 +146,8 @@ def test_an_episode_counts_once_however_many_branches_it_has(
     advantages = [each - mean for each in range(number)]
     batch = pack([RolloutGroup(PROMPT, completions, [0.0] * number)], [advantages])
 
-    def weights_of(part: TrainBatch) -> Tensor:
-        assert part.completions is not None
-        return token_weights(part.loss_mask, part.lengths, "sequence_mean", part.completions)
-
     assert batch.advantages is not None and batch.completions is not None
-    weights = weights_of(batch)
+    weights = token_weights(batch, "sequence_mean")
     assert abs(float((weights * batch.advantages).sum())) < 1e-5
     of_tokens = batch.completions.repeat_interleave(batch.lengths)
     totals = torch.zeros(number).index_add(0, of_tokens, weights)
@@ -164,7 +159,8 @@ def test_an_episode_counts_once_however_many_branches_it_has(
     ]
     assert sum(map(len, of_parts)) == number and sum(map(len, minibatches)) == len(batch)
     for part, own in zip(minibatches, of_parts, strict=True):
-        assert len(weights_of(part)[part.loss_mask].unique()) <= len(own)
+        values = token_weights(part, "sequence_mean")[part.loss_mask].unique()  # type: ignore[no-untyped-call]
+        assert len(values) <= len(own)
 
 
 @given(SPANS, st.randoms(), st.sampled_from(get_args(Objective)))
@@ -174,7 +170,7 @@ def test_what_lies_at_observed_tokens_reaches_neither_loss_nor_gradient(
     """Bit for bit, even NaN: the objective of an episode is that of its sampled tokens alone."""
     group = RolloutGroup(PROMPT, [sequence(random, spans)], [1.0])
     batch = pack([group], [[0.7]], version=7)
-    weights = token_weights(batch.loss_mask, batch.lengths, "token_mean")
+    weights = token_weights(batch, "token_mean")
     current = -torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(1))
     loss = PolicyLoss(ObjectiveConfig(objective=objective), by_staleness=True)
 

@@ -424,7 +424,8 @@ def weights_of(loss_mask: Tensor, aggregation: str) -> Tensor:
     """Return `token_weights` of rows [batch, time], as such rows."""
     batch, time = loss_mask.shape
     lengths = torch.full((batch,), time)
-    return token_weights(loss_mask.flatten(), lengths, aggregation).view(batch, time)
+    flat = loss_mask.flatten()
+    return token_weights(TrainBatch(lengths, flat.int(), flat), aggregation).view(batch, time)
 
 
 def test_sequence_mean_gives_every_sequence_the_same_weight() -> None:
@@ -444,7 +445,8 @@ def test_weights_of_ragged_sequences_are_those_of_padded_rows(masks: list[list[b
     rows = [torch.tensor(mask) for mask in masks]
     lengths = torch.tensor([len(row) for row in rows])
     for aggregation in ("sequence_mean", "token_mean"):
-        weights = token_weights(torch.cat(rows), lengths, aggregation)
+        flat = torch.cat(rows)
+        weights = token_weights(TrainBatch(lengths, flat.int(), flat), aggregation)
         expected = weights_of(torch.nn.utils.rnn.pad_sequence(rows, True, False), aggregation)
         is_real = torch.arange(expected.shape[1]) < lengths[:, None]
         assert torch.equal(weights, expected[is_real])

@@ -19,6 +19,7 @@ from benchmarks.study.policy import (
 )
 from benchmarks.study.tasks import Chain
 from qurl_megatron.algorithm.advantages import grpo_advantages
+from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import (
     add_up,
     mismatch_sums,
@@ -110,7 +111,8 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
             proximal = taken(proximal_table, states, symbols)
             mask = torch.ones_like(behaviour, dtype=torch.bool)
             lengths = torch.full((seeds * rows,), mask.shape[-1])
-            weights = token_weights(mask.flatten(), lengths, objective.aggregation)
+            batch = TrainBatch(lengths, tokens=symbols.flatten(), loss_mask=mask.flatten())
+            weights = token_weights(batch, objective.aggregation)
             loss, stats = policy_objective(
                 taken(over(logprob_table(parameters), kept), states, symbols),
                 proximal,

@@ -383,36 +383,30 @@ def value_loss(
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
-def token_weights(
-    loss_mask: Tensor, lengths: Tensor, aggregation: str, completions: Tensor | None = None
-) -> Tensor:
+def token_weights(batch: TrainBatch, aggregation: str) -> Tensor:
     """Return the weight of each token in the loss, `[tokens]` float32.
 
     The weights of a whole batch sum to 1. Compute them before a batch is split over micro batches
     and ranks, whose losses then add up.
 
     Args:
-        loss_mask: `[tokens]` bool.
-        lengths: `[sequences]` int64, the tokens of each sequence.
         aggregation: `sequence_mean` weighs a token of completion i by 1 / (N * |o_i|), where N is
-            the number of completions with at least one token (QuRL Eq. 1); `token_mean` weighs
-            every token by 1 / number of tokens (DAPO).
-        completions: `[sequences]` int64, the completion that each sequence belongs to, so that an
-            episode with branches counts once; None: each is one.
+            the number of completions with at least one token (QuRL Eq. 1), and an episode is one
+            with all its branches; `token_mean` weighs every token by 1 / number of tokens (DAPO).
 
     Raises:
         ValueError: the aggregation is unknown, or sequences have no token to train on.
     """
-    mask = loss_mask.to(torch.float32)
+    mask = batch.loss_mask.to(torch.float32)
     # Ranks other than global rank 0 have a batch without sequences.
-    if len(lengths) and not loss_mask.any():
+    if len(batch) and not batch.loss_mask.any():
         raise ValueError("loss_mask has no token to train on")
     if aggregation == "sequence_mean":
-        numbers = torch.arange(len(lengths))
-        if completions is not None:
-            numbers = completions.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
-        of_tokens = numbers.repeat_interleave(lengths)
-        counts = torch.zeros(len(lengths)).index_add(0, of_tokens, mask)
+        numbers = torch.arange(len(batch))
+        if batch.completions is not None:
+            numbers = batch.completions.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
+        of_tokens = numbers.repeat_interleave(batch.lengths)
+        counts = torch.zeros(len(batch)).index_add(0, of_tokens, mask)
         return mask / (counts.clamp(min=1)[of_tokens] * (counts > 0).sum())
     if aggregation == "token_mean":
         return mask / mask.sum()
@@ -428,12 +422,7 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
     if config.rollout.max_staleness:
         names.append("token_staleness")
     for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
-        minibatch.loss_weights = token_weights(
-            minibatch.loss_mask,
-            minibatch.lengths,
-            config.objective.aggregation,
-            minibatch.completions,
-        )
+        minibatch.loss_weights = token_weights(minibatch, config.objective.aggregation)
         yield minibatch
 
 
