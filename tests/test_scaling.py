@@ -60,6 +60,8 @@ def test_a_table_has_a_line_for_each_number_of_gpus_and_says_why_others_do_not_f
     shown = qurl_plan("Qwen2.5-14B", "--gpus", "2,8,64", "--output", file)
     assert shown.exit_code == 0, shown.output
     assert "2: no layout of 2 GPUs fits" in shown.stdout
+    assert "A step has 256 prompts x 8 completions. Prompts have 512 tokens" in shown.stdout
+    assert "Qwen2.5-14B has the settings of the recipe scaling_32b here" in shown.stdout
     eight, more = read_csv(file)
     assert (eight["gpus"], more["gpus"]) == ("8", "64")
     assert eight["of_ideal"] == "1.0"

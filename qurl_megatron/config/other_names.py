@@ -7,7 +7,7 @@ says how its value differs.
 import re
 
 PARALLEL = "learner.tensor_parallel_size, of servers rollout.server.tensor_parallel_size"
-PROMPTS = "rollout.prompts_per_step prompts, with rollout.completions_per_prompt completions each"
+PROMPTS = "rollout.prompts_per_step and rollout.completions_per_prompt"
 LENGTH = "rollout.max_completion_length"
 OTHER_NAMES = {
     # optimizer
@@ -59,8 +59,8 @@ OTHER_NAMES = {
     "train_batch_size": PROMPTS,
     "generation_batch_size": PROMPTS,
     "rollout_batch_size": PROMPTS,
-    "per_device_train_batch_size": "learner.micro_batch_size; a step has " + PROMPTS,
-    "gradient_accumulation_steps": "learner.micro_batch_size; a step has " + PROMPTS,
+    "per_device_train_batch_size": f"learner.micro_batch_size; a step has {PROMPTS}",
+    "gradient_accumulation_steps": f"learner.micro_batch_size; a step has {PROMPTS}",
     "ppo_micro_batch_size_per_gpu": "learner.micro_batch_size",
     "train_micro_batch_size": "learner.micro_batch_size",
     "max_new_tokens": LENGTH,
