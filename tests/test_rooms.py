@@ -232,6 +232,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "quantization/checksum",
             "quantization/products",
             "quantization/quantize",
+            "quantization/rounding",
             "sglang_plugin/formats",
             "sglang_plugin/linear",
             "weight_sync/conversion",

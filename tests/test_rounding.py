@@ -9,6 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import triton_program
+from compiled import compile_kernel
+from qurl_megatron.quantization import rounding
 from qurl_megatron.quantization.rounding import add_dither, row_keys, write_rounded
 
 torch.set_num_threads(1)
@@ -170,8 +173,51 @@ def test_a_part_is_rounded_as_in_the_whole(data: st.DataObject) -> None:
 def test_chunks_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.randn(30, 7, generator=torch.Generator().manual_seed(2))
     expected = rounded(whole)
-    monkeypatch.setattr("qurl_megatron.quantization.quantize.CHUNK_ELEMENTS", 20)
+    monkeypatch.setattr("qurl_megatron.quantization.rounding.CHUNK_ELEMENTS", 20)
     assert torch.equal(rounded(whole), expected)
+
+
+# The interpreter must be chosen before Triton is imported, so this runs in a new process.
+COMPARISON = """
+import torch
+from qurl_megatron.quantization import kernels, rounding
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+generator = torch.Generator().manual_seed(0)
+for rows, columns, first in ((1, 1, 5), (70, 1, 0), (7, 1023, 3), (5, 2049, 0)):
+    bits = torch.randint(-(2**31), 2**31 - 1, (rows, columns), generator=generator)
+    values = bits.to(torch.int32).view(torch.float32)
+    special = [0x7F800001, 0x7F800000, 0x7F7FFFFF, 0x7F7EFFFF, 1, 0][: rows * columns]
+    values.view(torch.int32).view(-1)[:6] = torch.tensor(special, dtype=torch.int32)
+    keys = rounding.row_keys("a", 3, rows, torch.device("cpu"))
+    expected, found = (torch.empty(rows, columns, dtype=torch.bfloat16) for _ in "12")
+    rounding.round_rows(expected, values, keys, first)
+    found = found.to(device)
+    columns = rounding._column_keys(first, columns, torch.device("cpu")).to(device)
+    factors = rounding._FIRST, rounding._SECOND
+    kernels.round_rows(found, values.to(device), keys.to(device), columns, factors)
+    found, nan = found.cpu(), values.isnan()
+    assert torch.equal(found.isnan(), nan) and torch.equal(expected.isnan(), nan)
+    assert torch.equal(found[~nan].view(torch.int16), expected[~nan].view(torch.int16))
+print("equal")
+"""
+
+
+def test_the_kernel_rounds_as_the_cpu_does() -> None:
+    ran = triton_program.run(COMPARISON)
+    assert ran.stdout.strip() == "equal", ran.stderr[-3000:]
+
+
+def test_the_kernel_is_as_fast_as_memory_on_hopper() -> None:
+    """At 6 bytes a weight there is time for 56 instructions, as `test_quantize_kernels` counts."""
+    from qurl_megatron.quantization.kernels import ROUND_WARPS, ROUNDED, _round_row
+
+    types = {"out": "*i16", "values": "*fp32", "row_keys": "*i32", "column_keys": "*i32"}
+    types |= dict.fromkeys(("columns", "out_stride", "values_stride"), "i32")
+    constants = {"FIRST": rounding._FIRST, "SECOND": rounding._SECOND, "ROUNDED": ROUNDED}
+    compiled = compile_kernel(_round_row, types, constants, ROUND_WARPS, 90)
+    assert compiled.once / (ROUNDED / 32 / ROUND_WARPS) <= 24
+    assert compiled.stack_bytes == 0 and compiled.registers <= 64
 
 
 def test_only_float32_to_bf16_is_dithered_and_only_if_asked() -> None:

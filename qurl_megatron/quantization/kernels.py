@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs: quantization by channel or 128 x 128 block, checksums, values of INT4.
+"""Triton kernels for GPUs: quantization, checksums, values of INT4, rounding without bias.
 
 `quantize_on_gpu`: a program reads one row, or one block in strips of rows, twice: first for its
 absmax, then, from cache, for its codes. It can take the checksum of the codes on the way. The
@@ -21,6 +21,8 @@ Integer sums wrap around, so their order does not matter. Codes of one byte are 
 time, as one word.
 
 `int4_values` writes the BF16 values of INT4 codes, which are then multiplied as any BF16 weight.
+
+`round_rows` reads each weight once, and computes its dither in registers.
 """
 
 from typing import Any
@@ -44,6 +46,8 @@ STRIP, NUM_WARPS = 16, 8  # rows of a strip: 8 weights, one wide load, per threa
 INFINITY = tl.constexpr(float("inf"))
 SUM_ROWS, SUM_BLOCK, SUM_WARPS = 4, 512, 4  # per program of a checksum: 16 sums per thread
 PAIRS, PAIR_WARPS = 1024, 4  # INT4 codes of a program, two a byte: 8 bytes per thread
+ROUNDED, ROUND_WARPS = 1024, 4  # weights of a program: 8 per thread
+LARGEST_BF16, INFINITY_BITS = tl.constexpr(0x7F7F0000), tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -402,3 +406,60 @@ def int4_values(packed: Tensor, scale: Tensor) -> Tensor:
             num_warps=PAIR_WARPS,
         )
     return values
+
+
+@triton.jit
+def _round_row(  # type: ignore[no-untyped-def]
+    out,
+    values,
+    row_keys,
+    column_keys,
+    columns,
+    out_stride,
+    values_stride,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    ROUNDED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * ROUNDED + tl.arange(0, ROUNDED)
+    inside = column < columns
+    hashed = tl.load(row_keys + row) + tl.load(column_keys + column, mask=inside, other=0)
+    hashed = (hashed ^ (hashed >> 16)) * FIRST
+    hashed = (hashed ^ (hashed >> 15)) * SECOND
+    weight = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
+    bits = weight.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    dither = tl.where(magnitude < LARGEST_BF16, (hashed >> 16) & 0xFFFF, 0)
+    bits = tl.where(magnitude > INFINITY_BITS, bits | 0x400000, bits)  # NaN stays NaN
+    rounded = ((bits + dither) >> 16).to(tl.int16)
+    tl.store(out + row * out_stride + column, rounded, mask=inside)
+
+
+def round_rows(
+    out: Tensor, values: Tensor, row_keys: Tensor, column_keys: Tensor, factors: tuple[int, int]
+) -> None:
+    """Do what `rounding.round_rows` does.
+
+    Args:
+        out: [rows, columns] bfloat16, written.
+        values: [rows, columns] float32; the elements of a row are neighbours, as in `out`.
+        row_keys: [rows] int32.
+        column_keys: [columns] int32.
+        factors: of the hash, as int32.
+    """
+    rows, columns = values.shape
+    if values.numel():
+        _round_row[(rows, triton.cdiv(columns, ROUNDED))](
+            out.view(torch.int16),
+            values,
+            row_keys,
+            column_keys,
+            columns,
+            out.stride(0),
+            values.stride(0),
+            FIRST=factors[0],
+            SECOND=factors[1],
+            ROUNDED=ROUNDED,
+            num_warps=ROUND_WARPS,
+        )

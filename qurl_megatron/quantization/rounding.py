@@ -19,6 +19,7 @@ Invariants:
 - Up to the largest BF16 number, the mean of the results over all 65536 dithers is the value.
   Subnormal numbers are no exception.
 - Nothing is kept but a key of 4 bytes for each row and each column.
+- CPU and GPU compute the same. On a GPU it is one pass of `kernels.py`.
 
 The dither is the upper half of a hash of 32 bits: hash(key of the row + key of the column). It has
 two multiplications, because after one the dithers of two rows differ by nearly a constant.
@@ -31,8 +32,8 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.config.schema import Rounding
-from qurl_megatron.quantization.quantize import elements_at_once
 
+CHUNK_ELEMENTS = 2**17  # rounded at once: 512 KiB, within a core's cache
 _LARGEST = 0x7F7F0000  # bits of the largest BF16 number
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B - 2**32  # odd factors of the hash
 _STEP = 0x9E3779B9 - 2**32  # an odd factor that spreads neighbouring numbers
@@ -78,7 +79,12 @@ def round_rows(out: Tensor, values: Tensor, keys: Tensor, first_column: int = 0)
     if values.dim() == 1:
         out, values = out[:, None], values[:, None]
     columns = _column_keys(first_column, values.shape[1], values.device)
-    step = max(1, elements_at_once(values) // max(1, values.shape[1]))
+    if values.is_cuda:
+        from qurl_megatron.quantization import kernels
+
+        kernels.round_rows(out, values.contiguous(), keys, columns, (_FIRST, _SECOND))
+        return
+    step = max(1, CHUNK_ELEMENTS // max(1, values.shape[1]))
     for start in range(0, len(values), step):
         rows = slice(start, start + step)
         dither = _hash(keys[rows, None] + columns).bitwise_right_shift_(16).bitwise_and_(0xFFFF)

@@ -1,0 +1,48 @@
+"""Measure on SmolLM2-135M-Instruct: `python -m benchmarks.pretrained --chapter rounding`.
+
+    chapter    what differs between its arms
+    rounding   how float32 masters become BF16, supervised training at learning rates of RL
+
+An arm that benchmarks/results/pretrained.jsonl has is not repeated: a chapter can be interrupted.
+The rows are printed as a table in the end.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine
+from benchmarks.pretrained import rounding
+from qurl_megatron.files import read_json_lines
+from qurl_megatron.model import smollm2
+
+RESULTS = Path(__file__).parents[1] / "results" / "pretrained.jsonl"
+CHAPTERS = {"rounding": rounding}
+
+
+def main() -> None:
+    parser = machine.parser(__doc__)
+    parser.add_argument("--chapter", choices=CHAPTERS, required=True)
+    parser.add_argument("--model", type=Path, help="its directory; else the package's is written")
+    arguments = parser.parse_args()
+    chapter = CHAPTERS[arguments.chapter]
+    machine.print_machine("torch", "megatron-core")
+    with tempfile.TemporaryDirectory() as scratch:
+        model = arguments.model
+        for arm in chapter.ARMS:
+            if any(row["arm"] == arm for row in read_json_lines(RESULTS)):
+                continue
+            if model is None:
+                smollm2.write(model := Path(scratch))
+            words = {"chapter": arguments.chapter, "arm": arm, "torch": torch.__version__}
+            row = words | chapter.measure(model, **arm)
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    rows = [row for row in read_json_lines(RESULTS) if row["chapter"] == arguments.chapter]
+    print(chapter.table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Does an update act? Supervised training through the learner, with each way of making BF16.
+
+The learner, its optimizer and its rounding are the project's. A BF16 learner multiplies BF16 values
+as float32 and rounds the product, which is what BF16 instructions do; without them torch's BF16
+products take ten times as long.
+"""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.learner.learner import Learner
+from qurl_megatron.model.tokenizer import load_tokenizer
+
+STEPS, ROWS, HELD_OUT = 20, 8, 32
+MEASURED = (0, 1, 5, 10, 20)  # after these steps
+ARMS: list[dict[str, Any]] = [
+    {"dtype": dtype, "rounding": rounding, "learning_rate": rate}
+    for rate in (1e-6, 1e-5)
+    for dtype, rounding in (
+        ("bfloat16", "nearest"),
+        ("bfloat16", "unbiased"),
+        ("float32", "unbiased"),
+    )
+]
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class _Float32Products(TorchDispatchMode):
+    """Multiplies BF16 matrices as float32."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        if function in _PRODUCTS and args[-1].dtype == torch.bfloat16:
+            return function(*(each.float() for each in args)).bfloat16()
+        return function(*args, **(kwargs or {}))
+
+
+def measure(model: Path, dtype: Any, rounding: Any, learning_rate: float) -> dict[str, Any]:
+    """Train, and return held-out losses by step, what changed, and what is shown of it."""
+    torch.set_num_threads(2)
+    config = LearnerConfig(dtype=dtype, threads_per_rank=2)
+    learner = Learner(model, config, OptimizerConfig(learning_rate, rounding=rounding))
+    batches = _batches(model)
+    held_out = next(batches)
+    before = [weight.clone() for *_, weight in learner.shards()]
+    losses: dict[int, float] = {}
+    start = time.monotonic()
+    with _Float32Products():
+        for step in range(STEPS + 1):
+            if step:
+                learner.update(learner.share(next(batches)), _likelihood, temperature=1.0)
+            if step in MEASURED:
+                losses[step] = _loss(learner, held_out)
+                print(dtype, rounding, learning_rate, step, losses[step], flush=True)
+    pairs = [(old, new) for old, (*_, new) in zip(before, learner.shards(), strict=True)]
+    changed = sum(int((old != new).sum()) for old, new in pairs)
+    total = sum(old.numel() for old in before)
+    shown = learner.update_shown()
+    learner.close()
+    return {
+        "held_out_loss": losses,
+        "changed_fraction": changed / total,
+        "update_shown_fraction": shown,
+        "seconds": time.monotonic() - start,
+    }
+
+
+def _batches(model: Path) -> Any:
+    """Yield the held-out batch, then batches to train on: sums and differences in words."""
+    tokenizer = load_tokenizer(model)
+    draw = random.Random(7)
+    pairs = [(a, b) for a in range(11, 60) for b in range(2, 10)]
+    draw.shuffle(pairs)
+    start = 0
+    while True:
+        size = ROWS if start else HELD_OUT
+        sequences, masks = [], []
+        for a, b in (pairs[number % len(pairs)] for number in range(start, start + size)):
+            text = f"What is {a} plus {b}?"
+            prompt = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+            )
+            asked = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+            answer = tokenizer(f"{a + b}", add_special_tokens=False)["input_ids"]
+            sequences.append([*asked, *answer, tokenizer.eos_token_id])
+            masks.append([False] * len(asked) + [True] * (len(answer) + 1))
+        start += size
+        mask = torch.tensor([each for row in masks for each in row])
+        yield TrainBatch(
+            torch.tensor([len(row) for row in sequences]),
+            torch.tensor([each for row in sequences for each in row], dtype=torch.int32),
+            mask,
+            loss_weights=mask / mask.sum(),
+        )
+
+
+def _likelihood(logprobs: Tensor, _: Tensor, __: Any, loss_weights: Tensor, *___: Any) -> Any:
+    return -(loss_weights * logprobs).sum(), {}
+
+
+def _loss(learner: Learner, batch: TrainBatch) -> float:
+    share = learner.share(batch)
+    learner.score(share, ["proximal_logprobs", "entropy"], temperature=1.0)
+    logprobs = torch.cat(share.collect("proximal_logprobs"))
+    return float(-logprobs[batch.loss_mask].mean())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table."""
+    header = ["rate", "learner", "rounding", *(f"after {step}" for step in MEASURED)]
+    lines = [[*header, "changed", "shown"], ["---"] * (len(header) + 2)]
+    for row in rows:
+        arm, losses = row["arm"], row["held_out_loss"].values()
+        rounding = arm["rounding"] if arm["dtype"] == "bfloat16" else ""
+        cells = [f"{arm['learning_rate']:g}", arm["dtype"], rounding]
+        cells += [f"{loss:.3f}" for loss in losses]
+        fractions = row["changed_fraction"], row["update_shown_fraction"]
+        lines.append([*cells, *(f"{fraction:.1%}" for fraction in fractions)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
