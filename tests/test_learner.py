@@ -495,6 +495,35 @@ def test_masters_are_rounded_to_the_nearest_number_if_asked(models: dict[str, Pa
     assert 0 < states[-1][2] < 0.3
 
 
+def losses_of_small_steps(model: Path) -> dict[tuple[str, str], list[float]]:
+    """Return the losses of steps that move a weight by a fiftieth of BF16's distances."""
+    from qurl_megatron import device
+    from qurl_megatron.learner.learner import Learner
+
+    device.initialize_distributed()
+    losses = {}
+    ways: list[tuple[Any, Any]] = [("float32", "unbiased")]
+    ways += [("bfloat16", "unbiased"), ("bfloat16", "nearest")]
+    for dtype, rounding in ways:
+        optimizer = OptimizerConfig(learning_rate=1e-5, rounding=rounding)
+        learner = Learner(model, learner_config({}, dtype=dtype), optimizer)
+        share = share_of(learner, make_batch())
+        updates = [learner.update(share, policy_gradient, temperature=1.0) for _ in range(11)]
+        losses[dtype, rounding] = [update.loss for update in updates]
+        learner.close()
+    return losses
+
+
+def test_small_steps_act_in_bfloat16_as_in_float32_unless_rounded_to_nearest(
+    models: dict[str, Path],
+) -> None:
+    (losses,) = run_ranks(losses_of_small_steps, 1, models["llama-tied"])
+    progress = {way: first - last for way, (first, *_, last) in losses.items()}
+    of_float32 = progress["float32", "unbiased"]
+    assert progress["bfloat16", "unbiased"] / of_float32 == pytest.approx(1, abs=0.1)
+    assert progress["bfloat16", "nearest"] / of_float32 < 0.5
+
+
 def logprobs_on_one_rank(model: Path, dtype: str) -> Tensor:
     from qurl_megatron.learner.learner import Learner
 
