@@ -758,6 +758,10 @@ class Config:
     """Maximum time of one call of a reward function of your own, in seconds. Built-in verifiers
     have 3 seconds of CPU time."""
 
+    reward_import_timeout_s: Seconds = 30.0
+    """Maximum time for the import of a reward function of your own, in seconds; a reward that loads
+    a model needs more."""
+
     scoring_workers: CountOrZero = 0
     """Number of processes that score completions. A reward that waits for a service needs more of
     them, unless it is `async`. 0: a quarter of the cores, from 1 to 16."""

@@ -33,8 +33,7 @@ if TYPE_CHECKING:  # it imports torch, which a worker does not need
 WORKER = "import sys; from qurl_megatron.data.scoring import work; work(int(sys.argv[1]))"
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 16
-START_TIMEOUT_S = 300.0
-LOAD_LIMIT_S = 30.0  # to import a reward function of the user's own
+START_TIMEOUT_S = 300.0  # of the process, and of the import of a built-in verifier
 GRACE_S = 1.0  # beyond a time limit, for a worker to report the timeout itself
 PROBLEMS_PER_WORKER = 64  # for fewer answers another process does not pay
 
@@ -153,7 +152,7 @@ class _Worker:
         """
         if self._error is None:
             try:
-                if self._connection.poll(START_TIMEOUT_S):
+                if self._connection.poll(START_TIMEOUT_S + self._config.reward_import_timeout_s):
                     self._error, self._whole_groups, self.columns = self._connection.recv()
                 else:
                     self._error = f"not loaded within {START_TIMEOUT_S:g} s"
@@ -193,7 +192,8 @@ class _Worker:
         if code == -signal.SIGPROF:
             return f"{TIMED_OUT} after {rewards.VERIFIER_CPU_LIMIT_S:g} s of CPU time"
         if code == -signal.SIGALRM:
-            return f"{TIMED_OUT} after {LOAD_LIMIT_S:g} s"
+            limit_s = self._config.reward_import_timeout_s
+            return f"{TIMED_OUT} after reward_import_timeout_s={limit_s:g}"
         return f"the process that scores ended with code {code}"
 
 
@@ -253,7 +253,8 @@ def work(descriptor: int) -> None:
         config = connection.recv()
         if rewards.is_own_function(config):
             contain()
-            signal.setitimer(signal.ITIMER_REAL, LOAD_LIMIT_S)  # then SIGALRM ends the process
+            limit_s = config.reward_import_timeout_s
+            signal.setitimer(signal.ITIMER_REAL, limit_s)  # then SIGALRM ends the process
         try:
             reward = rewards.load(config)
         except (Exception, SystemExit) as error:

@@ -130,6 +130,8 @@ class EvalConfig(AgentConfig):
     """The SGLang server that answers."""
     reward_timeout_s: Seconds = 60.0
     """Maximum time of one call of a reward function of your own, in seconds."""
+    reward_import_timeout_s: Seconds = 30.0
+    """Maximum time for the import of a reward function of your own, in seconds."""
     scoring_workers: CountOrZero = 0
     """Number of processes that score answers. 0: a quarter of the cores, from 1 to 16."""
     question_key: Text = ""
@@ -439,6 +441,7 @@ def run(config: EvalConfig) -> None:
     reward = Config(
         reward=absolute(config.reward),
         reward_timeout_s=config.reward_timeout_s,
+        reward_import_timeout_s=config.reward_import_timeout_s,
         scoring_workers=config.scoring_workers,
     )
     check_workers(config.scoring_workers)
