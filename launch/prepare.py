@@ -36,7 +36,12 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.tokenizer import read_template
 from qurl_megatron.planning.colocation import plan_colocation, releases
 from qurl_megatron.planning.gpus import H100, Node
-from qurl_megatron.planning.host import check_host, check_shared_memory, check_workers
+from qurl_megatron.planning.host import (
+    check_host,
+    check_shared_memory,
+    check_workers,
+    use_cores,
+)
 from qurl_megatron.process import qurl_command
 from qurl_megatron.rollout import toolkit
 
@@ -369,7 +374,8 @@ def _check(
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
     architecture = validate(config)
-    if said := choose_placement(config, words, num_gpus or 0):
+    cores = use_cores(config, words) if num_gpus == 0 and not resumes else ""
+    for said in filter(None, (cores, choose_placement(config, words, num_gpus or 0))):
         print(f"qurl: {said}", file=sys.stderr)
     placed = place_servers(config, num_gpus or 0)
     if num_gpus:

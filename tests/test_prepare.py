@@ -15,6 +15,7 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.planning import host
 from qurl_megatron.process import qurl_command
 from qurl_megatron.quantization.adapter_files import base_hash
 from recipe_inputs import write_inputs
@@ -162,6 +163,32 @@ def test_adapters_are_resumed_over_their_own_base_only() -> None:
     with pytest.raises(ConfigError, match=message):
         prepare_resume(config.run_dir, [], writes=False)
     prepare_resume(config.run_dir, [], asks_servers=False)  # a submission leaves it to the job
+
+
+def test_without_a_gpu_a_real_model_uses_the_cores_unless_fields_say_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(3))
+    given = [*write_inputs("grpo", tmp_path), "rollout.prompts_per_step=4", "name=first"]
+    given += ["rollout.max_completion_length=64", "learner.micro_batch_size=1"]
+
+    def layout(*words: str) -> tuple[int, int]:
+        config, _ = prepare_new("grpo", [*given, *words], 0, writes=False)
+        return config.learner.data_parallel_size, config.rollout.servers
+
+    assert layout() == (1, 1)  # a tiny model
+    monkeypatch.setattr(host, "REAL_WEIGHTS", 0)
+    assert layout() == (2, 2)  # 3 do not divide the prompts
+    assert layout("rollout.prompts_per_step=6") == (3, 3)
+    assert layout("learner.dtype=float32") == (2, 2)
+    assert layout("rollout.servers=1") == layout("learner.tensor_parallel_size=1") == (1, 1)
+
+    def check_host(config: Config) -> None:
+        if config.rollout.servers == 3:
+            raise ConfigError("memory: too little")
+
+    monkeypatch.setattr(host, "check_host", check_host)
+    assert layout("rollout.prompts_per_step=6") == (2, 2)
 
 
 def test_a_run_asks_for_the_shared_memory_of_its_semaphores_and_weights(

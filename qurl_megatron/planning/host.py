@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
 from qurl_megatron.config.server_options import states_per_request, tokens_of_requests
+from qurl_megatron.config.validate import validate
 from qurl_megatron.files import LEAST_SHARED_BYTES, gigabytes, lack_of_shared_memory
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
@@ -31,6 +32,9 @@ WORKER_BYTES = 50_000_000
 KEPT_BYTES = 4  # per weight at most, in the form that a server's matrix products read
 LOGIT_BYTES = 12  # per logit from which a server samples a token
 SHARE = 0.8  # fraction of the free memory that caches may fill up
+MOST_BY_DEFAULT = 4  # learner ranks and rollout servers; each needs memory of its own
+LAYOUT = ("learner.threads_per_rank", "rollout.servers", "rollout.server.threads")
+REAL_WEIGHTS = 20_000_000  # in linear layers; the time of smaller models is Python's
 MAX_PROCESSES_PER_CORE = 16  # more would wait for each other longer than they compute
 
 
@@ -145,6 +149,36 @@ def settle_run(config: Config, servers: Iterable[str], ranks: int) -> list[str]:
         if numbers[name]
     ]
     return settle_caches(sets, learner_bytes(config, architecture, ranks))
+
+
+def use_cores(config: Config, words: Sequence[str]) -> str:
+    """Let a real model on a machine without a GPU have a learner rank and a server on each core.
+
+    Return a line that says so. Return an empty text if a field among `words` says otherwise, the
+    machine has no memory for them, or the settings do not divide.
+
+    More threads would take no memory. But on a busy machine they wait for each other: products of
+    two threads took five times as long as those of one, or more.
+    """
+    names = [word.partition("=")[0] for word in words]
+    is_given = any(name.endswith("_parallel_size") or name in LAYOUT for name in names)
+    if is_given or config.learner.world_size > 1 or config.rollout.servers != 1:
+        return ""
+    if Architecture.from_directory(config.model).num_linear_weights < REAL_WEIGHTS:
+        return ""
+    for number in range(min(MOST_BY_DEFAULT, len(os.sched_getaffinity(0))), 1, -1):
+        tried = copy.deepcopy(config)
+        tried.learner.data_parallel_size = tried.rollout.servers = number
+        try:
+            validate(tried)
+            check_host(tried)
+        except ConfigError:
+            continue
+        config.learner.data_parallel_size = config.rollout.servers = number
+        return (
+            f"learner.data_parallel_size={number} rollout.servers={number}, to use {number} cores"
+        )
+    return ""
 
 
 def check_host(config: Config) -> None:
