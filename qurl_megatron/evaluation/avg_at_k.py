@@ -405,7 +405,7 @@ def _decisive(config: EvalConfig) -> dict[str, Any]:
 
 
 def _read_files(config: EvalConfig) -> Iterator[Path]:
-    """Yield the files that an evaluation reads: of model, adapters, data, reward and agent."""
+    """Yield the files that an evaluation reads: of models, template, data, reward and agent."""
     functions = [name.rpartition(":")[0] for name in (config.reward, config.agent)]
     sources = [each.partition(":")[0] for each in config.data if not Path(each).exists()]
     given = [config.model, config.adapters, config.chat_template]
