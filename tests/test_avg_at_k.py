@@ -1,6 +1,7 @@
 """Avg@1 and Avg@k against hand-computed numbers."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data.scoring import Scorer
+from qurl_megatron.evaluation import avg_at_k
 from qurl_megatron.evaluation.avg_at_k import (
     Answer,
     Average,
@@ -66,13 +68,14 @@ class ScriptedClient:
         self.texts = texts
         self.logprob = logprob
         self.settings: list[dict[str, Any]] = []
+        self.loses = "lost"  # the answer of the problem at which the server dies
 
     def sampling(self, **settings: Any) -> dict[str, Any]:
         self.settings.append(settings)
         return settings
 
     async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
-        if prompt.answer == "lost":
+        if prompt.answer == self.loses:
             raise ServerFailed("the server died")
         texts = [prompt.answer] if sampling["temperature"] == 0 else self.texts
         return [Completion([1], [self.logprob], text, False, [1]) for text in texts]
@@ -192,3 +195,45 @@ def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: 
         (tmp_path / "wrong" / "answers_0.jsonl").touch()
         raise WrongRollouts("equal")
     assert not (tmp_path / "wrong" / "answers_0.jsonl").exists()
+
+
+def test_the_command_continues_where_its_server_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "problems.jsonl"
+    rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(3)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    model = build_tiny_model(tmp_path / "model")
+    output = tmp_path / "eval"
+    client: Any = ScriptedClient("1", "7")
+    monkeypatch.setattr(avg_at_k, "serving", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(avg_at_k, "RolloutClient", lambda *_: client)
+
+    def evaluate() -> None:
+        config = EvalConfig(
+            model=str(model), data=[str(data)], reward="exact", k=2, output=str(output)
+        )
+        config.max_prompt_length = config.max_completion_length = 64
+        check_output(config)
+        run(config)
+
+    client.loses = "2"
+    with pytest.raises(ServerFailed):
+        evaluate()
+    said = capsys.readouterr().err
+    assert f"{output} keeps the answers so far; the same command continues" in said
+    kept = read_answers(output / "answers_0.jsonl")
+    assert sorted(kept) == [0, 1] and not (output / "summary.json").exists()
+    client.loses = ""
+    evaluate()
+    assert "answers_0.jsonl: 2 of 3 problems have their answers" in capsys.readouterr().err
+    whole = read_answers(output / "answers_0.jsonl")
+    assert list(whole) == [0, 1, 2] and kept.items() <= whole.items()
+    results = json.loads((output / "summary.json").read_text())["results"][str(data)]
+    assert (results["Avg@1"]["mean"], results["Avg@2 sampled"]["mean"]) == (
+        1.0,
+        pytest.approx(1 / 6),
+    )
+    assert sorted(path.name for path in output.iterdir()) == ["answers_0.jsonl", "summary.json"]
+    with pytest.raises(ConfigError, match="exists; choose another directory"):
+        evaluate()
