@@ -45,8 +45,14 @@ from qurl_megatron.planning.host import (
 from qurl_megatron.process import qurl_command
 from qurl_megatron.rollout import toolkit
 
-# Fields that this module fills in where a recipe leaves them open, and what says where a run is.
-SETTLED = ("rollout.stop_token_ids", "rollout.server.releases", "evaluation.server.releases")
+# Fields that this module fills in where a recipe has these values, and what says where a run is.
+SETTLED = {
+    "rollout.stop_token_ids": [],
+    "rollout.server.releases": "auto",
+    "evaluation.server.releases": "auto",
+    "learner.data_parallel_size": 1,
+    "rollout.servers": 1,
+}
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
 
 MODELS = ("model", "critic.model")  # the fields; other sources are data
@@ -241,7 +247,7 @@ def check_as_saved(recipe: str, overrides: list[str], saved: Config) -> None:
     before = leaf_values(saved)
     for field, value in leaf_values(config).items():
         is_given = any(f"{each}.".startswith(f"{field}.") for each in given)
-        is_open = value == "" or (field in SETTLED and value in ([], "auto"))
+        is_open = value == "" or (field in SETTLED and value == SETTLED[field])
         if not is_given and not is_open and value != before[field] and field not in OF_DIRECTORY:
             raise ConfigError(f"it has {field}={before[field]}, and {recipe} {value}")
 
