@@ -17,6 +17,8 @@ LONGEST_FILES = [
     "test_rehearsal",
     "test_reshard",
     "test_cli",
+    "test_proof_benchmark",
+    "test_quantized_forward",
     "test_own_objective",
     "test_preflight",
     "test_moe_kernels",
