@@ -414,7 +414,7 @@ COMMANDS = rows("""
     eval model problems.jsonl group_size=32        group_size=32: format bf16 has no groups
     eval model problems.jsonl format=int4          groups of int4 are 128 wide
     eval model problems.jsonl format=int8 keep=[no] max_prompt_length=9 max_completion_length=9  no:
-    eval model problems.jsonl output=runs          output=runs: exists
+    eval model problems.jsonl max_prompt_length=9 max_completion_length=9 output=runs  runs: exists
     eval model problems.jsonl output=-x            must not begin with -
     eval model problems.jsonl max_prompt_length=1 max_completion_length=9  than max_prompt_length
     eval model problems.jsonl max_prompt_length=99 max_completion_length=999  set it to 413 or less
