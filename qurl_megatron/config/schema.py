@@ -673,8 +673,8 @@ class Config:
     path of its snapshot, which ends with the commit."""
 
     model_builder: FunctionName = ""
-    """FILE.py:NAME or MODULE:NAME of a function that writes the model to a given directory, with
-    random weights by a given seed, when a run without `model` begins. If it returns a function,
+    """FILE.py:NAME or MODULE:NAME of a function that writes the model to a given directory when a
+    run without `model` begins. It also gets the seed, for random weights. If it returns a function,
     that is called with the run's configuration after all checks, and may train the model. Empty:
     none."""
 
