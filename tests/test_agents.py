@@ -84,7 +84,6 @@ async def each(policy, problem):
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(policy.generate(), 0.2)
         assert not policy.num_turns
-        await asyncio.sleep(0.2)
         policy.observe([42])
     turn = await policy.generate(max_tokens=2)
     if how == "raises":
