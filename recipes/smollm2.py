@@ -19,6 +19,7 @@ Sources of the settings:
 - The recipe `grpo`, with fewer and shorter completions, twenty times its learning rate and no KL
   penalty, which would need a reference in memory.
 - Two ranks and two servers, each with one thread, use two cores.
+- 16 steps: in a run of 32 the accuracy fell again, from 76.6 to 71.9 %, and the entropy to 0.05.
 """
 
 from qurl_megatron.config.schema import Config, EvaluationConfig, LearnerConfig, ServerConfig
@@ -43,7 +44,7 @@ def recipe() -> Config:
         "size": 3000,
     }
     config.reward = "gsm8k_flexible"
-    config.steps = 32
+    config.steps = 16
     config.learner = LearnerConfig(
         # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.
         data_parallel_size=1 if device.num_gpus() == 1 else 2,
@@ -59,6 +60,6 @@ def recipe() -> Config:
     rollout.max_completion_length = 32
     rollout.server = server
     config.evaluation = EvaluationConfig(
-        problems=256, held_out_fraction=0.25, every_steps=16, server=server
+        problems=256, held_out_fraction=0.25, every_steps=8, server=server
     )
     return config
