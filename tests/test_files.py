@@ -36,13 +36,15 @@ OWN_WAYS = {
     "config/text": "YAML in memory",
     "config/yaml_text": "YAML in memory",
     "config/disk": "256 MiB to see how fast this machine writes; it deletes them",
-    "launch/experiment": "a copy of the code, in a directory that it renames",
+    "launch/code_copy": "a copy of the code, in a directory that it renames",
     "launch/serve": "a log, to see that it can be opened",
     "launch/slurm": "the logs of processes",
     "launch/status": "owner.json, which is locked, and so must stay the same file",
     "model/huggingface": "a file that `write_whole` renames",
+    "model/smollm2": "a model, in a directory that the run renames",
     "commands/scaling": "a file that `write_whole` renames",
     "rehearsal/rehearsal": "what a process is to do, through a pipe",
+    "report/console": "the lines of steps, which the console has too",
     "report/plots": "a picture in memory",
     "process": "a log in place of a closed output, and a file to lock",
     "rollout/preload": "the logs of processes",
@@ -265,7 +267,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
         "mismatch MODEL reasoning_gym:spell_backward --output PIPE",
         "quantize MODEL PIPE",
         "uaq MODEL PIPE",
-        "eval MODEL reasoning_gym:spell_backward output=PIPE",
+        "eval MODEL questions max_prompt_length=9 max_completion_length=9 output=PIPE",
         "serve MODEL key_file=KEY max_length=64 log_file=PIPE",
     ],
 )
@@ -282,6 +284,7 @@ def test_a_command_refuses_to_replace_a_pipe_with_one_line(
     write_whole(places["KEY"], "k" * 32, private=True)
     for name, place in places.items():
         words = words.replace(name, str(place))
+    words = words.replace("questions", "reasoning_gym:spell_backward")
     monkeypatch.setattr(sys, "argv", ["qurl", *words.split()])
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended:

@@ -364,7 +364,7 @@ COMMANDS = rows("""
     launch nowhere.yml --executor slurm            nowhere.yml: no such file
     plan nowhere.yaml                              nowhere.yaml: no such file
     rehearse nowhere.py:recipe                     nowhere.py: no such file
-    config own.py                                  own.py: no such recipe; there are adapters_32b
+    config own.py                                  own.py: which function? give own.py:fails
     config own.py:nowhere                          own.py:nowhere: ImportError: it has no function
     config own.py:fails                            own.py:fails, line 7: KeyError: 'x'
     config own.py:quits                            own.py:quits, line 11: SystemExit: 3

@@ -269,7 +269,9 @@ def test_every_verifier_that_a_configuration_can_name_exists() -> None:
 def test_verifiers_and_functions_are_accepted_and_anything_else_is_refused() -> None:
     for reward in (*VERIFIER_NAMES, "judge.py:reward", "pkg.judge:reward"):
         assert with_overrides(Config(), [f"reward={reward}"]).reward == reward
-    for reward in ("bleu", "", "judge.py", "judge.py:", "judge.py:1x", ":f"):
+    with pytest.raises(ConfigError, match="which function.* give judge.py:NAME"):
+        with_overrides(Config(), ["reward=judge.py"])
+    for reward in ("bleu", "", "judge.py:", "judge.py:1x", ":f"):
         with pytest.raises(ConfigError, match="math, gsm8k.*FILE.py:NAME or MODULE:NAME"):
             with_overrides(Config(), [f"reward={reward}"])
 
