@@ -189,10 +189,8 @@ def check_memory() -> Findings:
 
     free, total = device.free_memory_bytes(), device.machine_memory_bytes()
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    if free >= ENOUGH_MEMORY_BYTES:
-        yield "ok", found
-    else:
-        yield "!!", f"{found}; the quickstart takes up to {ENOUGH_MEMORY_BYTES / GIB:.0f} GiB"
+    advice = f"the quickstart takes up to {ENOUGH_MEMORY_BYTES / GIB:.0f} GiB"
+    yield _judged(free >= ENOUGH_MEMORY_BYTES, found, advice)
 
 
 def check_disk() -> Findings:
@@ -200,10 +198,12 @@ def check_disk() -> Findings:
     for what, place in (("runs", Path.cwd()), ("temporary files", Path(tempfile.gettempdir()))):
         free = free_bytes(place)
         found = f"{free / GIB:.1f} GiB free for {what} in {place}"
-        if free >= ENOUGH_DISK_BYTES:
-            yield "ok", found
-        else:
-            yield "!!", f"{found}; make room, or choose another directory"
+        advice = "make room, or choose another directory"
+        yield _judged(free >= ENOUGH_DISK_BYTES, found, advice)
+
+
+def _judged(is_enough: bool, found: str, advice: str) -> tuple[Status, str]:
+    return ("ok", found) if is_enough else ("!!", f"{found}; {advice}")
 
 
 def check_environment() -> Findings:

@@ -281,9 +281,8 @@ class Converter:
             return Conversion()
         meter = self._meters[team.of_experts]
         measures = Measures(meter, self.weight_format)
-        of_base = Measures(
-            DriftMeter(), self.weight_format
-        )  # a base does not drift: nothing is measured
+        # A base does not drift: nothing is measured.
+        of_base = Measures(DriftMeter(), self.weight_format)
         kept = self._kept[team.of_experts]
         if not self.keeps_codes:
             kept.clear()  # the publisher may have given deltas up
