@@ -78,6 +78,11 @@ class Command:
         """Return what the command has printed."""
         return self.output.read_text()
 
+    def says_how_to_resume(self, step: int, run_dir: object) -> bool:
+        """Tell whether it said how; how it names the program depends on its directory."""
+        line = rf"to resume after step {step}: \S*qurl resume {run_dir}\n"
+        return re.search(line, self.text()) is not None
+
     def wait_for(self, pattern: str) -> None:
         """Wait until the output matches; fail if the command ends first."""
         self.wait_until(lambda: re.search(pattern, self.text()) is not None, 0.1)

@@ -21,7 +21,7 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
-from qurl_megatron.process import qurl_command, start_ticks
+from qurl_megatron.process import start_ticks
 
 
 def test_a_server_that_does_not_start_ends_the_run_with_its_log(start: Start) -> None:
@@ -101,7 +101,7 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(
     done = read_state(newest).step
     assert done == len(before) >= 3  # no step is lost
     assert f"stopped early after step {done}, with a checkpoint" in run.text()
-    assert f"to resume after step {done}: {qurl_command('resume', 'runs/run')}" in run.text()
+    assert run.says_how_to_resume(done, "runs/run"), run.text()
 
     resumed = start("resume", "runs/run", "learner.tensor_parallel_size=1")
     resumed.wait_for(rf"step {done + 4}/")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from e2e.running import QUICK, Start
 from qurl_megatron.files import free_bytes, list_checkpoints
-from qurl_megatron.process import CONSOLE_LOG, qurl_command
+from qurl_megatron.process import CONSOLE_LOG
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -52,7 +52,7 @@ def test_a_full_disk_ends_a_run_with_a_line_and_the_run_resumes(
     (checkpoint,) = list_checkpoints(run_dir)
     assert f"No space left on device; the last whole checkpoint is {checkpoint}" in run.text()
     assert "Traceback" not in run.text()
-    assert f"to resume after step 1: {qurl_command('resume', run_dir)}" in run.text()
+    assert run.says_how_to_resume(1, run_dir), run.text()
     assert run.survivors() == []
     assert list(run_dir.rglob("*.unfinished")) == []
     steps = steps_of(run_dir)  # every line is whole
