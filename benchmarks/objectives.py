@@ -1,7 +1,7 @@
 """Compare what each objective learns from the same start: `python -m benchmarks.objectives`.
 
 All arms of a seed start from the same model, which has seen right answers. Each arm is one complete
-`qurl train quickstart` with its own objective, weight format and UAQ scale. The arms compare
+`qurl train` with its own objective, weight format and UAQ scale. The arms compare
 truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aware quantization
 (UAQ) with BF16 rollouts and with the uncorrected objectives.
 
@@ -17,6 +17,8 @@ truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aw
     experts        a mixture of experts, and 8-bit or 4-bit rollouts whose choice of experts the
                    learner compares with its own, or replays
     agent          the 60 steps of quickstart_agent, whose episodes have three turns
+    smollm2        a real model, as it comes: 16 steps of the recipe `smollm2` with four minibatches
+                   each, at half its learning rate
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
 skips the runs that have figures of the installed versions, and resumes the runs that were
@@ -65,6 +67,8 @@ class Setting:
     digits: int = 0  # of an answer; 0: the quickstart's task
     recipe: str = "quickstart"
     goes_on_from: str = ""  # a setting whose start is shown answers of this one
+    is_taught: bool = True  # the start was shown right answers
+    late: float = 0.1  # the fraction of the steps, the last, over which figures are means
 
 
 def arm(objective: str, weight_format: str, uaq: str = NO_UAQ) -> list[str]:
@@ -138,6 +142,27 @@ SETTINGS = {
         ["steps=60"],
         recipe="quickstart_agent",
     ),
+    # In the order in which the first hours answer most.
+    "smollm2": Setting(
+        BF16
+        | int4_arms("naive", "acr", "tis")
+        | {f"{name} int8": arm(name, "int8") for name in ("naive", "acr", "tis")}
+        | {"acr+uaq int8": arm("acr", "int8", UAQ)}
+        | int4_arms("on_policy", "sequence_tis", "decoupled")
+        | {"acr+uaq int4-g32": arm("acr", "int4", UAQ)}
+        | {f"{name} fp8": arm(name, "fp8") for name in ("naive", "acr")}
+        | {"on_policy int8": arm("on_policy", "int8")},
+        [
+            "steps=16",
+            "optimizer.minibatches_per_step=4",
+            "optimizer.learning_rate=1e-5",
+            "optimizer.warmup_steps=4",
+            "checkpoint.every_steps=8",
+        ],
+        recipe="smollm2",
+        is_taught=False,
+        late=0.5,
+    ),
 }
 # With one learner rank and one server, each waits while the other works. So a run keeps about one
 # core busy, and two runs share two cores.
@@ -157,6 +182,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", help="default: all of the setting")
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/objectives"))
+    parser.add_argument("--show", action="store_true", help="print the table of the runs there are")
     arguments = parser.parse_args()
     setting = SETTINGS[arguments.setting]
     arms = arguments.arms or list(setting.arms)
@@ -164,20 +190,23 @@ def main() -> None:
         parser.error(f"--arms: {unknown[0]!r}; {arguments.setting} has {', '.join(setting.arms)}")
     output_dir = arguments.output_dir.absolute()
     rows = read_rows(arguments.setting)
-    missing = [
-        (name, seed) for seed in arguments.seeds for name in arms if (name, seed) not in rows
-    ]
+    missing = (
+        []
+        if arguments.show
+        else [(name, seed) for seed in arguments.seeds for name in arms if (name, seed) not in rows]
+    )
 
     def run_arm(key: tuple[str, int]) -> None:
         name, seed = key
         start = make_start(output_dir, setting, seed)
         words = [*recipe(output_dir, setting), *overrides(setting, name, seed), f"model={start}"]
         run_dir = output_dir / f"{arguments.setting}-{name.replace(' ', '-')}-{seed}"
-        rows[key] = summarize(*complete_run(run_dir, words))
+        rows[key] = summarize(*complete_run(run_dir, words), setting.late)
         # Verifiers of other tasks read more than a right answer's text; BF16 has no other copy.
-        if setting.digits and name not in BF16:
+        if (setting.digits or setting.recipe == "smollm2") and name not in BF16:
             rows[key]["copy_accuracy"] = copy_accuracy(run_dir)
         add_row(arguments.setting, name, seed, rows[key])
+        shutil.rmtree(run_dir / "checkpoints")
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         seeds = sorted({seed for _, seed in missing})
@@ -211,41 +240,52 @@ def add_row(setting: str, name: str, seed: int, row: dict[str, Any]) -> None:
 
 
 def show(rows: dict[tuple[str, int], dict[str, Any]], arms: list[str], seeds: list[int]) -> None:
-    """Print a Markdown table of all arms.
+    """Print a Markdown table of all arms that have runs.
 
     The gain is the mean difference to the first arm's run of the same seed.
     """
 
-    def column(name: str, metric: str) -> list[float]:
-        return [rows[name, seed][metric] for seed in seeds]
-
     def mean_and_error(values: list[float]) -> str:
-        return f"{fmean(values):.1f} ± {machine.standard_error(values):.1f}"
+        percent = [100 * value for value in values]
+        return f"{fmean(percent):.1f} ± {machine.standard_error(percent):.1f}"
 
-    baseline = column(arms[0], "held_out_accuracy")
     print(
-        f"| arm | held-out, %, by seed | mean ± s.e. | gain over {arms[0]}, points "
-        "| quantized copy | KL k3 | max ratio | above C | clipped | widened | other experts |"
+        f"| arm | held-out, %, by seed | mean ± s.e. | gain over {arms[0]}, points | "
+        "quantized copy | entropy | KL k3 | max ratio | above C | clipped | widened | "
+        "other experts |"
     )
-    print(f"|{'---|' * 11}")
+    print(f"|{'---|' * 12}")
     for name in arms:
-        changed = "routing_changed_fraction"
-        copy = "copy_accuracy"
-        known = {each for each in (changed, copy) if all(each in rows[name, s] for s in seeds)}
-        after = column(name, "held_out_accuracy")
-        gains = [100 * (a - b) for a, b in zip(after, baseline, strict=True)]
+        runs = {seed: rows[name, seed] for seed in seeds if (name, seed) in rows}
+        if not runs:
+            continue
+
+        def column(metric: str, runs: dict[int, Any] = runs) -> list[float]:
+            """Return a figure of each run, or nothing: older rows, and other models, lack some."""
+            values = [row.get(metric) for row in runs.values()]
+            return [] if None in values else values
+
+        after = column("held_out_accuracy")
+        gains = [
+            row["held_out_accuracy"] - rows[arms[0], seed]["held_out_accuracy"]
+            for seed, row in runs.items()
+            if name != arms[0] and (arms[0], seed) in rows
+        ]
+        copies, entropies = column("copy_accuracy"), column("entropy")
+        changed = column("routing_changed_fraction")
         cells = (
             name,
             ", ".join(f"{value:.1%}"[:-1] for value in after),
-            mean_and_error([100 * value for value in after]),
-            mean_and_error(gains) if name != arms[0] else "",
-            mean_and_error([100 * value for value in column(name, copy)]) if copy in known else "",
-            f"{fmean(column(name, 'kl_behaviour_proximal_k3')):.1e}",
-            f"{max(column(name, 'ratio_proximal_behaviour_max')):.1f}",
-            f"{fmean(column(name, 'tis_truncated_fraction')):.2%}",
-            f"{fmean(column(name, 'clip_fraction')):.2%}",
-            f"{fmean(column(name, 'acr_widened_fraction')):.3%}",
-            f"{fmean(column(name, changed)):.2%}" if changed in known else "",
+            mean_and_error(after),
+            mean_and_error(gains) if gains else "",
+            mean_and_error(copies) if copies else "",
+            f"{fmean(entropies):.2f}" if entropies else "",
+            f"{fmean(column('kl_behaviour_proximal_k3')):.1e}",
+            f"{max(column('ratio_proximal_behaviour_max')):.1f}",
+            f"{fmean(column('tis_truncated_fraction')):.2%}",
+            f"{fmean(column('clip_fraction')):.2%}",
+            f"{fmean(column('acr_widened_fraction')):.3%}",
+            f"{fmean(changed):.2%}" if changed else "",
         )
         print(f"| {' | '.join(cells)} |")
 
@@ -296,7 +336,8 @@ def copy_accuracy(run_dir: Path) -> float:
     with TemporaryDirectory() as scratch:
         output = Path(scratch) / "copy"
         words = [
-            *[str(run_dir / "final_model"), str(data), "reward=exact", f"output={output}"],
+            *[str(run_dir / "final_model"), str(data), f"output={output}"],
+            f"reward={config.reward}",
             f"format={config.quantization.format}",
             f"group_size={config.quantization.group_size}",
             f"max_prompt_length={config.rollout.max_prompt_length}",
@@ -329,17 +370,20 @@ def make_start(output_dir: Path, setting: Setting, seed: int) -> Path:
     tokenizer = load_tokenizer(partial)
     architecture = Architecture.from_directory(partial)
     config.rollout.stop_token_ids = stop_token_ids(architecture, tokenizer)
-    # RL learns little if less than half of the answers are right.
-    quickstart.teach(config, *((0.5, 32) if setting.digits else ()))
+    if setting.is_taught:  # RL learns little if less than half of the answers are right
+        quickstart.teach(config, *((0.5, 32) if setting.digits else ()))
     partial.rename(directory)
     return directory
 
 
-def summarize(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of a finished run; `means` are over the last tenth of its steps."""
-    late = steps[-max(1, len(steps) // 10) :]
+def summarize(
+    summary: dict[str, Any], steps: list[dict[str, Any]], fraction: float
+) -> dict[str, Any]:
+    """Return the figures of a finished run; `means` are over the last `fraction` of its steps."""
+    late = steps[-max(1, int(len(steps) * fraction)) :]
     means = (
         "reward_mean",
+        "entropy",
         "kl_behaviour_proximal_k3",
         "tis_truncated_fraction",
         "acr_widened_fraction",
