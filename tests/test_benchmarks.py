@@ -43,6 +43,6 @@ def test_help_names_the_command_and_runs_nothing(
 
 def test_a_peer_is_called_with_the_fields_that_it_takes(tmp_path: Path) -> None:
     words = adapter_words(8)
-    fields = settings(with_overrides(quickstart.recipe(), words), tmp_path, seed=0)
+    fields = settings(with_overrides(quickstart.recipe(), words), tmp_path, tmp_path, seed=0)
     assert fields.keys() == inspect.signature(trl_grpo.train).parameters.keys()
     assert (fields["adapter_rank"], fields["learning_rate"]) == (8, 2e-3)

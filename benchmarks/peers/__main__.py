@@ -6,25 +6,27 @@ PEER is an environment of its own, made by:
     PEER/bin/pip install -r benchmarks/peers/requirements.txt
 
 Both start from the model that `benchmarks.objectives` has for seed 0, with the same problems,
-reward, sequences a batch, optimizer steps, learning rate and clipping, and take turns. Both have
-two threads: TRL's process has two, and each of the quickstart's has one: its two ranks and its two
-servers take turns. TRL samples in float32 with transformers, the quickstart from INT8 servers.
+prompts, reward, sequences a batch, optimizer steps, learning rate, temperature and clipping, and
+take turns. Both have two threads: TRL's process has two, and each of ours has one: two ranks and
+two servers take turns. TRL samples in float32 with transformers, we from INT8 servers.
 
-    --answers 6     the quickstart: words of five letters backward, 64 x 8 answers a batch
-    --answers 64    the digits of `benchmarks.objectives --setting long`, 32 x 8
-    --answers 256   those of `--setting longest`, 32 x 8
+    --settings quickstart   words of five letters backward, 64 x 8 answers of 6 tokens a batch
+    --settings long         rows of 64 digits, 32 x 8
+    --settings longest      rows of 256 digits, 32 x 8
+    --settings smollm2      the recipe `smollm2`: a real model, 8 x 8 answers of at most 32 tokens
 
-With `--vocabulary 151936`, which is Qwen's, both start from random weights, and a batch is 8 x 4
-answers, which hardly end. It shows what a step takes, and nothing is learned.
+With `--vocabulary 151936`, which is Qwen's, both start from random weights of the quickstart's
+shape, and a batch is 8 x 4 answers, which hardly end. It shows what a step takes, and nothing is
+learned.
 
 With `--adapters 16` both train adapters (LoRA) of that rank on all linear layers, with the alpha
-and the learning rate of `quickstart_adapters`: TRL with peft over the float32 model, the quickstart
-over an INT4 base in groups of 32.
+and the learning rate of `quickstart_adapters`: TRL with peft over the float32 model, we over an
+INT4 base in groups of 32.
 
 A step is one batch. Seconds and CPU-seconds (of all processes, from the kernel) are those of the
-steps after the first `SKIPPED`; the phases of the quickstart's steps are medians. Memory is the sum
+steps after the first `SKIPPED`; the phases of our steps are medians. Memory is the sum
 of all processes' proportional set sizes after the last step. Accuracy is greedy, of both final
-models in float32, by transformers, on the problems that the start's run held out.
+models in float32, by transformers, on problems that neither has trained on.
 """
 
 import argparse
@@ -42,13 +44,13 @@ from typing import Any
 import psutil
 
 from benchmarks import machine
-from benchmarks.objectives import SETTINGS, make_start, recipe
+from benchmarks.objectives import SETTINGS, Setting, make_start, recipe
 from benchmarks.runs import QURL
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import load_prompts, set_aside
 from qurl_megatron.files import read_json_lines, write_whole
+from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.recipes import quickstart, quickstart_adapters
 
@@ -57,7 +59,7 @@ CALL = (
     "import importlib, json, sys; module, name, fields = sys.argv[1:]; "
     "getattr(importlib.import_module(module), name)(**json.loads(fields))"
 )
-SETTING_OF = {6: "quickstart", 64: "long", 256: "longest"}  # by the length of answers
+NAMES = ("quickstart", "long", "longest", "smollm2")
 PHASES = ("rollout", "proximal", "update", "publish")
 
 
@@ -75,9 +77,7 @@ class Measured:
 def main() -> None:
     parser = machine.parser(__doc__)
     parser.add_argument("--python", type=Path, required=True, help="of the peer's environment")
-    parser.add_argument(
-        "--answers", type=int, nargs="+", choices=SETTING_OF, default=list(SETTING_OF)
-    )
+    parser.add_argument("--settings", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--vocabulary", type=int, help="of a random start; more than 258")
     parser.add_argument("--adapters", type=int, default=0, help="their rank; 0: train all")
     parser.add_argument("--rounds", type=int, default=5)
@@ -85,26 +85,27 @@ def main() -> None:
     parser.add_argument("--output-dir", type=Path, default=Path("runs/peers"))
     arguments = parser.parse_args()
     machine.print_machine("torch", "sglang", "megatron-core")
-    for answers in arguments.answers:
-        compare(answers, arguments)
+    for name in arguments.settings:
+        compare(name, arguments)
 
 
-def compare(answers: int, arguments: argparse.Namespace) -> None:
-    """Run both in turn on answers of this length, and print their figures."""
+def compare(setting: str, arguments: argparse.Namespace) -> None:
+    """Run both in turn in this setting, and print their figures."""
     output_dir = arguments.output_dir.absolute()
-    directory = output_dir / str(answers)
-    start, words = task(answers, output_dir, directory, arguments.vocabulary)
+    directory = output_dir / setting
+    start, words = task(SETTINGS[setting], output_dir, directory, arguments.vocabulary)
     words += [f"model={start}", f"steps={arguments.steps}"]
     words += ["evaluation.problems=0"]
     if arguments.adapters:
         words += adapter_words(arguments.adapters)
-    config = with_overrides(quickstart.recipe(), words)
+    recipe_name = SETTINGS[setting].recipe
+    config = with_overrides(load_recipe(recipe_name).config, words)
     sides: dict[str, Callable[[Path, int], list[str]]] = {
         "trl": lambda run, seed: peer(
-            arguments.python, "trl_grpo", "train", **settings(config, run, seed)
+            arguments.python, "trl_grpo", "train", **settings(config, directory, run, seed)
         ),
         "qurl": lambda run, seed: [
-            *[*QURL, "train", "quickstart", *words, f"seed={seed}"],
+            *[*QURL, "train", recipe_name, *words, f"seed={seed}"],
             *[f"name={run.name}", f"output_dir={run.parent}"],
         ],
     }
@@ -121,47 +122,56 @@ def compare(answers: int, arguments: argparse.Namespace) -> None:
                 "trl_grpo",
                 "accuracy",
                 model=str(model),
-                problems=str(directory / "tested.jsonl"),
+                problems=str(directory / "tested_rendered.jsonl"),
                 completion_length=config.rollout.max_completion_length,
+                reward=config.reward,
             )
             done = subprocess.run(score, env=environment(), check=True, capture_output=True)
             phases = phases_s(run / lines[name]) if name == "qurl" else {}
             result = Measured(*figures, accuracy=float(done.stdout), phases_s=phases)
             measured[name].append(result)
-            print(f"answers of {answers}, round {seed}, {name}: {result}", flush=True)
-    show(answers, measured)
+            print(f"{setting}, round {seed}, {name}: {result}", flush=True)
+    show(setting, measured)
 
 
 def task(
-    answers: int, output_dir: Path, directory: Path, vocabulary: int | None
+    setting: Setting, output_dir: Path, directory: Path, vocabulary: int | None
 ) -> tuple[Path, list[str]]:
     """Write the start to `output_dir`, and problems to train and to test on to `directory`.
 
+    Each file is written twice: with questions, and with the prompts that the policy continues.
+
     Returns:
-        The model to start from, and the overrides of the quickstart for these problems.
+        The model to start from, and the overrides of the recipe for these problems.
     """
-    setting = SETTINGS[SETTING_OF[answers]]
-    _, *words = recipe(output_dir, setting)
-    config = with_overrides(quickstart.recipe(), words)
-    problems = read_problems(config.data, config.data_options).problems
+    name, *words = recipe(output_dir, setting)
+    config = with_overrides(load_recipe(name).config, words)
     if vocabulary:
         start = output_dir / f"start-{vocabulary}"
         quickstart.build_model(start, seed=0, vocab_size=vocabulary)
-        tested = {each.question: each.answer for each in problems[:16]}
         words += ["rollout.prompts_per_step=8", "rollout.completions_per_prompt=4"]
     else:
         start = make_start(output_dir, setting, seed=0)
-        held_out = load_prompts(config, load_tokenizer(start)).held_out
-        sample, _ = set_aside(held_out, config.evaluation.problems)
-        tested = {each.question: each.answer for each in sample}
-    trained = {each.question: each.answer for each in problems if each.question not in tested}
+    tokenizer = load_tokenizer(start)
+    train, held_out, *_ = load_prompts(config, tokenizer)
+    tested, rest = set_aside(held_out, config.evaluation.problems)
     directory.mkdir(exist_ok=True)
-    for name, answers_of in (("tested", tested), ("trained", trained)):
-        lines = [json.dumps({"question": q, "answer": a}) + "\n" for q, a in answers_of.items()]
-        write_whole(directory / f"{name}.jsonl", "".join(lines))
-    words += [f"data={directory / 'trained.jsonl'}", "data_options={}", "reward=exact"]
+    for split, prompts in (("tested", tested), ("trained", [*train, *rest])):
+        for suffix in ("", "_rendered"):
+            rows = [
+                {
+                    "question": tokenizer.decode(each.token_ids) if suffix else each.question,
+                    "answer": each.answer,
+                }
+                for each in prompts
+            ]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            write_whole(directory / f"{split}{suffix}.jsonl", lines)
+    words += [f"data={directory / 'trained.jsonl'}", "data_options={}"]
+    if setting.recipe == "quickstart":
+        words.append("reward=exact")
     if setting.digits:
-        words.append(f"rollout.server.max_total_tokens={32 * 8 * (answers + 8)}")
+        words.append(f"rollout.server.max_total_tokens={32 * 8 * (setting.digits + 8)}")
     return start, words
 
 
@@ -177,12 +187,13 @@ def adapter_words(rank: int) -> list[str]:
     ]
 
 
-def settings(config: Config, run: Path, seed: int) -> dict[str, Any]:
+def settings(config: Config, directory: Path, run: Path, seed: int) -> dict[str, Any]:
     """Return what `trl_grpo.train` is called with."""
     rollout, optimizer, objective = config.rollout, config.optimizer, config.objective
     return {
         "model": config.model,
-        "problems": config.data,
+        "problems": str(directory / "trained_rendered.jsonl"),
+        "reward": config.reward,
         "lines": str(run / "lines.jsonl"),
         "directory": str(run),
         "steps": config.steps,
@@ -190,6 +201,7 @@ def settings(config: Config, run: Path, seed: int) -> dict[str, Any]:
         "prompts": rollout.prompts_per_step,
         "completions": rollout.completions_per_prompt,
         "completion_length": rollout.max_completion_length,
+        "temperature": rollout.temperature,
         "learning_rate": optimizer.learning_rate,
         "warmup_steps": optimizer.warmup_steps,
         "beta2": optimizer.beta2,
@@ -273,11 +285,11 @@ def cpu_s(process: psutil.Process) -> float:
     return float(sum(process.cpu_times()[:4]))
 
 
-def show(answers: int, measured: dict[str, list[Measured]]) -> None:
+def show(setting: str, measured: dict[str, list[Measured]]) -> None:
     """Print the median of each figure with its least and largest, and the ratios of the rounds."""
     for name, results in measured.items():
         print(
-            f"answers of {answers}, {name}: "
+            f"{setting}, {name}: "
             f"{machine.spread([each.step_s for each in results])} s, "
             f"{machine.spread([each.cpu_s for each in results])} CPU-s a step, "
             f"{median(each.memory_bytes for each in results) / machine.MIB:.0f} MiB, "
@@ -286,12 +298,10 @@ def show(answers: int, measured: dict[str, list[Measured]]) -> None:
     pairs = list(zip(measured["qurl"], measured["trl"], strict=True))
     for phase in PHASES:
         seconds = [each.phases_s[phase] for each in measured["qurl"]]
-        print(f"answers of {answers}, {phase} of qurl: {machine.spread(seconds)} s")
+        print(f"{setting}, {phase} of qurl: {machine.spread(seconds)} s")
     for what in ("step_s", "cpu_s"):
         ratios = [getattr(own, what) / getattr(peer, what) for own, peer in pairs]
-        print(
-            f"answers of {answers}, {what} of qurl over trl: {machine.spread(ratios)}", flush=True
-        )
+        print(f"{setting}, {what} of qurl over trl: {machine.spread(ratios)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ is installed and this project is not.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ def train(
     *,
     model: str,
     problems: str,
+    reward: str,
     lines: str,
     directory: str,
     steps: int,
@@ -20,6 +22,7 @@ def train(
     prompts: int,
     completions: int,
     completion_length: int,
+    temperature: float,
     learning_rate: float,
     warmup_steps: int,
     beta2: float,
@@ -42,9 +45,9 @@ def train(
     rows = [json.loads(line) for line in Path(problems).read_text().splitlines()]
     rewards: list[float] = []
 
-    def reward(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    def credit(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         pairs = zip(completions, answer, strict=True)
-        scores = [float(text.strip() == right.strip()) for text, right in pairs]
+        scores = [float(is_right(reward, text, right)) for text, right in pairs]
         rewards[:] = [sum(scores) / len(scores)]
         return scores
 
@@ -59,7 +62,7 @@ def train(
     sequences = prompts * completions
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=reward,
+        reward_funcs=credit,
         args=GRPOConfig(
             output_dir=directory,
             max_steps=steps * minibatches,
@@ -67,6 +70,7 @@ def train(
             steps_per_generation=minibatches,
             num_generations=completions,
             max_completion_length=completion_length,
+            temperature=temperature,
             learning_rate=learning_rate,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=warmup_steps,
@@ -102,7 +106,15 @@ def train(
         trainer.save_model(directory)
 
 
-def accuracy(*, model: str, problems: str, completion_length: int) -> None:
+def is_right(reward: str, text: str, answer: str) -> bool:
+    """Tell whether a text is an answer: the same text, or for `gsm8k_flexible` its last number."""
+    if reward == "exact":
+        return text.strip() == answer.strip()
+    numbers = re.findall(r"-?[0-9.,]*[0-9]", text)
+    return bool(numbers) and numbers[-1].replace(",", "") == answer
+
+
+def accuracy(*, model: str, problems: str, completion_length: int, reward: str) -> None:
     """Print the fraction of problems whose greedy answer is right."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,5 +126,6 @@ def accuracy(*, model: str, problems: str, completion_length: int) -> None:
     tokens = policy.generate(**inputs, do_sample=False, max_new_tokens=completion_length)
     answers = tokens[:, inputs["input_ids"].shape[1] :]
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    right = [text.strip() == row["answer"] for text, row in zip(texts, rows, strict=True)]
+    pairs = zip(texts, rows, strict=True)
+    right = [is_right(reward, text, row["answer"]) for text, row in pairs]
     print(sum(right) / len(right))
