@@ -19,6 +19,7 @@ truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aw
     agent          the 60 steps of quickstart_agent, whose episodes have three turns
     smollm2        a real model, as it comes: 16 steps of the recipe `smollm2` with four minibatches
                    each, at half its learning rate
+    rounding       the same with a BF16 learner, by learning rate and by the rounding of masters
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
 skips the runs that have figures of the installed versions, and resumes the runs that were
@@ -33,7 +34,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from statistics import fmean
@@ -164,6 +165,19 @@ SETTINGS = {
         late=0.5,
     ),
 }
+SETTINGS["rounding"] = replace(
+    SETTINGS["smollm2"],
+    arms={
+        f"{rounding} {rate}": [
+            *arm("acr", "int8"),
+            "learner.dtype=bfloat16",
+            f"optimizer.rounding={rounding}",
+            f"optimizer.learning_rate={rate}",
+        ]
+        for rate in ("1e-6", "1e-5", "3e-6", "3e-7")
+        for rounding in ("unbiased", "nearest")
+    },
+)
 # With one learner rank and one server, each waits while the other works. So a run keeps about one
 # core busy, and two runs share two cores.
 ONE_RANK = [

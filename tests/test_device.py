@@ -116,6 +116,26 @@ def test_cuda_means_cpu_only_within_the_runtime() -> None:
         torch.zeros(1, device="cuda")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU multiplies BF16 itself")
+def test_bfloat16_products_of_a_cpu_are_sums_in_float32_rounded_once() -> None:
+    from qurl_megatron.learner.cpu_runtime import bfloat16_products
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 512, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(48, 512, generator=generator).bfloat16().requires_grad_()
+    bias = torch.randn(48, generator=generator).bfloat16()
+    with bfloat16_products():
+        out = torch.nn.functional.linear(x, weight, bias)
+        out.backward(out.detach())
+    assert x.grad is not None and weight.grad is not None
+    exact, grad = x.detach().double() @ weight.detach().double().t() + bias.double(), out.detach()
+    exact_grads = grad.double() @ weight.double(), grad.double().t() @ x.double()
+    for rounded, expected in zip((out, x.grad, weight.grad), (exact, *exact_grads), strict=True):
+        assert rounded.dtype == torch.bfloat16
+        half_a_step = 2.0**-8 * expected.abs() + 1e-3  # and what float32 sums lose near 0
+        assert ((rounded.double() - expected).abs() <= half_a_step).all()
+
+
 def test_tensors_for_a_process_on_the_same_gpu_go_over_gloo(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

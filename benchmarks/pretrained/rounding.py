@@ -1,9 +1,4 @@
-"""Does an update act? Supervised training through the learner, with each way of making BF16.
-
-The learner, its optimizer and its rounding are the project's. A BF16 learner multiplies BF16 values
-as float32 and rounds the product, which is what BF16 instructions do; without them torch's BF16
-products take ten times as long.
-"""
+"""Does an update act? Supervised training by the learner, with each way of making BF16."""
 
 import random
 import time
@@ -12,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
@@ -30,16 +24,6 @@ ARMS: list[dict[str, Any]] = [
         ("float32", "unbiased"),
     )
 ]
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-
-
-class _Float32Products(TorchDispatchMode):
-    """Multiplies BF16 matrices as float32."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
-        if function in _PRODUCTS and args[-1].dtype == torch.bfloat16:
-            return function(*(each.float() for each in args)).bfloat16()
-        return function(*args, **(kwargs or {}))
 
 
 def measure(model: Path, dtype: Any, rounding: Any, learning_rate: float) -> dict[str, Any]:
@@ -52,13 +36,12 @@ def measure(model: Path, dtype: Any, rounding: Any, learning_rate: float) -> dic
     before = [weight.clone() for *_, weight in learner.shards()]
     losses: dict[int, float] = {}
     start = time.monotonic()
-    with _Float32Products():
-        for step in range(STEPS + 1):
-            if step:
-                learner.update(learner.share(next(batches)), _likelihood, temperature=1.0)
-            if step in MEASURED:
-                losses[step] = _loss(learner, held_out)
-                print(dtype, rounding, learning_rate, step, losses[step], flush=True)
+    for step in range(STEPS + 1):
+        if step:
+            learner.update(learner.share(next(batches)), _likelihood, temperature=1.0)
+        if step in MEASURED:
+            losses[step] = _loss(learner, held_out)
+            print(dtype, rounding, learning_rate, step, losses[step], flush=True)
     pairs = [(old, new) for old, (*_, new) in zip(before, learner.shards(), strict=True)]
     changed = sum(int((old != new).sum()) for old, new in pairs)
     total = sum(old.numel() for old in before)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -21,8 +21,12 @@ from megatron.core.tensor_parallel import mappings, random
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qurl_megatron.device import accelerator
+from qurl_megatron.quantization.products import multiplies_bfloat16
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 
 
 def import_layer_specs() -> Any:
@@ -105,6 +109,25 @@ def megatron_runtime() -> Iterator[None]:
             replace(token_dispatcher, maybe_move_tensor_to_cpu=_as_splits)
             patches.enter_context(_CudaMeansCpu())
         yield
+
+
+def bfloat16_products() -> AbstractContextManager[Any]:
+    """Multiply BF16 matrices as float32 within this, on a CPU without instructions for them.
+
+    Sums are float32 and are rounded once, as by such instructions. torch's own products would take
+    ten times as long. Both passes of autograd are covered.
+    """
+    is_slow = accelerator() == "cpu" and not multiplies_bfloat16()
+    return _Float32Products() if is_slow else nullcontext()
+
+
+class _Float32Products(TorchDispatchMode):
+    """Multiplies BF16 matrices as float32."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+        if function in _PRODUCTS and args[-1].dtype == torch.bfloat16:
+            return function(*(each.float() for each in args), **(kwargs or {})).bfloat16()
+        return function(*args, **(kwargs or {}))
 
 
 class _NoStream:

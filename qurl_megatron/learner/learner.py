@@ -14,7 +14,7 @@ computes, and which `Share` of a minibatch it has. Invariants:
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +35,7 @@ from qurl_megatron.algorithm.objective import add_up
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, Rounding, ServerConfig
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.adapters import Adapters, FrozenBase, frozen_layers, initial_a
-from qurl_megatron.learner.cpu_runtime import megatron_runtime
+from qurl_megatron.learner.cpu_runtime import bfloat16_products, megatron_runtime
 from qurl_megatron.learner.host_memory import HostMemory
 from qurl_megatron.learner.model import (
     PolicyModel,
@@ -621,17 +621,19 @@ class Learner:
 
             return hidden, finish
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(micro_batches) for _ in self.chunks],
-            model=self.chunks,
-            num_microbatches=len(micro_batches),
-            # All tokens: the schedule divides them by context and tensor parallelism.
-            seq_length=micro_batches[0].inputs.shape[1] * self._config.context_parallel_size,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        is_bfloat16 = self._config.dtype == "bfloat16"
+        with bfloat16_products() if is_bfloat16 else nullcontext():
+            get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(micro_batches) for _ in self.chunks],
+                model=self.chunks,
+                num_microbatches=len(micro_batches),
+                # All tokens: the schedule divides them by context and tensor parallelism.
+                seq_length=micro_batches[0].inputs.shape[1] * self._config.context_parallel_size,
+                micro_batch_size=1,
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+            )
 
 
 def _refuse(problem: str, suspects: Iterator[Suspect]) -> NoReturn:
