@@ -74,6 +74,7 @@ Transport = Literal["broadcast", "direct", "auto"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
 Rounding = Literal["unbiased", "nearest"]
+QuantizedForward = Literal["weights", "all"]
 Unusable = Literal["drop", "refuse"]
 """What happens to an entry of the data that cannot be used."""
 
@@ -170,6 +171,12 @@ class LearnerConfig:
     expert_tensor_parallel_size: Ranks = 1
     """Number of ranks that share every expert. They are ranks of tensor, context and data
     parallelism, not additional ones."""
+
+    quantized_forward: QuantizedForward | None = None
+    """Train the quantized policy (quantization-aware training): what the learner's linear layers
+    quantize as the rollout servers do. weights: their weights. all: also the activations, if
+    `quantization.format` does. Gradients pass straight through to the full-precision master
+    weights. Each rank then also holds its codes while it computes. None: nothing."""
 
     @property
     def world_size(self) -> int:

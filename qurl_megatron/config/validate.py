@@ -507,6 +507,18 @@ def _validate_fields(config: Config) -> None:
         )
 
     check_group_size(quantization.format, quantization.group_size, "quantization.group_size=")
+    if config.learner.quantized_forward:
+        field = f"learner.quantized_forward={config.learner.quantized_forward}"
+        if quantization.format == "bf16":
+            raise ConfigError(
+                f"{field}: quantization.format=bf16 quantizes nothing; choose int8, int4 or an fp8 "
+                "format, or leave it out"
+            )
+        if config.learner.fp8:
+            raise ConfigError(
+                f"{field}: learner.fp8={config.learner.fp8} would round what is quantized already; "
+                "leave one of them out"
+            )
     if quantization.transport == "direct" and quantization.publish != "full":
         raise ConfigError(
             f"quantization.publish={quantization.publish}: with quantization.transport=direct all "

@@ -14,8 +14,9 @@ computes, and which `Share` of a minibatch it has. Invariants:
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +33,13 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import add_up
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, Rounding, ServerConfig
+from qurl_megatron.config.schema import (
+    LearnerConfig,
+    OptimizerConfig,
+    QuantizedForward,
+    Rounding,
+    ServerConfig,
+)
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.adapters import Adapters, FrozenBase, frozen_layers, initial_a
 from qurl_megatron.learner.cpu_runtime import bfloat16_products, megatron_runtime
@@ -135,6 +142,7 @@ class Learner:
         self._host_memory = HostMemory()
         self._base_sums: dict[str, int] = {}  # checksums of this rank's parts of the base
         self._reference: list[Tensor] = []
+        self._as_served: Callable[[], AbstractContextManager[None]] = nullcontext
         with megatron_runtime():
             parallel_state.initialize_model_parallel(
                 learner.tensor_parallel_size,
@@ -221,11 +229,23 @@ class Learner:
                 parameter.data = data
 
     @contextmanager
-    def as_served(self, served: Served, server: ServerConfig) -> Iterator[None]:
-        """Score as the servers compute within this context. Collective, and so is each pass."""
-        chunks = [chunk.module for chunk in self.chunks]
-        with computing_as_served(chunks, self.architecture, served, server):
+    def as_served(
+        self, served: Served, server: ServerConfig, what: QuantizedForward | None = "all"
+    ) -> Iterator[None]:
+        """Score and update as the servers compute within this context; collective in each pass.
+
+        Args:
+            what: as in `learner.quantized_forward`; None: in full precision.
+        """
+        if what:
+            chunks = [chunk.module for chunk in self.chunks]
+            self._as_served = partial(
+                computing_as_served, chunks, self.architecture, served, server, what
+            )
+        try:
             yield
+        finally:
+            self._as_served = nullcontext
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
@@ -622,7 +642,7 @@ class Learner:
             return hidden, finish
 
         is_bfloat16 = self._config.dtype == "bfloat16"
-        with bfloat16_products() if is_bfloat16 else nullcontext():
+        with bfloat16_products() if is_bfloat16 else nullcontext(), self._as_served():
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=[iter(micro_batches) for _ in self.chunks],

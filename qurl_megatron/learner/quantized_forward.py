@@ -10,27 +10,33 @@ all between them, are the learner's, in its compute dtype. So the log-probs diff
 by rounding alone. That still moves single tokens as far as quantization does, because a value near
 the boundary of two codes tips either way. Means over tokens agree.
 
-A layer's values are made when it is called and dropped when it returns: a rank holds those of one
-layer at a time. In a row-parallel layer tensor-parallel ranks have parts of a token's channels.
-They exchange its absmax as far as the ranks of a server would share it.
+The gradient passes straight through: it is that of the quantized weights and activations, and goes
+to the parameters and to what was rounded as if rounding were the identity.
+
+A rank holds the codes of its shards for a pass over a minibatch, so weights are quantized once, and
+only then do ranks share the absmax of a block. The values of one layer are made when it is called,
+and again in its backward pass; so is its rounded input, of the input that the learner keeps anyway.
+In a row-parallel layer tensor-parallel ranks have parts of a token's channels. They exchange its
+absmax as far as the ranks of a server would share it, and keep that.
 
 Transformer Engine fuses a norm into the layer behind it, so what that layer multiplies cannot be
-replaced from outside. `_norm_and_multiply` stands in for it, and has never run.
+replaced from outside. `_norm` and `_multiply` stand in for it, and have never run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import linear_with_grad_accumulation_and_async_allreduce
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.functional import rms_norm
 
-from qurl_megatron.config.schema import ServerConfig
+from qurl_megatron.config.schema import QuantizedForward, ServerConfig
 from qurl_megatron.learner.adapters import frozen_layers
 from qurl_megatron.learner.model import PolicyModel, parameters_of
 from qurl_megatron.model import weight_map
@@ -42,6 +48,7 @@ from qurl_megatron.quantization.activations import (
     in_groups,
     quantize_tokens,
 )
+from qurl_megatron.quantization.quantize import CodedWeight
 
 
 class Served(Protocol):
@@ -55,7 +62,10 @@ class Served(Protocol):
         """Return whether servers hold these weights as codes."""
 
     def values(self, rule: Rule, layer: int | None, shard: Tensor) -> Tensor:
-        """Return the values that servers have in place of a shard, in its shape and dtype.
+        """Return the values that servers have of an unquantized shard, in its shape and dtype."""
+
+    def codes(self, rule: Rule, layer: int | None, shard: Tensor) -> CodedWeight:
+        """Return the codes that servers have of a quantized shard, in its layout.
 
         Collective over the tensor-parallel ranks of the shard.
         """
@@ -63,49 +73,50 @@ class Served(Protocol):
 
 @contextmanager
 def computing_as_served(
-    chunks: Sequence[PolicyModel], architecture: Architecture, served: Served, server: ServerConfig
+    chunks: Sequence[PolicyModel],
+    architecture: Architecture,
+    served: Served,
+    server: ServerConfig,
+    what: QuantizedForward,
 ) -> Iterator[None]:
-    """Let a rank's chunks compute as servers do within this context, without gradients.
+    """Let a rank's chunks compute as servers do within this context: forward and backward passes.
 
-    Collective over tensor-parallel ranks, and so is each forward pass within it. `server` says how
-    many ranks of a server divide a token's channels.
+    Parameters must not change within it. Collective over tensor-parallel ranks, and so is each
+    forward pass. `server` says how many ranks of a server divide a token's channels.
     """
     with ExitStack() as stack:
         for chunk in chunks:
             layers: dict[torch.nn.Module, _QuantizedLayer] = {}
             for name, rule, layer, parameter in parameters_of([chunk], architecture):
-                stack.callback(setattr, parameter, "data", parameter.data)
                 if served.is_quantized(rule, layer):
                     module = chunk.get_submodule(name.rpartition(".")[0])
-                    quantized = layers.setdefault(module, _QuantizedLayer(rule, served, server))
-                    quantized.weights.append(_Weight(rule, layer, parameter, parameter.data))
+                    quantized = layers.setdefault(
+                        module, _QuantizedLayer(rule, served.weight_format, server, what)
+                    )
+                    codes = served.codes(rule, layer, parameter.data)
+                    quantized.weights.append((parameter, codes))
                 else:
+                    stack.callback(setattr, parameter, "data", parameter.data)
                     parameter.data = served.values(rule, layer, parameter.data)
             for module, quantized in layers.items():
                 quantized.attach(module, stack)
             for name, base in frozen_layers(chunk):
                 rule, _ = weight_map.find_megatron(f"{name}.weight")
-                base.round_inputs = _QuantizedLayer(rule, served, server).round_inputs
+                quantized = _QuantizedLayer(rule, served.weight_format, server, what)
+                base.round_inputs = quantized.round_inputs
                 stack.callback(setattr, base, "round_inputs", None)
         yield
-
-
-class _Weight(NamedTuple):
-    """A quantized parameter, and the data that it has outside of a call."""
-
-    rule: Rule
-    layer: int | None
-    parameter: torch.nn.Parameter
-    data: Tensor
 
 
 class _QuantizedLayer:
     """One linear layer: its weights are quantized while it is called, and so is its input."""
 
-    def __init__(self, rule: Rule, served: Served, server: ServerConfig) -> None:
-        self.weights: list[_Weight] = []
-        self._served = served
-        self._code_dtype = activation_dtype(served.weight_format)
+    def __init__(
+        self, rule: Rule, weight_format: str, server: ServerConfig, what: QuantizedForward
+    ) -> None:
+        self.weights: list[tuple[torch.nn.Parameter, CodedWeight]] = []
+        self._weight_format = weight_format
+        self._code_dtype = activation_dtype(weight_format) if what == "all" else None
         group = parallel_state.get_tensor_model_parallel_group()
         self._ranks_of_server = server.tensor_parallel_size
         if rule.of_experts:
@@ -116,42 +127,58 @@ class _QuantizedLayer:
 
     def attach(self, layer: Any, stack: ExitStack) -> None:
         """Let `layer` multiply quantized values until the stack is closed."""
-        stack.callback(layer.register_forward_pre_hook(self._before).remove)
-        stack.callback(layer.register_forward_hook(self._after).remove)
-        self._has_norm = hasattr(layer, "layer_norm_weight")
-        if self._has_norm:
-            layer.forward = partial(self._norm_and_multiply, layer)
-            stack.callback(delattr, layer, "forward")
+        norm, multiply = None, layer.forward
+        if hasattr(layer, "layer_norm_weight"):
+            norm, multiply = partial(_norm, layer), partial(_multiply, layer)
+        layer.forward = partial(self._forward, norm, multiply)
+        stack.callback(delattr, layer, "forward")
 
-    def _before(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        for each in self.weights:
-            each.parameter.data = self._served.values(each.rule, each.layer, each.data)
-        x, *others = inputs
-        return inputs if self._has_norm else (self.round_inputs(x), *others)
-
-    def _after(self, *_: Any) -> None:
-        for each in self.weights:
-            each.parameter.data = each.data
-
-    def _norm_and_multiply(self, layer: Any, x: Tensor) -> tuple[Tensor, None]:
-        """Compute what Transformer Engine's column-parallel layer with a norm computes."""
-        normed = rms_norm(x, x.shape[-1:], layer.layer_norm_weight, layer.eps)
-        rounded = self.round_inputs(normed)
-        if layer.sequence_parallel:
-            group = parallel_state.get_tensor_model_parallel_group()
-            rounded = gather_from_sequence_parallel_region(rounded, group=group)
-        return linear(rounded, layer.weight, layer.bias if layer.use_bias else None), None
+    def _forward(
+        self,
+        norm: Callable[[Tensor], Tensor] | None,
+        multiply: Callable[..., Any],
+        x: Tensor,
+        *others: Any,
+    ) -> Any:
+        x = norm(x) if norm else x
+        made: dict[tuple[Any, ...], Callable[[], Tensor]] = {}  # what is made, and not kept
+        if self._code_dtype:
+            again = self._rounding(x)
+            x = _StraightThrough.apply(x, again)
+            made[_place(x)] = again
+        with ExitStack() as stack:
+            for parameter, codes in self.weights:
+                stack.callback(setattr, parameter, "data", parameter.data)
+                again = partial(codes.values, parameter.dtype)
+                parameter.data = again()
+                made[_place(parameter)] = again
+            stack.enter_context(
+                saved_tensors_hooks(lambda tensor: made.get(_place(tensor), tensor), _make)
+            )
+            return multiply(x, *others)
 
     def round_inputs(self, x: Tensor) -> Tensor:
-        """Return activations [..., in] as a server's codes and scales give them, in their dtype."""
+        """Return activations [..., in] as a server's codes and scales give them, in their dtype.
+
+        Their gradient is that of the result.
+        """
         if self._code_dtype is None:
             return x
+        rounded: Tensor = _StraightThrough.apply(x, self._rounding(x))
+        return rounded
+
+    def _rounding(self, x: Tensor) -> Callable[[], Tensor]:
+        """Return a function that rounds `x`, without collectives. Collective itself."""
+        columns, absmax = self._scales(x.detach().flatten(0, -2))
+        return partial(self._round, x.detach(), columns, absmax)
+
+    def _round(self, x: Tensor, columns: int, absmax: Tensor | None) -> Tensor:
+        assert self._code_dtype
         tokens = x.flatten(0, -2)
         width = tokens.shape[1]
-        columns, absmax = self._scales(tokens)
         codes, scale = quantize_tokens(in_groups(tokens, columns), self._code_dtype, absmax)
         padded = width + -width % columns  # an expert may have no token, so -1 does not do
-        values = (codes * scale).view(len(tokens), padded)[:, :width]
+        values = codes.mul_(scale).view(len(tokens), padded)[:, :width]
         return values.to(x.dtype).view_as(x)
 
     def _scales(self, tokens: Tensor) -> tuple[int, Tensor | None]:
@@ -160,7 +187,7 @@ class _QuantizedLayer:
         The absmax is None if no other rank has columns of that scale.
         """
         width = tokens.shape[1]
-        if self._served.weight_format == "fp8-block":
+        if self._weight_format == "fp8-block":
             return BLOCK, None
         if self._group is None:
             return width, None
@@ -173,3 +200,43 @@ class _QuantizedLayer:
         sharing = max(1, ranks // of_server)  # ranks of the learner to one of a server
         first = self._group.rank() // sharing * sharing
         return width, torch.stack(by_rank[first : first + sharing]).amax(0)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """The result of a function, with the gradient of the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounding: Callable[[], Tensor]) -> Tensor:
+        return rounding()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what tells a tensor from others that exist at the same time."""
+    return tensor.data_ptr(), tensor.shape
+
+
+def _make(kept: Tensor | Callable[[], Tensor]) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept()
+
+
+def _norm(layer: Any, x: Tensor) -> Tensor:
+    """Compute the norm that Transformer Engine fuses into a column-parallel layer."""
+    return rms_norm(x, x.shape[-1:], layer.layer_norm_weight, layer.eps)
+
+
+def _multiply(layer: Any, x: Tensor) -> tuple[Tensor, None]:
+    """Compute what such a layer computes of its norm's output."""
+    out = linear_with_grad_accumulation_and_async_allreduce(
+        x,
+        layer.weight,
+        layer.bias if layer.use_bias else None,
+        gradient_accumulation_fusion=False,
+        allreduce_dgrad=False,
+        sequence_parallel=layer.sequence_parallel,
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+    )
+    return out, None

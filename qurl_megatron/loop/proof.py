@@ -124,17 +124,22 @@ class Proof:
                 batches.append(pack(groups).only("behaviour_logprobs", *masks))
             return bool(groups)
 
-        publisher, learner = self._publishers[name], self._learner
+        publisher, learner, config = self._publishers[name], self._learner, self._config
         if not publisher.while_serving(work):
             return {}
         share = learner.share(batches[-1])
-        score = partial(learner.score, share, temperature=self._config.rollout.temperature)
+        score = partial(learner.score, share, temperature=config.rollout.temperature)
+        as_served = partial(learner.as_served, publisher.converter, getattr(config, name).server)
         score(["proximal_logprobs"])
-        with learner.as_served(publisher.converter, getattr(self._config, name).server):
+        with as_served():
             score(["predicted_logprobs", "entropy"])
-        return learner.measure(share, self._sums)
+        sums = learner.measure(share, evidence)
+        if name == "rollout" and config.learner.quantized_forward:
+            with as_served(config.learner.quantized_forward):
+                score(["proximal_logprobs"])
+        return sums | learner.measure(share, self._mismatch)
 
-    def _sums(self, rows: TrainBatch) -> dict[str, Tensor]:
+    def _mismatch(self, rows: TrainBatch) -> dict[str, Tensor]:
         cap = self._config.objective.ratio_cap
         assert rows.proximal_logprobs is not None
         measured, predicted = (
@@ -143,7 +148,7 @@ class Proof:
             if logprobs is not None
         )
         of_predicted = {f"{key}/predicted": value for key, value in predicted.items()}
-        return {**measured, **of_predicted, **evidence(rows)}
+        return measured | of_predicted
 
     def _sample(self, client: RolloutClient) -> list[RolloutGroup]:
         servers = client.fleet.members("serving")

@@ -65,6 +65,8 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         stack.enter_context(run.saving_what_is_done())
         learner, critic, publisher, log = run.learner, run.critic, run.publisher, run.log
         update = partial(learner.update, temperature=config.rollout.temperature)
+        served, forward = publisher.converter, config.learner.quantized_forward
+        as_trained = partial(learner.as_served, served, config.rollout.server, forward)
         asked_to_stop = partial(device.from_rank_zero, stop_requested)
         own = own_objective(config.objective)
         policy_loss = PolicyLoss(config.objective, config.rollout.max_staleness > 0, own)
@@ -78,10 +80,10 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
                 run.proof.of_new_servers()
             with clock("critic"):
                 critic_metrics = critic.step(batch) if critic else None
-            with clock("proximal"):
+            with clock("proximal"), as_trained():
                 shares = [learner.share(minibatch) for minibatch in minibatches(config, batch)]
                 score_before_updates(config, learner, shares)
-            with clock("update"):
+            with clock("update"), as_trained():
                 updates = [update(share, policy_loss) for share in shares]
                 shown = learner.update_shown()
             with clock("publish"):

@@ -120,6 +120,37 @@ class QuantizedTensor:
     absmax: Tensor | None = None  # [block rows, block columns] float32, of the blocks it touches
 
 
+@dataclass(frozen=True)
+class CodedWeight:
+    """What a layer holds of a weight: codes `[out, in]`, and scales of each row.
+
+    Rows may be those of several tensors, each quantized by itself.
+    """
+
+    codes: Tensor  # as in `QuantizedTensor`
+    scale: Tensor  # [out, block columns] in `scale_dtype`
+    weight_format: str
+    first_column: int  # of the full tensors
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """Return the values that an engine multiplies, `[out, in]`, rounded to `dtype`."""
+        num_blocks = self.scale.shape[1]
+        width = self.codes.shape[1] * packing(self.weight_format)
+        columns = block_shape(self.weight_format)[1] or width
+        is_whole = self.first_column % columns == 0 and width == num_blocks * columns
+        if is_whole and packing(self.weight_format) > 1:
+            return int4_values(self.codes, self.scale).to(dtype)
+        codes = self.codes if packing(self.weight_format) == 1 else unpack(self.codes)
+        values = codes.float()
+        if is_whole:
+            values.unflatten(1, (num_blocks, columns)).mul_(self.scale[:, :, None])
+        else:
+            first = self.first_column
+            places = torch.arange(first, first + width, device=values.device) // columns
+            values.mul_(self.scale.index_select(1, places - first // columns))
+        return values.to(self.scale.dtype).to(dtype)  # an engine of INT4 rounds to BF16
+
+
 def code_dtype(weight_format: str) -> torch.dtype:
     """Return the dtype of a format's codes."""
     return _format(weight_format).dtype
@@ -142,7 +173,9 @@ def pack(codes: Tensor) -> Tensor:
 
 def unpack(packed: Tensor) -> Tensor:
     """Return the INT4 codes `[rows, columns]` int8 that are packed in `[rows, columns / 2]`."""
-    return torch.stack([packed & 15, packed >> 4], 2).flatten(1).to(torch.int8) - 8
+    pairs = packed.to(torch.int16).contiguous()
+    pairs |= pairs << 4  # the second code is now in the upper byte
+    return (pairs & 0x0F0F).view(torch.int8).sub_(8)
 
 
 def int4_values(packed: Tensor, scale: Tensor) -> Tensor:
@@ -346,7 +379,18 @@ def dequantize(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:
 
     An engine of INT4 rounds them to BF16.
     """
-    return code_values(quantized, rows).float() * spread_scale(quantized, rows)
+    return code_values(quantized, rows).float().mul_(spread_scale(quantized, rows))
+
+
+def row_scale(quantized: QuantizedTensor) -> Tensor:
+    """Return the scales of each row's blocks, `[rows, block columns]` in `scale_dtype`."""
+    first, num_rows = quantized.offset[0], quantized.codes.shape[0]
+    rows_of_block = block_shape(quantized.weight_format)[0]
+    if rows_of_block is None:
+        return quantized.scale.expand(num_rows, -1)
+    rows = torch.arange(first, first + num_rows, device=quantized.scale.device) // rows_of_block
+    scale = quantized.scale.index_select(0, rows - first // rows_of_block)
+    return scale.to(scale_dtype(quantized.weight_format))
 
 
 def code_values(quantized: QuantizedTensor, rows: slice = slice(None)) -> Tensor:

@@ -12,6 +12,7 @@ import itertools
 import math
 import socket
 import traceback
+from functools import partial
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,8 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
         keeps_codes=config.quantization.publish != "full",
         keep=config.quantization.keep,
     )
+    forward = config.learner.quantized_forward
+    as_trained = partial(learner.as_served, converter, config.rollout.server, forward)
     parameters = _OwnParameters(trace)
 
     def publish(base: int | None) -> None:
@@ -121,10 +124,11 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
             critic.step(batch)
         parts = [learner.share(each) for each in minibatches(config, batch)]
         trace.start("score")
-        score_before_updates(config, learner, parts)
-        for part in parts:
-            trace.start("update")
-            learner.update(part, loss, temperature=config.rollout.temperature)
+        with as_trained():
+            score_before_updates(config, learner, parts)
+            for part in parts:
+                trace.start("update")
+                learner.update(part, loss, temperature=config.rollout.temperature)
         del parts, part  # else the memory of a publish would include the batch
     trace.start("publish")
     publish(None)

@@ -58,7 +58,7 @@ from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.weight_map import Rule, TensorPart
 from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import Part, checksum_tensor
+from qurl_megatron.quantization.checksum import Part, as_integers, checksum_tensor
 from qurl_megatron.quantization.rounding import write_rounded
 from qurl_megatron.weight_sync.bucket import (
     Bucket,
@@ -206,33 +206,47 @@ class Converter:
         return self._unquantized.isdisjoint(rule.hugging_face_names(layer))
 
     def values(self, rule: Rule, layer: int | None, shard: Tensor) -> Tensor:
-        """Return the values that servers hold in place of a shard, in its shape and dtype.
+        """Return the values that servers hold of an unquantized shard, in its shape and dtype."""
+        if shard.dtype == torch.bfloat16:
+            return shard
+        values = []
+        for part in self._split(rule, layer, shard):
+            held = part.tensor
+            sent = held.new_empty(held.shape, dtype=weight_map.sent_dtype(part.name))
+            write_rounded(sent, held, part.name, self._learner.rounding, part.offset)
+            values.append(sent.to(shard.dtype))
+        return self._merge(rule, values)
+
+    def codes(self, rule: Rule, layer: int | None, shard: Tensor) -> quantize.CodedWeight:
+        """Return the codes that servers hold of a quantized shard, in its layout.
 
         Collective over the ranks of a team.
         """
-        is_quantized = self.is_quantized(rule, layer)
-        if not is_quantized and shard.dtype == torch.bfloat16:
-            return shard
+        parts = [part for part in self._split(rule, layer, shard) if part.view.numel()]
+        shared = share_absmax(parts, self.weight_format, self.teams[rule.of_experts])
+        codes, scales = [], []
+        for part in parts:
+            absmax, _ = shared.get(part.name, (None, None))
+            quantized = quantize.quantize(
+                part.tensor, self.weight_format, absmax, offset=part.offset, refuses=False
+            )
+            codes.append(as_integers(quantized.codes))  # not every backend joins float8
+            scales.append(quantize.row_scale(quantized))
+        return quantize.CodedWeight(
+            self._merge(rule, codes).view(quantize.code_dtype(self.weight_format)),
+            self._merge(rule, scales),
+            self.weight_format,
+            first_column=parts[0].offset[1],
+        )
+
+    def _split(self, rule: Rule, layer: int | None, shard: Tensor) -> list[TensorPart]:
         team = self.teams[rule.of_experts]
         architecture = self._learner.architecture
-        parts = weight_map.split(rule, shard, architecture, layer, team.rank, team.size)
-        shared = share_absmax(parts, self.weight_format, team) if is_quantized else {}
-        values = []
-        for part in parts:
-            held = part.tensor
-            if not is_quantized:
-                sent = held.new_empty(held.shape, dtype=weight_map.sent_dtype(part.name))
-                write_rounded(sent, held, part.name, self._learner.rounding, part.offset)
-                held = sent
-            elif held.numel():
-                absmax, _ = shared.get(part.name, (None, None))
-                held = quantize.dequantize(
-                    quantize.quantize(held, self.weight_format, absmax, offset=part.offset)
-                )
-                if quantize.scale_dtype(self.weight_format) == torch.bfloat16:
-                    held = held.bfloat16()  # as engines of INT4 round
-            values.append(held.to(shard.dtype))
-        return weight_map.merge(rule, values, architecture, team.size)
+        return weight_map.split(rule, shard, architecture, layer, team.rank, team.size)
+
+    def _merge(self, rule: Rule, parts: Sequence[Tensor]) -> Tensor:
+        size = self.teams[rule.of_experts].size
+        return weight_map.merge(rule, parts, self._learner.architecture, size)
 
     @cached_property
     def machines(self) -> list[str]:
@@ -329,22 +343,17 @@ class Converter:
 
     def _weights(self, team: Team) -> Iterator[SentWeight]:
         """Yield the weights that a team sends; a frozen base comes first."""
-        architecture = self._learner.architecture
-
-        def split(rule: Rule, layer: int | None, shard: Tensor) -> list[TensorPart]:
-            return weight_map.split(rule, shard, architecture, layer, team.rank, team.size)
-
         shards = self._shards(team)
         if self.has_frozen_base:
             for base_rule, number, *held in self._learner.frozen(of_experts=team.of_experts):
-                both = (split(base_rule, number, each) for each in held)
+                both = (self._split(base_rule, number, each) for each in held)
                 for part, scales in zip(*both, strict=True):
                     sent = SentWeight.quantized(part, self.weight_format)
                     yield replace(sent, is_frozen=True, scales=scales.tensor)
             shards = iter(sorted(shards, key=lambda each: each[0].is_adapter))
         for rule, layer, shard in shards:
             is_quantized = self.is_quantized(rule, layer)
-            for part in split(rule, layer, shard):
+            for part in self._split(rule, layer, shard):
                 if is_quantized:
                     yield SentWeight.quantized(part, self.weight_format)
                 else:
