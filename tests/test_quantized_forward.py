@@ -1,17 +1,19 @@
 """The learner computes as servers do, in every layout, against transformers with quantized layers.
 
-INT4 changes weights alone, so log-probs agree to float32 rounding. Activations are rounded too in
-the other formats. A value on the boundary of two codes then tips either way, in few tokens.
+INT4 changes weights alone, so log-probs and gradients agree to float32 rounding. Activations are
+rounded too in the other formats. A value on the boundary of two codes then tips either way, in few
+tokens.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from batches import score
+from batches import score, share_of
 from distributed import run_ranks
 from learner_reference import (
     DIMS,
@@ -19,14 +21,23 @@ from learner_reference import (
     EP2,
     ETP2,
     EXPERTS,
+    FULL,
     HYBRID,
     PP2,
+    SELECTIVE,
     TP2,
+    VPP2,
+    gathered,
     learner_config,
     logprobs_and_entropy_of,
+    make_batch,
     make_rows,
+    of_optimizer,
+    parts_of,
+    policy_gradient,
 )
 from qurl_megatron.config.schema import OptimizerConfig, ServerConfig, WeightFormat
+from qurl_megatron.model.huggingface import checkpoint_tensors
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.activations import activation_dtype, in_groups, quantize_tokens
 from tiny import build_tiny_model
@@ -45,13 +56,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 32,
     },
 }
+OPTIMIZER = OptimizerConfig(clip_grad=1e9)  # gradients stay as they are
 # For each layout of the learner: model, format and number of a server's ranks. Not every product,
 # but each layout, format and model, and servers with fewer ranks than the learner and with more.
 CASES: dict[str, tuple[dict[str, Any], list[tuple[str, WeightFormat, int]]]] = {
     "TP1": ({}, [("dense", "int8", 1), ("dense", "fp8-tensor", 2), ("hybrid", "int4-g32", 1)]),
-    "TP2": (TP2, [("dense", "int8", 1), ("llama", "int4-g32", 1), ("hybrid", "int8", 2)]),
-    "TP2xPP2": ({**TP2, **PP2}, [("dense", "fp8", 2), ("dense", "int8", 4)]),
+    "TP2, selective": (
+        {**TP2, **SELECTIVE},
+        [("dense", "int8", 1), ("llama", "int4-g32", 1), ("hybrid", "int8", 2)],
+    ),
+    "TP2xPP2, full": ({**TP2, **PP2, **FULL}, [("dense", "fp8", 2), ("dense", "int8", 4)]),
     "DP2, EP2": ({**DP2, **EP2}, [("dense", "fp8-block", 1), ("experts", "int4-g32", 1)]),
+    "VPP2": (VPP2, [("dense", "int8", 1)]),
     "TP2, ETP2": ({**TP2, **ETP2}, [("experts", "int4-g32", 1)]),
 }
 
@@ -62,12 +78,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: build_tiny_model(directory / name, **fields) for name, fields in MODELS.items()}
 
 
-def served_logprobs(
+def served_scores(
     models: dict[str, Path],
     layout: dict[str, Any],
     cases: list[tuple[str, WeightFormat, int]],
-) -> list[dict[str, Tensor]]:
-    """Return, for each case, the learner's log-probs before, within and after the context."""
+) -> list[dict[str, Any]]:
+    """Return, for each case, the learner's log-probs before, within and after the context.
+
+    And the parts of the gradient within it that this rank has.
+    """
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.weight_sync.reshard import Converter
@@ -77,16 +96,43 @@ def served_logprobs(
     for name, weight_format, ranks_of_server in cases:
         is_expert = name == "experts"
         fields = layout if is_expert else {k: v for k, v in layout.items() if "expert" not in k}
-        learner = Learner(models[name], learner_config(fields), OptimizerConfig())
+        learner = Learner(models[name], learner_config(fields), OPTIMIZER)
         converter = Converter(learner, weight_format, 2**20)
         tokens = make_rows().tokens
         before, _ = score(learner, tokens)
         with learner.as_served(converter, ServerConfig(tensor_parallel_size=ranks_of_server)):
             served, _ = score(learner, tokens)
         after, _ = score(learner, tokens)
-        results.append({"before": before, "served": served, "after": after})
+        with learner.as_served(converter, ServerConfig(tensor_parallel_size=ranks_of_server)):
+            learner.update(share_of(learner, make_batch()), policy_gradient, temperature=1.0)
+        gradient = parts_of(learner, of_optimizer(learner, "gradient"))
+        results.append({"before": before, "served": served, "after": after, "gradient": gradient})
         learner.close()
     return results
+
+
+class _With(torch.autograd.Function):
+    """Other values in place of a tensor's, which gets their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def scores_and_gradient(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the log-probs and the gradient of a transformers model, named as in a checkpoint."""
+    rows = make_rows()
+    logprobs, entropy = logprobs_and_entropy_of(model, rows.tokens, 1.0)
+    weights = rows.loss_mask / rows.loss_mask.sum()
+    model.zero_grad()
+    policy_gradient(logprobs, entropy, rows, weights)[0].backward()
+    of = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    names: Any = SimpleNamespace(named_parameters=of.items, config=model.config)
+    return logprobs.detach(), dict(checkpoint_tensors(names))
 
 
 def with_quantized_layers(model: Any, weight_format: WeightFormat, ranks_of_server: int) -> Any:
@@ -98,10 +144,11 @@ def with_quantized_layers(model: Any, weight_format: WeightFormat, ranks_of_serv
         return values.bfloat16().float() if weight_format.startswith("int4") else values
 
     def round_input(columns: int, _: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        (x,) = inputs
+        x = inputs[0].detach()
         assert code_dtype
         codes, scale = quantize_tokens(in_groups(x.flatten(0, -2), columns), code_dtype)
-        return ((codes * scale).view(x.shape[0] * x.shape[1], -1)[:, : x.shape[-1]].view_as(x),)
+        values = (codes * scale).view(x.shape[0] * x.shape[1], -1)[:, : x.shape[-1]].view_as(x)
+        return (_With.apply(inputs[0], values),)
 
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -125,24 +172,32 @@ def with_quantized_layers(model: Any, weight_format: WeightFormat, ranks_of_serv
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_log_probs_are_those_of_quantized_layers(models: dict[str, Path], layout: str) -> None:
+def test_log_probs_and_gradients_are_those_of_quantized_layers(
+    models: dict[str, Path], layout: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
     fields, cases = CASES[layout]
     world_size = learner_config(fields).world_size
-    results = run_ranks(served_logprobs, world_size, models, fields, cases)[0]
-    tokens = make_rows().tokens
-    for (name, weight_format, ranks_of_server), result in zip(cases, results, strict=True):
+    by_rank = run_ranks(served_scores, world_size, models, fields, cases)
+    for number, (name, weight_format, ranks_of_server) in enumerate(cases):
+        result = by_rank[0][number]
+        gradient = gathered([of_rank[number]["gradient"] for of_rank in by_rank])
         model = AutoModelForCausalLM.from_pretrained(models[name], dtype=torch.float32)
-        with torch.no_grad():
-            exact, _ = logprobs_and_entropy_of(model, tokens, 1.0)
-            model = with_quantized_layers(model, weight_format, ranks_of_server)
-            expected, _ = logprobs_and_entropy_of(model, tokens, 1.0)
+        exact, exact_gradient = scores_and_gradient(model)
+        model = with_quantized_layers(model, weight_format, ranks_of_server)
+        expected, expected_gradient = scores_and_gradient(model)
         torch.testing.assert_close(result["before"], exact, rtol=0, atol=1e-5)
         assert torch.equal(result["after"], result["before"])
         moved = (expected - exact).abs()
         difference = (result["served"] - expected).abs()
-        if activation_dtype(weight_format) is None:
+        is_exact = activation_dtype(weight_format) is None
+        if is_exact:
             assert difference.max() < 2e-5 < 1e-3 * moved.quantile(0.8), name
         else:
             assert difference.quantile(0.8) < 1e-3 * moved.quantile(0.8), name
+        assert gradient.keys() == expected_gradient.keys()
+        bound = 1e-4 if is_exact else 0.2  # of how far quantizing moves it
+        for tensor, value in expected_gradient.items():
+            error = (gradient[tensor] - value).norm()
+            assert error < bound * (exact_gradient[tensor] - value).norm(), (name, tensor)

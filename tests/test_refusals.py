@@ -156,6 +156,9 @@ FIELDS = rows(r"""
     learner.recompute_layers=1              only learner.recompute=full uses it
     learner.recompute_layers=3 & learner.recompute=full  a pipeline stage has 2 layers
     learner.dtype=float8                    'float32' or 'bfloat16'
+    learner.quantized_forward=both          'weights' or 'all'
+    learner.quantized_forward=all & quantization.format=bf16  bf16 quantizes nothing
+    learner.quantized_forward=all & learner.fp8=blockwise  would round what is quantized already
     rollout.prompts_per_step=1000000000     problems to train on
     rollout.completions_per_prompt=1        needs at least two; advantage_estimator=gae takes one
     rollout.stop_token_ids=[1,256]          rollout.stop_token_ids: the model has no token 256

@@ -12,8 +12,8 @@ import itertools
 import math
 import socket
 import traceback
-from functools import partial
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
