@@ -192,7 +192,7 @@ class Servers:
             log_file=attempt.server_log(spec, restarts),
             seed=attempt.server_seed(spec.index, restarts),
             keep=spec.keep,
-            adapters=config.adapters if spec.set_name == "rollout" else AdaptersConfig(),
+            adapters=config.adapters if spec.weight_format != "bf16" else AdaptersConfig(),
             releases=spec.server.releases if self.are_colocated else None,
             records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
             host=self.host,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from batches import score, share_of
+from batches import negative_log_likelihood, score, share_of
 from distributed import run_ranks
 from learner_reference import (
     DIMS,
@@ -36,10 +36,12 @@ from learner_reference import (
     parts_of,
     policy_gradient,
 )
+from qurl_megatron.algorithm.objective import mismatch_sums
 from qurl_megatron.config.schema import OptimizerConfig, ServerConfig, WeightFormat
 from qurl_megatron.model.huggingface import checkpoint_tensors
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.activations import activation_dtype, in_groups, quantize_tokens
+from qurl_megatron.quantization.rounding import write_rounded
 from tiny import build_tiny_model
 
 # Groups of 32 channels fit every layer; those of o_proj lie on both of two ranks.
@@ -201,3 +203,46 @@ def test_log_probs_and_gradients_are_those_of_quantized_layers(
         for tensor, value in expected_gradient.items():
             error = (gradient[tensor] - value).norm()
             assert error < bound * (exact_gradient[tensor] - value).norm(), (name, tensor)
+
+
+def train(directory: Path) -> list[Any]:
+    """Train in full precision and as served; return losses, log-probs and weights afterwards."""
+    from qurl_megatron import device
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.weight_sync.reshard import Converter
+
+    device.initialize_distributed()
+    results = []
+    for what in (None, "all"):
+        learner = Learner(directory, learner_config({}), OptimizerConfig(learning_rate=1e-2))
+        converter = Converter(learner, "int4-g32", 2**20)
+        with learner.as_served(converter, ServerConfig(), what):
+            share = share_of(learner, make_batch())
+            losses = [
+                learner.update(share, negative_log_likelihood, temperature=1.0).loss
+                for _ in range(2)
+            ]
+            logprobs, _ = score(learner, make_rows().tokens)
+        results.append((losses, logprobs, parts_of(learner, learner.shards())))
+        learner.close()
+    return results
+
+
+def test_what_was_trained_as_served_is_what_servers_compute(models: dict[str, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    rows, k3 = make_rows(), []
+    for losses, proximal, parts in run_ranks(train, 1, models["dense"])[0]:
+        assert losses[-1] < losses[0] - 0.1
+        weights = gathered([parts])
+        for name in (name for name in weights if "_proj" not in name):
+            sent = weights[name].bfloat16()
+            write_rounded(sent, weights[name], name, "unbiased")
+            weights[name] = sent.float()
+        model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
+        model.load_state_dict(weights)
+        behaviour, _ = scores_and_gradient(with_quantized_layers(model, "int4-g32", 1))
+        sums = mismatch_sums(proximal, behaviour, rows.loss_mask, ratio_cap=2.0)
+        k3.append(float(sums["kl_behaviour_proximal_k3"] / sums["tokens"]))
+    plain, aware = k3
+    assert aware < 1e-9 < 1e-3 < plain, k3

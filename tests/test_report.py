@@ -87,7 +87,7 @@ def test_a_run_that_is_still_training_has_a_page(tmp_path: Path) -> None:
     cells = Page((tmp_path / "index.html").read_text()).cells
     assert cells["steps"] == ["40 of 100"]
     assert cells["held-out accuracy after RL"] == ["not measured"]
-    assert cells["KL before training, BF16 servers"] == ["not measured"]
+    assert cells["KL before training, evaluation servers"] == ["not measured"]
     plot = plots.svg("divergence", plots.divergence, [read_run(run_dir)])
     assert "nats" in plot and "before training" not in plot
     assert list(read_run(run_dir).scores()["aime24", "Avg@1"]) == [20]
@@ -99,9 +99,9 @@ def test_a_run_that_is_still_training_has_a_page(tmp_path: Path) -> None:
 
 def test_the_page_shows_the_mismatch_of_each_server_set_before_training(one_run: Path) -> None:
     page = Page(one_run.read_text())
-    assert page.cells["KL before training, BF16 servers"] == ["2.5e-05"]
+    assert page.cells["KL before training, evaluation servers"] == ["2.5e-05"]
     assert page.cells["KL before training, rollout servers"] == ["1.3e-04"]
-    assert "BF16 servers before training" in page.text
+    assert "evaluation servers before training" in page.text
 
 
 def test_evaluations_are_ordered_by_step(tmp_path: Path) -> None:

@@ -603,7 +603,7 @@ class RolloutConfig(AgentConfig):
 
 @dataclasses.dataclass
 class EvaluationConfig:
-    """Accuracy of the full-precision weights, served in BF16.
+    """Accuracy of the policy, served in BF16, or of its quantized copy.
 
     Held-out problems of the run's own data are answered greedily (temperature 0). Each file in
     `data` gets Avg@1 (greedy) and Avg@k (sampled).
@@ -636,6 +636,10 @@ class EvaluationConfig:
 
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """The evaluation server."""
+
+    quantized: bool = False
+    """Measure the quantized copy that rollouts sample from, which `learner.quantized_forward`
+    trains, in place of the policy in BF16."""
 
     @property
     def held_out(self) -> float:
@@ -822,6 +826,13 @@ class Config:
     def run_dir(self) -> Path:
         """The run's directory."""
         return Path(self.output_dir) / self.name
+
+    @property
+    def evaluation_quantization(self) -> QuantizationConfig:
+        """The quantization of the evaluation servers' weights."""
+        if self.evaluation.quantized:
+            return dataclasses.replace(self.quantization, publish="full")
+        return dataclasses.replace(self.quantization, format="bf16", publish="full", keep=[])
 
 
 HELD_OUT = "held_out"  # reserved name: evaluation on held-out problems of the run's own data

@@ -60,6 +60,7 @@ _FIXED = {
     "seed": _SETS_DATA_ORDER,
     "evaluation.held_out_fraction": _SETS_DATA_ORDER,
     "evaluation.problems": "its accuracies so far are over them",  # and 0 holds none out
+    "evaluation.quantized": "its accuracies so far are of the other copy",
     "evaluation.data": _SETS_DATA_ORDER,  # training leaves out its questions
     "name": "is stored under it",
     "output_dir": "is stored there",
@@ -593,7 +594,11 @@ def _validate_model(config: Config) -> Architecture:
     rollout = config.rollout
     for name, server, weight_format in (
         ("rollout.server", rollout.server, config.quantization.weight_format),
-        ("evaluation.server", config.evaluation.server, "bf16"),
+        (
+            "evaluation.server",
+            config.evaluation.server,
+            config.evaluation_quantization.weight_format,
+        ),
     ):
         validate_server(name, server, architecture, weight_format, rollout.max_length)
     check_lengths(rollout, architecture)

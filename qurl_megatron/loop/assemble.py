@@ -132,7 +132,7 @@ class Run:
         self.log.say(f"stopped early after step {self.log.steps_done}, with a checkpoint")
 
     def evaluate(self, step: int) -> Evaluation:
-        """Measure the policy in full precision; an empty result without an evaluator."""
+        """Measure the policy's accuracy; an empty result without an evaluator."""
         return self.evaluator.evaluate(step) if self.evaluator else Evaluation()
 
 
@@ -169,7 +169,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     log.say("waiting for the servers")
     quantizations = {"rollout": config.quantization}
     if config.evaluation.enabled:
-        quantizations["evaluation"] = replace(config.quantization, format="bf16", publish="full")
+        quantizations["evaluation"] = config.evaluation_quantization
     controller = keep(closing(Controller()))
     clients, publishers = {}, {}
     for name, quantization in quantizations.items():

@@ -1,4 +1,4 @@
-"""The measurements of a run: metrics of each step, and evaluations of the policy in BF16."""
+"""The measurements of a run: metrics of each step, and evaluations of the policy."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -32,7 +32,7 @@ from qurl_megatron.weight_sync.publish import Published, Publisher
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Measures the learner's policy on a set of BF16 servers. Collective over all learner ranks.
+    """Measures the learner's policy on a set of servers. Collective over all learner ranks.
 
     The completion limit is always that of the longest stage, so a run's evaluations are comparable.
     Only global rank 0 uses the client, the scores and the prompts.

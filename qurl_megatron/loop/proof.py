@@ -60,7 +60,7 @@ class Proof:
     def before_training(self) -> None:
         """Compare each server set on one completion for each prompt of a step; write mismatch.json.
 
-        The BF16 evaluation servers show the noise of the engine alone. Any larger mismatch of the
+        Evaluation servers in BF16 show the noise of the engine alone. Any larger mismatch of the
         rollout servers comes from quantization. All sets hold the learner's weights.
 
         Raises:
@@ -85,7 +85,9 @@ class Proof:
             self._check("rollout", sums)
 
     def _check(self, name: str, sums: dict[str, float]) -> None:
-        format = self._config.quantization.format if name == "rollout" else "bf16"
+        is_rollout = name == "rollout"
+        held = self._config.quantization if is_rollout else self._config.evaluation_quantization
+        format = held.format
         try:
             check_mismatch(
                 name,
@@ -104,7 +106,7 @@ class Proof:
         text = (
             f"{name} servers: KL(behaviour, proximal) is {kl:.1e}, and {predicted:.1e} was expected"
         )
-        if name == "rollout" and kl > LARGE:
+        if is_rollout and kl > LARGE:
             text += (
                 f". That is {format}'s own distance on this model, which every objective but naive "
                 "corrects for; `qurl mismatch` names layers to keep in BF16, which make it smaller"

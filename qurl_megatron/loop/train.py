@@ -4,7 +4,7 @@ It departs from the paper ("QuRL: Efficient Reinforcement Learning with Quantize
 three ways:
 - SGLang samples the rollouts, not vLLM, and checksums verify the weights of every publish.
 - Eq. 13 and Eq. 14 are measured at every publish, over the quantized weights.
-- Full-precision accuracy is measured on a BF16 server.
+- Full-precision accuracy is measured on a BF16 server, unless `evaluation.quantized`.
 
 The phases of a step:
 

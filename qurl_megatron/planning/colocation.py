@@ -75,8 +75,9 @@ def learner_turn(
     sleeping = LEFT_BYTES * num_sets(config) + (own if released == "cache" else 0)
     loading = 0 if released == "cache" else own
     if config.evaluation.enabled:
-        size = config.evaluation.server.tensor_parallel_size
-        loading = max(loading, sum(server_weight_bytes(architecture, "bf16", size).values()))
+        size, held = config.evaluation.server.tensor_parallel_size, config.evaluation_quantization
+        weights = server_weight_bytes(architecture, held.weight_format, size, tuple(held.keep))
+        loading = max(loading, sum(weights.values()))
     return {
         "train": max(of_learner.values()) + sleeping,
         "publish": publish + sleeping + loading,

@@ -23,14 +23,13 @@ class ServerSpec:
 def server_specs(config: Config) -> list[ServerSpec]:
     """Return all servers of a run: the rollout servers in order, then the evaluation server."""
     rollout = config.rollout
-    weights = config.quantization
-    specs = [
-        ServerSpec("rollout", index, rollout.server, weights.weight_format, tuple(weights.keep))
-        for index in range(rollout.servers)
+    servers = [
+        ("rollout", index, rollout.server, config.quantization) for index in range(rollout.servers)
     ]
     if config.evaluation.enabled:
-        specs.append(ServerSpec("evaluation", 0, config.evaluation.server, "bf16"))
-    return specs
+        held = config.evaluation_quantization
+        servers.append(("evaluation", 0, config.evaluation.server, held))
+    return [ServerSpec(*spec, held.weight_format, tuple(held.keep)) for *spec, held in servers]
 
 
 def server_sizes(config: Config) -> list[int]:

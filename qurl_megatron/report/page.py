@@ -185,7 +185,9 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
         "held-out accuracy before RL": _held_out(run.summary, "before"),
         "held-out accuracy after RL": _held_out(run.summary, "after"),
         f"reward, {late}": f"{run.late('reward_mean'):.3f}",
-        "KL before training, BF16 servers": _if_measured(run.mismatch.get("evaluation"), KL, ".1e"),
+        "KL before training, evaluation servers": _if_measured(
+            run.mismatch.get("evaluation"), KL, ".1e"
+        ),
         "KL before training, rollout servers": _if_measured(run.mismatch.get("rollout"), KL, ".1e"),
         "largest ratio proximal / behaviour": (
             f"{max(run.series('ratio_proximal_behaviour_max')):.2f}"

@@ -199,7 +199,7 @@ def _held_out(measured: dict[str, Any], when: str) -> tuple[float, float]:
 
 
 def divergence(axes: Axes, runs: list[RunRecord]) -> None:
-    """Draw KL(behaviour, proximal), and the one of the BF16 servers before training as dots."""
+    """Draw KL(behaviour, proximal); that of the evaluation servers before training is a dot."""
     metric = "kl_behaviour_proximal_k3"
     curves(axes, runs, [metric], "nats")
     with_mismatch = [number for number, run in enumerate(runs) if "evaluation" in run.mismatch]
@@ -208,7 +208,7 @@ def divergence(axes: Axes, runs: list[RunRecord]) -> None:
             runs[number].mismatch["evaluation"][metric],
             linestyle=":",
             color=run_colour(number),
-            label="BF16 servers before training" if number == with_mismatch[-1] else None,
+            label="evaluation servers before training" if number == with_mismatch[-1] else None,
         )
     if with_mismatch:
         axes.legend(fontsize=7)
