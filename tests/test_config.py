@@ -226,7 +226,7 @@ FIXED = """
     question_key=text answer_key=text overlong_prompts=refuse rollout.max_prompt_length=9 seed=1
     incomplete=drop system_prompt=Think. chat_template_options.enable_thinking=false
     ignore_media=true template_date=2024-02-29
-    evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE name=other
+    evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE name=other evaluation.quantized=true
     output_dir=elsewhere evaluation.problems=0 evaluation.problems=9 adapters.rank=8
 """.split()
 

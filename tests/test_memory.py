@@ -157,6 +157,22 @@ def test_fp8_keeps_two_codes_beside_every_weight_of_the_linear_layers() -> None:
     assert parts == {**without, "fp8 codes": 2 * weights}
 
 
+def test_training_as_served_takes_codes_of_the_linear_layers_and_values_of_one_weight() -> None:
+    config = study("", 64, "int8")
+    without = memory.learner_memory(QWEN2, config, 1)
+    config.learner.quantized_forward = "all"
+    parts = memory.learner_memory(QWEN2, config, 1)
+    layers = memory.stage_layers(QWEN2, config.learner)[1]
+    codes = layers * LAYER_WEIGHTS // config.learner.tensor_parallel_size
+    values = parts.pop("backward") - without.pop("backward")
+    assert parts == {**without, "served codes": codes}
+    assert 0 < values < 2 * codes
+    before, after = ({**each, "backward": 0} for each in (without, parts))
+    of_pass = {"score", "update"}
+    for phase, num_bytes in memory.peaks(after).items():
+        assert num_bytes - memory.peaks(before)[phase] == (codes if phase in of_pass else 0)
+
+
 def test_micro_batches_have_the_tokens_of_their_budget_but_at_least_the_longest_sequence() -> None:
     """The longest has 9216 tokens."""
 

@@ -10,6 +10,7 @@ pipeline stage, whose parts are:
                  host memory while activations, backward and logits are on the GPU.
     fp8 codes    with learner.fp8: Transformer Engine keeps the codes of linear layers by rows and
                  by columns. It also keeps some activations as codes; that saving is not counted.
+    served codes with learner.quantized_forward, during passes: what linear layers multiply
     reference    a copy of the weights if objective.kl_coefficient is not 0
     activations  `layer_activation_bytes` of a layer, times the layers of a stage and its micro
                  batches in flight (for the first of several virtual stages, Korthikanti et al.,
@@ -24,7 +25,7 @@ pipeline stage, whose parts are:
                  gradients to Megatron's buffers itself, and gives autograd a placeholder of the
                  shape of each linear weight of a layer, which it keeps.
     backward     gradients of a layer's activations, and of the largest weight before they are
-                 accumulated
+                 accumulated; with learner.quantized_forward the values of that weight, too
     exchange     with experts, in a layer's forward pass: a copy of a token for each chosen expert,
                  sorted, received, sorted by local expert, and multiplied. Ranks that share an
                  expert each have all its copies, and add up their products in float32. Only one of
@@ -555,6 +556,15 @@ def learner_memory(
         weights += sum(_frozen_bytes(r, n, format_, element) * count for r, n, count in parameters)
         largest = max(n for rule, n, _ in parameters if rule.quantized)
         activations += in_flight * element * tokens * _ADAPTERS * architecture.adapter_rank
+    served = 0  # codes that a pass multiplies, beside the values of one layer
+    if learner.quantized_forward and not architecture.adapter_rank:
+        format_ = config.quantization.weight_format
+        served = sum(
+            _frozen_bytes(r, n * count, format_, element)
+            for r, n, count in parameters
+            if r.quantized
+        )
+        backward += element * largest
     has_reference = config.objective.kl_coefficient > 0 and not architecture.adapter_rank
     return {
         "weights": weights,
@@ -573,6 +583,7 @@ def learner_memory(
         "logits": logits,
         **({"exchange": _exchange_bytes(architecture, learner, tokens)} if experts else {}),
         **({"fp8 codes": 2 * linear} if learner.fp8 else {}),
+        **({"served codes": served} if served else {}),
         "buckets": bucket_bytes(architecture, config, stage),
     }
 
@@ -623,14 +634,23 @@ def peaks(parts: dict[str, int]) -> dict[str, int]:
     # A forward pass has no gradient of the output layer, which `logits` may contain.
     scored = min(parts["logits"], SCORED_LOGIT_BYTES * LOGIT_CHUNK_ELEMENTS)
     # The logits' gradients are freed before the last layer's are computed.
-    in_passes = parts["activations"] + max(in_layer, parts["logits"])
+    served = parts.get("served codes", 0)
+    in_passes = served + parts["activations"] + max(in_layer, parts["logits"])
     buckets, between = parts["buckets"], parts.get(OFFLOADED, 0)
-    not_kept = ("activations", "backward", "exchange", "logits", "buckets", OFFLOADED)
-    static = sum(num_bytes for name, num_bytes in parts.items() if name not in not_kept)
+    in_turns = (
+        "activations",
+        "backward",
+        "exchange",
+        "logits",
+        "buckets",
+        "served codes",
+        OFFLOADED,
+    )
+    static = sum(num_bytes for name, num_bytes in parts.items() if name not in in_turns)
     return {
         "kept": static + between,
         # An offloaded optimizer is still on the GPU.
-        "score": static + between + max(in_layer, scored),
+        "score": static + between + served + max(in_layer, scored),
         "update": static + max(in_passes, between),
         "publish": static + between + buckets,
     }

@@ -22,14 +22,16 @@ class ServerSpec:
 
 def server_specs(config: Config) -> list[ServerSpec]:
     """Return all servers of a run: the rollout servers in order, then the evaluation server."""
-    rollout = config.rollout
-    servers = [
-        ("rollout", index, rollout.server, config.quantization) for index in range(rollout.servers)
+    rollout, weights = config.rollout, config.quantization
+    specs = [
+        ServerSpec("rollout", index, rollout.server, weights.weight_format, tuple(weights.keep))
+        for index in range(rollout.servers)
     ]
     if config.evaluation.enabled:
-        held = config.evaluation_quantization
-        servers.append(("evaluation", 0, config.evaluation.server, held))
-    return [ServerSpec(*spec, held.weight_format, tuple(held.keep)) for *spec, held in servers]
+        server, weights = config.evaluation.server, config.evaluation_quantization
+        held = weights.weight_format, tuple(weights.keep)
+        specs.append(ServerSpec("evaluation", 0, server, *held))
+    return specs
 
 
 def server_sizes(config: Config) -> list[int]:

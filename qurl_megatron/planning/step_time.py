@@ -33,8 +33,9 @@
                as none. This is a lower bound, without the pause, the loading and the checksums.
 
 Not included: rewards, evaluation, checkpoints, padding of micro batches, retries of dynamic
-sampling, what a delta saves, experts that are chosen more often than others, and the time in which
-the host prepares batches and starts kernels.
+sampling, what a delta saves, experts that are chosen more often than others, what
+`learner.quantized_forward` rounds, and the time in which the host prepares batches and starts
+kernels.
 """
 
 from dataclasses import dataclass
