@@ -132,6 +132,7 @@ FIELDS = rows(r"""
     adapters.rank=4 & quantization.format=fp8-block  the base under adapters (adapters.rank=4) is
     adapters.rank=4 & quantization.uaq.scale=1.5  there is no update to make visible
     adapters.rank=4 & quantization.keep=[*.o_proj]  all linear layers of the base are quantized
+    adapters.rank=4 & quantization.smoothing=0.5  the base under adapters (adapters.rank=4) is
     adapters.rank=4 & quantization.publish=delta  sends nothing but adapters
     adapters.rank=4 & learner.fp8=blockwise   the base is quantized already
     adapters.rank=4 & advantage_estimator=gae  critic is a whole model
@@ -144,6 +145,8 @@ FIELDS = rows(r"""
     quantization.keep=[*.q_proj]            a server holds them as one layer, so keep all or none
     quantization.publish=auto & quantization.transport=direct  =direct all tensors are written in
     quantization.transport=direct & rollout.servers_at=["http://localhost:1"]  are on other machines
+    quantization.smoothing=0.5 & quantization.format=bf16  there is nothing to make easier
+    quantization.smoothing=1.5              less than or equal to 1
     quantization.uaq.layer_scales.99=2      layers are numbered from 0 to 1
     quantization.uaq.layer_scales.-1=2      layers are numbered from 0 to 1
     quantization.uaq.layer_scales.two=2     layer_scales.two: input should be a valid integer

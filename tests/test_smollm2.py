@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from batches import padded, score
+from batches import padded, ragged, score, share_of
 from distributed import run_ranks
 from learner_reference import logprobs_and_entropy_of
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
 from qurl_megatron.evaluation.mismatch import compare
 from qurl_megatron.evaluation.quantized_model import QuantizedModel
 from qurl_megatron.model import smollm2
@@ -135,6 +135,30 @@ def test_the_learner_agrees_with_transformers_on_a_real_model(
     config = LearnerConfig(dtype="float32", **layout)
     (learned, *_) = run_ranks(scores, config.world_size, smollm2_dir, config, rows(tokenizer))
     torch.testing.assert_close(learned, logprobs, rtol=0, atol=1e-4)
+
+
+def distances(model: Path, tokens: Tensor) -> list[float]:
+    """Return how far INT8 servers' log-probs are, without and with smoothing by these tokens."""
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.weight_sync.reshard import Converter
+
+    learner = Learner(model, LearnerConfig(dtype="float32"), OptimizerConfig())
+    converter = Converter(learner, "int8", 2**26)
+    (exact,) = score(learner, tokens, names=["proximal_logprobs"])
+    found = []
+    for exponent in (0.0, 0.5):
+        if exponent:
+            learner.smooth(share_of(learner, ragged(tokens)), exponent)
+        with learner.as_served(converter, ServerConfig()):
+            (served,) = score(learner, tokens, names=["proximal_logprobs"])
+        found.append(float((served - exact).abs().mean()))
+    learner.close()
+    return found
+
+
+def test_smoothing_brings_int8_servers_closer(smollm2_dir: Path, tokenizer: Any) -> None:
+    ((plain, smoothed),) = run_ranks(distances, 1, smollm2_dir, rows(tokenizer))
+    assert smoothed < 0.8 * plain
 
 
 def test_without_the_package_a_line_says_what_to_install(

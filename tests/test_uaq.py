@@ -1,8 +1,5 @@
 """UAQ, update-aware quantization: its invariance (QuRL Eq. 11) and its effect on codes (Eq. 12)."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,29 +8,15 @@ from qurl_megatron.model.architecture import Family
 from qurl_megatron.model.huggingface import checkpoint_tensors
 from qurl_megatron.quantization import uaq
 from qurl_megatron.quantization.quantize import code_flips, dequantize, quantize
-from tiny import random_model
+from tiny import ARCHITECTURES, HYBRIDS, apply, logits, random_model
 
 torch.set_num_threads(1)
-ARCHITECTURES: tuple[Family, ...] = ("qwen2", "qwen3", "qwen3_moe", "llama")
-HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text")
 SCALED_DOWN = (
     *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate", "shared_expert_gate"),
     *("in_proj_qkv:query", "in_proj_qkv:key", "in_proj_qkv:value", "in_proj_z"),
     *("in_proj_b", "in_proj_a"),
 )
 SCALED_UP = ("input_layernorm", "post_attention_layernorm")
-
-
-def logits(model: Any) -> torch.Tensor:
-    tokens = torch.randint(0, 97, (2, 11), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        return model(tokens).logits
-
-
-@torch.no_grad()
-def apply(model: Any, transform: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    for name, weight in checkpoint_tensors(model):
-        weight.copy_(transform(name, weight))
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *HYBRIDS])

@@ -10,7 +10,10 @@ from torch import Tensor
 
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.quantization.smoothing import Maxima, Smoothing
 
+ARCHITECTURES: tuple[Family, ...] = ("qwen2", "qwen3", "qwen3_moe", "llama")
+HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text")
 VOCAB_SIZE = 256
 EOS_TOKEN_ID = 1
 EXPERTS = {
@@ -107,6 +110,29 @@ def random_model(
                 noise = noise * scale + shift
             parameter.copy_(noise + 1 if is_norm else noise)
     return model
+
+
+def logits(model: Any) -> Tensor:
+    tokens = torch.randint(0, 97, (2, 11), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(tokens).logits
+
+
+@torch.no_grad()
+def apply(model: Any, transform: Callable[[str, Tensor], Tensor]) -> None:
+    """Rewrite the weights of a transformers model, by their names in a checkpoint."""
+    from qurl_megatron.model.huggingface import checkpoint_tensors
+
+    for name, weight in checkpoint_tensors(model):
+        weight.copy_(transform(name, weight))
+
+
+def random_smoothing(architecture: Architecture) -> Smoothing:
+    """Return the scales of a model in which some channels stand out."""
+    maxima = Maxima(architecture, torch.device("cpu"))
+    noise = torch.randn(maxima.values.shape, generator=torch.Generator().manual_seed(0))
+    maxima.values.copy_(noise.exp())
+    return maxima.smoothing(0.5)
 
 
 def build_tiny_model(directory: Path, architecture: Family = "qwen2", **settings: Any) -> Path:

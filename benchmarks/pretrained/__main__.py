@@ -3,6 +3,7 @@
     chapter    what differs between its arms
     rounding   how float32 masters become BF16, supervised training at learning rates of RL
     codes      of what codes are made: masters, or BF16 values of them
+    smoothing  the format of a served copy, and the exponent of its smoothing
 
 An arm that benchmarks/results/pretrained.jsonl has is not repeated: a chapter can be interrupted.
 The rows are printed as a table in the end.
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.pretrained import codes, rounding
+from benchmarks.pretrained import codes, rounding, smoothing
 from qurl_megatron.files import read_json_lines
 from qurl_megatron.model import smollm2
 
 RESULTS = Path(__file__).parents[1] / "results" / "pretrained.jsonl"
-CHAPTERS: dict[str, Any] = {"rounding": rounding, "codes": codes}
+CHAPTERS: dict[str, Any] = {"rounding": rounding, "codes": codes, "smoothing": smoothing}
 
 
 def main() -> None:

@@ -373,6 +373,12 @@ class QuantizationConfig:
     [model.layers.0, "*.down_proj"]. q, k and v of a block are kept together, and so are gate and
     up. `qurl mismatch` recommends some. Empty: none."""
 
+    smoothing: Annotated[Finite, Ge(0), Le(1)] = 0.0
+    """SmoothQuant's exponent: by how much outliers in activations are moved into the weights that
+    multiply them, in the rollout servers. Each input channel has a scale, chosen once from the
+    prompts of the first step. It is a power of two, so that before quantization nothing changes.
+    0.5 is a good value for int8; 0: none."""
+
     @property
     def weight_format(self) -> WeightFormat:
         """The format and its group size."""

@@ -419,6 +419,11 @@ def validate_adapters(config: Config) -> None:
             f"quantization.keep: all linear layers of the base are quantized with {rank}; leave it "
             "empty"
         )
+    if quantization.smoothing:
+        raise ConfigError(
+            f"quantization.smoothing={quantization.smoothing:g}: the base under adapters ({rank}) "
+            "is quantized as it is; set it to 0"
+        )
     if quantization.publish != "full":
         raise ConfigError(
             f"quantization.publish={quantization.publish}: {rank} sends nothing but adapters to "
@@ -508,6 +513,11 @@ def _validate_fields(config: Config) -> None:
         )
 
     check_group_size(quantization.format, quantization.group_size, "quantization.group_size=")
+    if quantization.smoothing and quantization.format == "bf16":
+        raise ConfigError(
+            f"quantization.smoothing={quantization.smoothing:g}: quantization.format=bf16 is not "
+            "quantized, so there is nothing to make easier; set it to 0"
+        )
     if config.learner.quantized_forward:
         field = f"learner.quantized_forward={config.learner.quantized_forward}"
         if quantization.format == "bf16":

@@ -42,6 +42,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.config.validate import check_layout
 from qurl_megatron.learner.adapters import Adapters, FrozenBase, frozen_layers, initial_a
+from qurl_megatron.learner.calibration import watching
 from qurl_megatron.learner.cpu_runtime import bfloat16_products, megatron_runtime
 from qurl_megatron.learner.host_memory import HostMemory
 from qurl_megatron.learner.model import (
@@ -62,6 +63,7 @@ from qurl_megatron.model.weight_map import Rule
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import as_integers, checksum, combine, digest, part_key
 from qurl_megatron.quantization.rounding import row_keys
+from qurl_megatron.quantization.smoothing import Largest, Maxima, Smoothing
 from qurl_megatron.quantization.uaq import Transform
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -142,6 +144,7 @@ class Learner:
         self._host_memory = HostMemory()
         self._base_sums: dict[str, int] = {}  # checksums of this rank's parts of the base
         self._reference: list[Tensor] = []
+        self.smoothing: Smoothing | None = None  # of what servers hold of the weights, if quantized
         self._as_served: Callable[[], AbstractContextManager[None]] = nullcontext
         with megatron_runtime():
             parallel_state.initialize_model_parallel(
@@ -227,6 +230,19 @@ class Learner:
         finally:
             for parameter, data in zip(parameters, current, strict=True):
                 parameter.data = data
+
+    def smooth(self, share: Share, exponent: float) -> Largest:
+        """Choose `smoothing` from the inputs of `share` and the current weights. Collective.
+
+        Return the channel that stood out most.
+        """
+        maxima = Maxima(self.architecture, device.device())
+        chunks = [chunk.module for chunk in self.chunks]
+        with watching(chunks, self.architecture, maxima):
+            self.score(share, [], temperature=1.0)
+        dist.all_reduce(maxima.values, op=dist.ReduceOp.MAX)
+        self.smoothing = maxima.smoothing(exponent)
+        return maxima.largest()
 
     @contextmanager
     def as_served(

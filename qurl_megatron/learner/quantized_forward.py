@@ -10,6 +10,9 @@ all between them, are the learner's, in its compute dtype. So the log-probs diff
 by rounding alone. That still moves single tokens as far as quantization does, because a value near
 the boundary of two codes tips either way. Means over tokens agree.
 
+With `quantization.smoothing` the servers have W s and x / s. The learner quantizes these
+and takes s back. Powers of two round nothing, so all else may stay as it is.
+
 The gradient passes straight through: it is that of the quantized weights and activations, and goes
 to the parameters and to what was rounded as if rounding were the identity.
 
@@ -20,7 +23,7 @@ In a row-parallel layer tensor-parallel ranks have parts of a token's channels. 
 absmax as far as the ranks of a server would share it, and keep that.
 
 Transformer Engine fuses a norm into the layer behind it, so what that layer multiplies cannot be
-replaced from outside. `_norm` and `_multiply` stand in for it, and have never run.
+replaced from outside. `fused_norm` and `_multiply` stand in for it, and have never run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -129,7 +132,7 @@ class _QuantizedLayer:
         """Let `layer` multiply quantized values until the stack is closed."""
         norm, multiply = None, layer.forward
         if hasattr(layer, "layer_norm_weight"):
-            norm, multiply = partial(_norm, layer), partial(_multiply, layer)
+            norm, multiply = partial(fused_norm, layer), partial(_multiply, layer)
         layer.forward = partial(self._forward, norm, multiply)
         stack.callback(delattr, layer, "forward")
 
@@ -143,7 +146,7 @@ class _QuantizedLayer:
         x = norm(x) if norm else x
         made: dict[tuple[Any, ...], Callable[[], Tensor]] = {}  # what is made, and not kept
         if self._code_dtype:
-            again = self._rounding(x)
+            again = self._rounding(x, self._smoothing(*others))
             x = _StraightThrough.apply(x, again)
             made[_place(x)] = again
         with ExitStack() as stack:
@@ -167,18 +170,30 @@ class _QuantizedLayer:
         rounded: Tensor = _StraightThrough.apply(x, self._rounding(x))
         return rounded
 
-    def _rounding(self, x: Tensor) -> Callable[[], Tensor]:
-        """Return a function that rounds `x`, without collectives. Collective itself."""
-        columns, absmax = self._scales(x.detach().flatten(0, -2))
-        return partial(self._round, x.detach(), columns, absmax)
+    def _smoothing(self, *others: Any) -> Tensor | None:
+        """Return what divides the layer's input: [in] or, in a layer of experts, [tokens, in]."""
+        of_weights = [codes.smoothing for _, codes in self.weights]
+        known = [scales for scales in of_weights if scales is not None]
+        if len(known) < 2:
+            return of_weights[0]
+        tokens = torch.tensor(others[0], device=known[0].device)  # of each expert
+        return torch.stack(known).repeat_interleave(tokens, dim=0)
 
-    def _round(self, x: Tensor, columns: int, absmax: Tensor | None) -> Tensor:
+    def _rounding(self, x: Tensor, smoothing: Tensor | None = None) -> Callable[[], Tensor]:
+        """Return a function that rounds `x`, without collectives. Collective itself."""
+        columns, absmax = self._scales(_divided(x.detach(), smoothing))
+        return partial(self._round, x.detach(), smoothing, columns, absmax)
+
+    def _round(
+        self, x: Tensor, smoothing: Tensor | None, columns: int, absmax: Tensor | None
+    ) -> Tensor:
         assert self._code_dtype
-        tokens = x.flatten(0, -2)
+        tokens = _divided(x, smoothing)
         width = tokens.shape[1]
         codes, scale = quantize_tokens(in_groups(tokens, columns), self._code_dtype, absmax)
         padded = width + -width % columns  # an expert may have no token, so -1 does not do
         values = codes.mul_(scale).view(len(tokens), padded)[:, :width]
+        values = values if smoothing is None else values.mul_(smoothing)
         return values.to(x.dtype).view_as(x)
 
     def _scales(self, tokens: Tensor) -> tuple[int, Tensor | None]:
@@ -214,6 +229,12 @@ class _StraightThrough(torch.autograd.Function):
         return grad, None
 
 
+def _divided(x: Tensor, smoothing: Tensor | None) -> Tensor:
+    """Return activations as servers have them: [tokens, in]."""
+    tokens = x.flatten(0, -2)
+    return tokens if smoothing is None else tokens / smoothing
+
+
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tells a tensor from others that exist at the same time."""
     return tensor.data_ptr(), tensor.shape
@@ -223,7 +244,7 @@ def _make(kept: Tensor | Callable[[], Tensor]) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept()
 
 
-def _norm(layer: Any, x: Tensor) -> Tensor:
+def fused_norm(layer: Any, x: Tensor) -> Tensor:
     """Compute the norm that Transformer Engine fuses into a column-parallel layer."""
     return rms_norm(x, x.shape[-1:], layer.layer_norm_weight, layer.eps)
 

@@ -12,6 +12,7 @@ from typing import Any
 from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient, prefer_agent_scores, reduce_garbage_collection
 from qurl_megatron.agents.pool import Agents
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.config.schema import Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
@@ -166,6 +167,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
     log = keep(closing(RunLog(config, writes=is_first)))
 
+    if config.quantization.smoothing:
+        log.say(_smooth(config, learner, prompts.train))
     log.say("waiting for the servers")
     quantizations = {"rollout": config.quantization}
     if config.evaluation.enabled:
@@ -225,6 +228,25 @@ def _load_learner(config: Config) -> Learner:
     if config.objective.kl_coefficient:
         learner.keep_reference()  # the initial model, so before a checkpoint is restored
     return learner
+
+
+def _smooth(config: Config, learner: Learner, prompts: Sequence[Prompt]) -> str:
+    """Choose the scales of smoothing; return a line about them. Collective.
+
+    They come from the prompts of a step and the model that the run began with, so before a
+    checkpoint is restored: a run that resumes has the same.
+    """
+    exponent = config.quantization.smoothing
+    first = prompts[: config.rollout.prompts_per_step]
+    # The last token of a sequence is no input.
+    nothing = [Completion([0], [0.0], "", truncated=True, token_versions=[0])]
+    groups = [RolloutGroup(prompt, nothing, [0.0]) for prompt in first]
+    share = learner.share(pack(groups).only() if groups else TrainBatch.empty())
+    largest = learner.smooth(share, exponent)
+    return (
+        f"smoothing of {exponent:g} by {len(first)} prompts: the largest outlier is "
+        f"{largest.ratio:,.0f} times its layer's median, in the input of {largest.name}"
+    )
 
 
 def _client(

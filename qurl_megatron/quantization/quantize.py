@@ -131,15 +131,24 @@ class CodedWeight:
     scale: Tensor  # [out, block columns] in `scale_dtype`
     weight_format: str
     first_column: int  # of the full tensors
+    # [in]: scales of smoothing that the columns were multiplied by; None: they were not
+    smoothing: Tensor | None = None
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the values that an engine multiplies, `[out, in]`, rounded to `dtype`."""
+        """Return the values that an engine multiplies, `[out, in]`, rounded to `dtype`.
+
+        Smoothing is taken back, which rounds nothing.
+        """
+        values = self._engine_values().to(dtype)
+        return values if self.smoothing is None else values.div_(self.smoothing)
+
+    def _engine_values(self) -> Tensor:
         num_blocks = self.scale.shape[1]
         width = self.codes.shape[1] * packing(self.weight_format)
         columns = block_shape(self.weight_format)[1] or width
         is_whole = self.first_column % columns == 0 and width == num_blocks * columns
         if is_whole and packing(self.weight_format) > 1:
-            return int4_values(self.codes, self.scale).to(dtype)
+            return int4_values(self.codes, self.scale)
         codes = self.codes if packing(self.weight_format) == 1 else unpack(self.codes)
         values = codes.float()
         if is_whole:
@@ -148,7 +157,7 @@ class CodedWeight:
             first = self.first_column
             places = torch.arange(first, first + width, device=values.device) // columns
             values.mul_(self.scale.index_select(1, places - first // columns))
-        return values.to(self.scale.dtype).to(dtype)  # an engine of INT4 rounds to BF16
+        return values.to(self.scale.dtype)  # an engine of INT4 rounds to BF16
 
 
 def code_dtype(weight_format: str) -> torch.dtype:

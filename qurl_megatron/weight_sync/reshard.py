@@ -60,6 +60,7 @@ from qurl_megatron.model.weight_map import Rule, TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part, as_integers, checksum_tensor
 from qurl_megatron.quantization.rounding import write_rounded
+from qurl_megatron.quantization.smoothing import Smoothing
 from qurl_megatron.weight_sync.bucket import (
     Bucket,
     Manifest,
@@ -117,9 +118,9 @@ class Converter:
             True: DriftMeter(max(EXPERT_ROWS, MEASURED_ROWS // max(1, num_experts))),
         }
         self._is_exact = weight_format == "masters"
-        is_quantized = not self._is_exact and weight_format != "bf16"
+        self._is_quantizing = not self._is_exact and weight_format != "bf16"
         # True if only adapters are sent after the base, which does not change.
-        self.has_frozen_base = learner.adapters is not None and is_quantized
+        self.has_frozen_base = learner.adapters is not None and self._is_quantizing
         self._base: dict[bool, Conversion] = {}  # by `Team.of_experts`, measures of the base
         # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass.
         self._plans: dict[bool, list[PlannedBucket]] = {}
@@ -201,12 +202,15 @@ class Converter:
 
     def is_quantized(self, rule: Rule, layer: int | None) -> bool:
         """Return whether these weights are sent as codes."""
-        if self._is_exact or self.weight_format == "bf16" or not rule.quantized:
+        if not (self._is_quantizing and rule.quantized):
             return False
         return self._unquantized.isdisjoint(rule.hugging_face_names(layer))
 
     def values(self, rule: Rule, layer: int | None, shard: Tensor) -> Tensor:
-        """Return the values that servers hold of an unquantized shard, in its shape and dtype."""
+        """Return the values that servers hold of an unquantized shard, in its shape and dtype.
+
+        Without smoothing, which changes none of them before they are rounded or after.
+        """
         if shard.dtype == torch.bfloat16:
             return shard
         values = []
@@ -220,24 +224,43 @@ class Converter:
     def codes(self, rule: Rule, layer: int | None, shard: Tensor) -> quantize.CodedWeight:
         """Return the codes that servers hold of a quantized shard, in its layout.
 
-        Collective over the ranks of a team.
+        Smoothing of the rows is taken back in the scales, which rounds nothing. Collective over the
+        ranks of a team.
         """
         parts = [part for part in self._split(rule, layer, shard) if part.view.numel()]
-        shared = share_absmax(parts, self.weight_format, self.teams[rule.of_experts])
-        codes, scales = [], []
+        shared = self._share_absmax(parts, self.teams[rule.of_experts])
+        codes, scales, columns = [], [], None
         for part in parts:
             absmax, _ = shared.get(part.name, (None, None))
             quantized = quantize.quantize(
-                part.tensor, self.weight_format, absmax, offset=part.offset, refuses=False
+                self._smoothed(part),
+                self.weight_format,
+                absmax,
+                offset=part.offset,
+                refuses=False,
             )
             codes.append(as_integers(quantized.codes))  # not every backend joins float8
-            scales.append(quantize.row_scale(quantized))
+            scale = quantize.row_scale(quantized)
+            if self._smoothing:
+                columns, rows = self._smoothing.of_part(part.name, part.shape, part.offset)
+                scale = scale if rows is None else scale / rows[:, None].to(scale.dtype)
+            scales.append(scale)
         return quantize.CodedWeight(
             self._merge(rule, codes).view(quantize.code_dtype(self.weight_format)),
             self._merge(rule, scales),
             self.weight_format,
             first_column=parts[0].offset[1],
+            smoothing=columns,  # all parts read the same input
         )
+
+    @property
+    def _smoothing(self) -> Smoothing | None:
+        return self._learner.smoothing if self._is_quantizing else None
+
+    def _smoothed(self, part: TensorPart) -> Tensor:
+        """Return the values of a part from which its codes or its BF16 numbers are made."""
+        values, smoothing = part.tensor, self._smoothing
+        return smoothing.apply(part.name, values, part.offset) if smoothing else values
 
     def _split(self, rule: Rule, layer: int | None, shard: Tensor) -> list[TensorPart]:
         team = self.teams[rule.of_experts]
@@ -380,27 +403,28 @@ class Converter:
         """Write this rank's part of a bucket into `own`, and measure it."""
         measures.begin(planned)
         views = dict(own.tensors())
-        shared = self._share_absmax(planned, team, measures)
+        parts = [each.part for each in planned.weights if each.is_quantized and not each.is_frozen]
+        shared = self._share_absmax(parts, team, measures.add_absmax)
         summed = set()
         for weight in planned.weights:
             name = weight.part.name
             if weight.scales is not None:
-                values = weight.part.tensor, weight.scales
-                for tensor, held in zip(weight.tensors, values, strict=True):
+                frozen = weight.part.tensor, weight.scales
+                for tensor, values in zip(weight.tensors, frozen, strict=True):
                     if views[tensor.name].numel():
-                        copy_values(views[tensor.name], held)
+                        copy_values(views[tensor.name], values)
             elif weight.is_quantized:
                 if self._quantize(weight, views, shared.get(name), measures):
                     summed.add(name)
             elif views[name].numel():
-                part, view = weight.part.tensor, views[name]
+                part, view = self._smoothed(weight.part), views[name]
                 write_rounded(view, part, name, self._learner.rounding, weight.part.offset)
                 if weight.is_adapter:
                     measures.meter.measure(name, part, view)
         rest = [tensor for tensor in planned.tensors if tensor.name not in summed]
-        parts = [Part(views[tensor.name], *tensor.offset_on(team.rank)) for tensor in rest]
-        if parts:
-            measures.add_sums([tensor.name for tensor in rest], checksum_tensor(parts))
+        held = [Part(views[tensor.name], *tensor.offset_on(team.rank)) for tensor in rest]
+        if held:
+            measures.add_sums([tensor.name for tensor in rest], checksum_tensor(held))
         measures.meter.add_up()
 
     def _quantize(
@@ -422,7 +446,7 @@ class Converter:
         absmax, scale = shared or (None, None)
         codes_view, scale_view = (views[tensor.name] for tensor in weight.tensors)
         part = weight.part
-        values, checksum = part.tensor, None
+        values, checksum = self._smoothed(part), None
         if values.numel():
             quantized = quantize.quantize(
                 values,
@@ -447,43 +471,34 @@ class Converter:
         return checksum is not None
 
     def _share_absmax(
-        self, planned: PlannedBucket, team: Team, measures: Measures
+        self,
+        parts: Iterable[TensorPart],
+        team: Team,
+        note: Callable[[TensorPart, Tensor], None] | None = None,
     ) -> dict[str, tuple[Tensor, Tensor]]:
-        """Share the absmax of a bucket's weights over the team; see `share_absmax`."""
-        parts = [
-            weight.part
-            for weight in planned.weights
-            if weight.is_quantized and weight.scales is None
-        ]
-        return share_absmax(parts, self.weight_format, team, note=measures.add_absmax)
+        """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
 
-
-def share_absmax(
-    parts: Iterable[TensorPart],
-    weight_format: str,
-    team: Team,
-    note: Callable[[TensorPart, Tensor], None] | None = None,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Max-reduce the absmax of blocks that lie on several ranks, in one collective.
-
-    Return, by name of a weight with such blocks, the absmax of the blocks in this rank's part and
-    the scales of all. `note` gets the absmax of each part before that.
-    """
-    divided = [part for part in parts if blocks_are_shared(part, weight_format)]
-    if not divided:  # on all ranks of the team, since the list depends on the layout alone
-        return {}
-    grids = [torch.zeros(scale_shape(part, weight_format), device=device()) for part in divided]
-    for part, grid in zip(divided, grids, strict=True):
-        if part.view.numel():
-            own = quantize.block_absmax(part.tensor, weight_format, part.offset, refuses=False)
-            if note:
-                note(part, own)
-            grid[scale_index(part, weight_format)] = own
-    flat = torch.cat([grid.view(-1) for grid in grids])
-    dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=team.group)
-    shared = {}
-    for part, reduced in zip(divided, flat.split([grid.numel() for grid in grids]), strict=True):
-        grid = reduced.view(scale_shape(part, weight_format))
-        scale = quantize.block_scale(grid, weight_format, part.view.dtype)
-        shared[part.name] = grid[scale_index(part, weight_format)], scale
-    return shared
+        Return, by name of a weight with such blocks, the absmax of the blocks in this rank's part
+        and the scales of all. `note` gets the absmax of each part before that.
+        """
+        weight_format = self.weight_format
+        divided = [part for part in parts if blocks_are_shared(part, weight_format)]
+        if not divided:  # on all ranks of the team, since the list depends on the layout alone
+            return {}
+        grids = [torch.zeros(scale_shape(part, weight_format), device=device()) for part in divided]
+        for part, grid in zip(divided, grids, strict=True):
+            if part.view.numel():
+                values = self._smoothed(part)
+                own = quantize.block_absmax(values, weight_format, part.offset, refuses=False)
+                if note:
+                    note(part, own)
+                grid[scale_index(part, weight_format)] = own
+        flat = torch.cat([grid.view(-1) for grid in grids])
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=team.group)
+        sizes = [grid.numel() for grid in grids]
+        shared = {}
+        for part, reduced in zip(divided, flat.split(sizes), strict=True):
+            grid = reduced.view(scale_shape(part, weight_format))
+            scale = quantize.block_scale(grid, weight_format, part.view.dtype)
+            shared[part.name] = grid[scale_index(part, weight_format)], scale
+        return shared

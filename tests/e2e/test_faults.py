@@ -23,6 +23,8 @@ from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.process import start_ticks
 
+SMOOTHING = re.compile(r"smoothing of 0.5 by \d+ prompts: the largest outlier .*")
+
 
 def test_a_server_that_does_not_start_ends_the_run_with_its_log(start: Start) -> None:
     # SGLang takes the option, and finds only at its start that there is no such kernel.
@@ -86,6 +88,7 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(
     words = ["optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "checkpoint.every_steps=2"]
     words += ["optimizer.weight_decay=1"]  # changes the weights quickly for any rewards
     words += ["advantage_estimator=gae", "critic.tensor_parallel_size=1"]
+    words += ["quantization.smoothing=0.5"]
     run = start("train", *QUICK, *words, "steps=1000")
     run.wait_for("step 3/")
     model = run.run_dir / "model" / "config.json"
@@ -106,6 +109,9 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(
     resumed = start("resume", "runs/run", "learner.tensor_parallel_size=1")
     resumed.wait_for(rf"step {done + 4}/")
     assert f"resuming after step {done}" in resumed.text()
+    # The scales are again those of the model and the prompts that the run began with.
+    chosen = [SMOOTHING.findall(each.text()) for each in (run, resumed)]
+    assert len(chosen[0]) == 1 and chosen[1] == chosen[0]
     after = metrics_of(resumed)
     assert after[:done] == before[:done]
     # The critic trains on every step.

@@ -1,6 +1,7 @@
 """A real model in a real run of its recipe: INT8 rollouts, what the run leaves, and adapters."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """Yield a finished run of two steps."""
     directory = tmp_path_factory.mktemp("smollm2")
     (directory / "mine.py").write_text(REWARD)
-    run = Command(directory, "train", "smollm2", "name=run", "steps=2", *SHORT)
+    words = ["steps=2", "quantization.smoothing=0.5", *SHORT]
+    run = Command(directory, "train", "smollm2", "name=run", *words)
     try:
         assert run.exit_code() == 0, run.text()
         yield run
@@ -49,6 +51,18 @@ def test_the_int8_copy_of_a_real_model_differs_as_int8_does(trained: Command) ->
         assert 2e-3 < step["kl_behaviour_proximal_k3"] < 1
         assert step["grad_norm"] > 0
     assert trained.survivors() == []
+
+
+def test_smoothed_servers_of_a_real_model_are_proven(trained: Command) -> None:
+    found = re.search(
+        r"smoothing of 0.5 by 4 prompts: the largest outlier is ([\d,]+) times its layer's median, "
+        r"in the input of model.layers.11.mlp.down_proj.weight",
+        trained.text(),
+    )
+    assert found and int(found[1].replace(",", "")) > 1000
+    mismatch = json.loads((trained.run_dir / "mismatch.json").read_text())["rollout"]
+    # Without the scales on both sides the servers would compute another model, by 1 nat or more.
+    assert mismatch["kl_behaviour_proximal_k3"] < 0.2
 
 
 def weights_of(directory: Path) -> dict[str, Tensor]:
