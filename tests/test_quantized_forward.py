@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from adapters_reference import ALPHA, PLAIN, RANK, adapt, write_b
 from batches import negative_log_likelihood, ragged, score, share_of
 from distributed import run_ranks
 from learner_reference import (
@@ -214,7 +215,7 @@ def with_quantized_layers(model: Any, weight_format: WeightFormat, ranks_of_serv
         assert code_dtype
         codes, scale = quantize_tokens(in_groups(x.flatten(0, -2), columns), code_dtype)
         values = (codes * scale).view(x.shape[0] * x.shape[1], -1)[:, : x.shape[-1]].view_as(x)
-        return (_With.apply(inputs[0], values),)
+        return (_With.apply(inputs[0], values.to(x.dtype)),)
 
     with torch.no_grad():
         for name, module in model.named_modules():
@@ -280,6 +281,14 @@ def test_log_probs_and_gradients_are_those_of_quantized_layers(
             assert error < bound * (exact_gradient[tensor] - value).norm(), (name, tensor)
 
 
+def as_sent(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return unquantized weights as servers get them, in BF16."""
+    sent = {name: weight.bfloat16() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        write_rounded(sent[name], weight, name, "unbiased")
+    return {name: weight.float() for name, weight in sent.items()}
+
+
 def train(directory: Path) -> list[Any]:
     """Train in full precision and as served; return losses, log-probs and weights afterwards."""
     from qurl_megatron import device
@@ -310,10 +319,7 @@ def test_what_was_trained_as_served_is_what_servers_compute(models: dict[str, Pa
     for losses, proximal, parts in run_ranks(train, 1, models["dense"])[0]:
         assert losses[-1] < losses[0] - 0.1
         weights = gathered([parts])
-        for name in (name for name in weights if "_proj" not in name):
-            sent = weights[name].bfloat16()
-            write_rounded(sent, weights[name], name, "unbiased")
-            weights[name] = sent.float()
+        weights |= as_sent({name: each for name, each in weights.items() if "_proj" not in name})
         model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
         model.load_state_dict(weights)
         behaviour, _ = scores_and_gradient(with_quantized_layers(model, "int4-g32", 1))
@@ -321,3 +327,46 @@ def test_what_was_trained_as_served_is_what_servers_compute(models: dict[str, Pa
         k3.append(float(sums["kl_behaviour_proximal_k3"] / sums["tokens"]))
     plain, aware = k3
     assert aware < 1e-9 < 1e-3 < plain, k3
+
+
+def adapters_and_gradient(directory: Path) -> list[list[weight_map.TensorPart]]:
+    """Return this rank's parts of adapters over INT8, and of their gradient as servers compute."""
+    from qurl_megatron import device
+    from qurl_megatron.learner.adapters import Adapters
+    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.weight_sync.reshard import Converter
+
+    device.initialize_distributed()
+    adapters = Adapters(RANK, ALPHA, "int8")
+    learner = Learner(directory, learner_config(TP2 | FULL), PLAIN, adapters=adapters)
+    write_b(learner)
+    held = parts_of(learner, (each for each in learner.shards() if each[0].is_adapter))
+    with learner.as_served(Converter(learner, "int8", 2**20), ServerConfig()):
+        learner.update(share_of(learner, make_batch()), policy_gradient, temperature=1.0)
+    parameters: Any = learner._parameters()
+    gradients = ((r, n, p.main_grad) for _, r, n, p in parameters if r.is_adapter)
+    parts = [held, parts_of(learner, gradients)]
+    learner.close()
+    return parts
+
+
+def test_adapters_learn_over_a_base_that_rounds_its_inputs(models: dict[str, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    by_rank = run_ranks(adapters_and_gradient, 2, models["dense"])
+    adapters, found = (gathered(list(parts)) for parts in zip(*by_rank, strict=True))
+    gradients: list[dict[str, Any]] = []
+    for rounds_inputs in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
+        model = with_quantized_layers(model, "int8", 1)
+        if not rounds_inputs:
+            for module in model.modules():
+                module._forward_pre_hooks.clear()
+        held = adapt(model.double().requires_grad_(False), as_sent(adapters))
+        scores_and_gradient(model)
+        gradients.append({name: parameter.grad for name, parameter in held.items()})
+    exact, expected = gradients
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (found[name] - value).norm()
+        assert error < 0.2 * (exact[name] - value).norm(), name
