@@ -191,7 +191,8 @@ def test_tables_cover_all_tokens(measured: dict[str, Any]) -> None:
 def check_kept_layers(directory: Path, dtype: torch.dtype) -> None:
     """Check that a model with all layers in BF16 is nearer to transformers' than with codes.
 
-    Kept layers multiply in float32, so logits differ from transformers' by BF16's rounding.
+    And that smoothing changes the latter alone. Kept layers multiply in float32, so logits differ
+    from transformers' by BF16's rounding.
     """
     model = QuantizedModel(directory, "int8", [EOS_TOKEN_ID])
     sequences = [([5, 6, 7], [8, 9, 10, 11])]
@@ -200,6 +201,9 @@ def check_kept_layers(directory: Path, dtype: torch.dtype) -> None:
         expected = plain(torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).logits[:, 2:-1].float()
     kept, codes = model.logits(sequences, model.names), model.logits(sequences)
     assert (kept - expected).norm() < 0.3 * (codes - expected).norm()
+    model.smooth([Prompt("0", "", "", [5, 6, 7, 8, 9, 10])], 0.5)
+    assert torch.equal(model.logits(sequences, model.names), kept)
+    assert not torch.equal(model.logits(sequences), codes)
 
 
 def test_logits_and_samples_are_those_of_the_temperature(measured: dict[str, Any]) -> None:
@@ -233,7 +237,8 @@ def test_the_experts_of_a_block_are_one_layer_and_compute_what_transformers_comp
     tmp_path: Path,
 ) -> None:
     directory = build_tiny_model(tmp_path / "model", "qwen3_moe")
-    result = mismatch(directory, tmp_path, *FEW)
+    result = mismatch(directory, tmp_path, *FEW, "--smoothing", "0.5")
+    assert "in int8 with smoothing 0.5 at temperature 1: KL" in result["printed"]
     assert "layers.1.mlp.experts" in result["printed"] and "experts.0" not in result["printed"]
     assert any(
         row["gain"] and "model.layers.1.mlp.experts.2.up_proj" in row["names"]

@@ -458,6 +458,7 @@ COMMANDS = rows("""
     mismatch model nothing.jsonl                   nothing.jsonl
     mismatch model few.jsonl                       3 prompts; it takes at least 4
     mismatch model problems.jsonl --max-completion 512  --max-completion 512: the model has 512
+    mismatch model problems.jsonl --smoothing 2  --smoothing=2.0: input should be less than or equal
     mismatch model problems.jsonl --temperature 0  --temperature=0.0: input should be greater
     mismatch model problems.jsonl --temperature nan  --temperature=nan: input should be a finite
     mismatch model problems.jsonl --output model   exists; choose another file

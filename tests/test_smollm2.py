@@ -11,6 +11,7 @@ from torch import Tensor
 from batches import padded, ragged, score, share_of
 from distributed import run_ranks
 from learner_reference import logprobs_and_entropy_of
+from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
 from qurl_megatron.evaluation.mismatch import compare
 from qurl_megatron.evaluation.quantized_model import QuantizedModel
@@ -113,6 +114,9 @@ def test_the_int8_copy_is_as_far_from_it_as_was_measured(
         exact = reference(torch.tensor([ids])).logits[:, :-1]
     kl = compare(quantized.logits([(ids[:1], ids[1:])]), exact, torch.tensor([ids[1:]])).kl
     assert 1e-2 < kl.mean() < 0.2
+    quantized.smooth([Prompt("0", "", "", ids)], 0.5)
+    smoothed = compare(quantized.logits([(ids[:1], ids[1:])]), exact, torch.tensor([ids[1:]])).kl
+    assert smoothed.mean() < 0.6 * kl.mean()
 
 
 def scores(model: Path, config: LearnerConfig, tokens: Tensor) -> Tensor:

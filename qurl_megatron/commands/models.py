@@ -116,6 +116,7 @@ def mismatch(
     output: Annotated[Path | None, typer.Option(help="JSON file to write. Default: none.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled answers.")] = 0,
     temperature: Annotated[float, typer.Option(help="The run's rollout.temperature.")] = 1.0,
+    smoothing: Annotated[float, typer.Option(help="The run's quantization.smoothing.")] = 0.0,
 ) -> Iterator[int]:
     """Find which tokens, layers and activations make the quantized model differ.
 
@@ -148,7 +149,7 @@ def mismatch(
 
     model = Path(_found(model))
     options = MismatchOptions(
-        model, data, chosen, prompts, max_completion, budget, seed, temperature
+        model, data, chosen, prompts, max_completion, budget, seed, temperature, smoothing
     )
     read = read_prompts(options)
     yield 1

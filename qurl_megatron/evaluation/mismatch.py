@@ -29,7 +29,13 @@ from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.keep import module_of, shortened
-from qurl_megatron.config.schema import Config, ConfigError, RolloutConfig, WeightFormat
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    QuantizationConfig,
+    RolloutConfig,
+    WeightFormat,
+)
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
@@ -165,6 +171,7 @@ class MismatchOptions:
     budget: float  # largest growth of a server's weights, as a fraction
     seed: int
     temperature: float  # of the run, whose log-probs are of the logits over it
+    smoothing: float = 0.0  # as `quantization.smoothing`, by the same prompts
 
 
 def read_prompts(options: MismatchOptions) -> list[Prompt]:
@@ -177,6 +184,7 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
         raise ConfigError("--format bf16: is not quantized; choose int8, int4 or an fp8 format")
     try:
         from_tree(RolloutConfig, {"temperature": options.temperature})
+        from_tree(QuantizationConfig, {"smoothing": options.smoothing})
     except ConfigError as error:
         raise ConfigError(f"--{error}") from None
     check_model(options.model)
@@ -228,6 +236,8 @@ def measure(
     architecture = Architecture.from_directory(options.model)
     stops = stop_token_ids(architecture, load_tokenizer(options.model))
     model = QuantizedModel(options.model, options.weight_format, stops, options.temperature)
+    if options.smoothing:
+        model.smooth(prompts, options.smoothing)
     sampled: list[Sampled] = []
     parts: list[TokenMismatch] = []
     without: list[Tensor] = []  # KL summed over each completion, with no layer in BF16
@@ -253,6 +263,7 @@ def measure(
         "model": str(options.model),
         "data": options.data,
         "format": options.weight_format,
+        "smoothing": options.smoothing,
         "temperature": options.temperature,
         "completions": len(sampled),
         "tokens": len(measured.kl),
@@ -346,10 +357,11 @@ def _compare(
 def print_tokens(result: dict[str, Any]) -> None:
     """Print what a measurement says of tokens and activations."""
     console = table_console()
+    smoothing = f" with smoothing {result['smoothing']:g}" if result["smoothing"] else ""
     console.print(
-        f"{result['model']} in {result['format']} at temperature {result['temperature']:g}: KL "
-        f"{result['kl']:.3g} nats a token, over {result['tokens']:,} tokens of "
-        f"{result['completions']:,} completions",
+        f"{result['model']} in {result['format']}{smoothing} at temperature "
+        f"{result['temperature']:g}: KL {result['kl']:.3g} nats a token, over "
+        f"{result['tokens']:,} tokens of {result['completions']:,} completions",
         soft_wrap=True,
         markup=False,
     )

@@ -22,6 +22,7 @@ from qurl_megatron.device import device
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.activations import BLOCK, in_groups, quantize_tokens
+from qurl_megatron.quantization.smoothing import Maxima, Smoothing
 from qurl_megatron.sglang_plugin import formats, linear
 
 Sampled = tuple[list[int], list[int]]
@@ -35,10 +36,15 @@ class SwitchedLinear(torch.nn.Module):
         super().__init__()
         config = formats.CONFIGS[quantize.ENGINE_METHODS[weight_format]]()
         self.method = config.linear_method(config)
-        quantized = quantize.quantize(weight.detach(), weight_format)
         self.weight, self.bias = weight, bias
-        self.codes, self.scale = quantized.codes, quantize.engine_scale(quantized)
+        self._weight_format = weight_format
+        self.quantize()
         self.is_quantized = True
+
+    def quantize(self) -> None:
+        """Make codes and scales of the weight."""
+        quantized = quantize.quantize(self.weight.detach(), self._weight_format)
+        self.codes, self.scale = quantized.codes, quantize.engine_scale(quantized)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., in] bfloat16 to [..., out] bfloat16."""
@@ -175,6 +181,7 @@ class QuantizedModel:
             eos_token_id=stop_token_ids,
             pad_token_id=0,
         )
+        self._architecture = architecture
         self.groups = fused_layers(architecture)
         self.names = [name for group in self.groups for name in group]
         if architecture.num_experts:
@@ -201,6 +208,32 @@ class QuantizedModel:
             first_layer = self.model.get_submodule(module_of(group[0]))
             first_layer.register_forward_pre_hook(functools.partial(self._measure, meter))
         self.model.lm_head = Float32Head(self.model.lm_head.weight.detach(), temperature)
+
+    @torch.inference_mode()
+    def smooth(self, prompts: Sequence[Prompt], exponent: float) -> Smoothing:
+        """Smooth weights and inputs as a run does, by the largest inputs over `prompts`."""
+        maxima = Maxima(self._architecture, device())
+        hooks = []
+        for name, layer in self.layers.items():
+            maxima.add_weight(f"{name}.weight", layer.weight)
+            see = functools.partial(maxima.add_input, f"{name}.weight")
+            hooks.append(
+                layer.register_forward_pre_hook(lambda _, x, see=see: see(x[0].flatten(0, -2)))
+            )
+        self._switch(self.names, measures=False)
+        for prompt in prompts:
+            self.model(torch.tensor([prompt.token_ids], device=device()), logits_to_keep=1)
+        for hook in hooks:
+            hook.remove()
+        smoothing = maxima.smoothing(exponent)
+        for name in {*smoothing.columns, *smoothing.rows}:
+            module, _, kind = name.rpartition(".")
+            holder = self.layers.get(module) or self.model.get_submodule(module)
+            values = smoothing.apply(name, getattr(holder, kind).detach())
+            setattr(holder, kind, torch.nn.Parameter(values, requires_grad=False))
+        for layer in self.layers.values():
+            layer.quantize()
+        return smoothing
 
     def added_bytes(self, group: Sequence[str]) -> int:
         """Return by how much a server's weights grow if these layers stay in BF16."""

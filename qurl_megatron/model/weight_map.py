@@ -351,11 +351,6 @@ def _adapter_rules(rule: Rule) -> tuple[Rule, Rule]:
     )
 
 
-# Endings of the modules of two full tensors: the input of the second is linear in each output
-# channel of the first. (A norm that feeds a layer is `Rule.fed_by`.)
-THROUGH_VALUE = ((".v_proj", ".o_proj"), (".linear_attn.norm", ".linear_attn.out_proj"))
-THROUGH_UP = ((".up_proj", ".down_proj"),)
-
 ADAPTER_RULES = tuple(
     adapter
     for rule in RULES

@@ -11,9 +11,8 @@ Nothing divides x itself. What gives the channels is divided instead:
 
     reads the channels                                gives them
     q, k, v, gate, up and all else fed by a norm      the norm's weight
-    o                                                 the rows of v; query heads share those of one
-    down                                              the rows of up
-    out_proj of a linear attention                    the weight of its norm; heads share it
+    down                                              the rows of up, because the product is linear
+                                                      in up
 
 Invariants:
 - Before quantization the model computes what it did, bit for bit, in BF16 and in float32: a power
@@ -23,6 +22,8 @@ Invariants:
 - What reads one input has one s: max|W_j| is over all quantized layers that read channel j.
 - The mean exponent of the channels that one tensor gives is about 0, and that of a channel whose
   inputs or weights were all 0 is 0. So an expert that no token reached stays as it is.
+- The inputs of o and of a linear attention's out_proj stay as they are: dividing v, in as many ways
+  as were tried, brought nothing (SmolLM2-135M).
 - The masters do not change. Scales are applied to what is sent (`weight_sync.reshard`).
 
 Example:
@@ -94,12 +95,12 @@ class Maxima:
     def __init__(self, architecture: Architecture, device: torch.device) -> None:
         """Start with zeros on `device`."""
         self._architecture = architecture
-        self._names = sorted(weight_map.hugging_face_names(architecture))
         self._readers: dict[str, list[str]] = {}  # by the name of what gives their channels
-        for name in self._names:
+        for name in sorted(weight_map.hugging_face_names(architecture)):
             if giver := giver_of(name, architecture):
                 self._readers.setdefault(giver, []).append(name)
-        sizes = [self._shape(giver)[0] for giver in self._readers]
+        places = (weight_map.in_file(giver, architecture) for giver in self._readers)
+        sizes = [place.shape[0] for place in places]
         # One tensor, so that ranks can share it at once: [input or weight, channels of all givers].
         self.values = torch.zeros(2, sum(sizes), device=device)
         self._of = dict(zip(self._readers, self.values.split(sizes, dim=1), strict=True))
@@ -116,11 +117,8 @@ class Maxima:
         giver = giver_of(name, self._architecture)
         if giver is None or not values.numel():
             return
-        columns = torch.arange(first_column, first_column + values.shape[1], device=values.device)
-        largest = values.detach().abs().amax(0).float()
-        self._of[giver][kind].scatter_reduce_(
-            0, self._channels(giver, name, columns), largest, "amax"
-        )
+        seen = self._of[giver][kind, first_column : first_column + values.shape[1]]
+        seen.copy_(torch.maximum(seen, values.detach().abs().amax(0)))
 
     def smoothing(self, exponent: float) -> Smoothing:
         """Return the scales for SmoothQuant's exponent a."""
@@ -129,11 +127,8 @@ class Maxima:
         for giver, readers in self._readers.items():
             inputs, weights = self._of[giver]
             scale = _scales(inputs, weights, exponent)
-            module = giver.removesuffix(".weight")
-            rows |= {name: 1 / scale for name in (giver, f"{module}.bias") if name in self._names}
-            for name in readers:
-                every = torch.arange(self._shape(name)[1], device=scale.device)
-                columns[name] = scale[self._channels(giver, name, every)]
+            rows[giver] = 1 / scale
+            columns |= dict.fromkeys(readers, scale)
         return Smoothing(columns, rows)
 
     def largest(self) -> Largest:
@@ -142,18 +137,6 @@ class Maxima:
             Largest(float(inputs.max() / inputs.median().clamp(min=1e-30)), self._readers[giver][0])
             for giver, (inputs, _) in self._of.items()
         )
-
-    def _channels(self, giver: str, reader: str, columns: Tensor) -> Tensor:
-        """Return the channels of `giver` that are in these columns of `reader`."""
-        shape = self._shape(giver)
-        repeats = self._shape(reader)[1] // shape[0]  # neighbouring heads share channels
-        head = self._architecture.head_dim if giver.endswith(".v_proj.weight") else shape[0]
-        return columns // (repeats * head) * head + columns % head
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        rule, layer = weight_map.find_hugging_face(name)
-        position = rule.hugging_face_names(layer).index(name)
-        return weight_map.full_shape(rule.tensors[position], self._architecture)
 
 
 def giver_of(name: str, architecture: Architecture) -> str | None:
@@ -164,10 +147,8 @@ def giver_of(name: str, architecture: Architecture) -> str | None:
     rule, layer = weight_map.find_hugging_face(name)
     if rule.fed_by:
         return None if architecture.is_hybrid else rule.fed_by.format(layer=layer)
-    for feeding, fed in weight_map.THROUGH_VALUE + weight_map.THROUGH_UP:
-        if name.endswith(f"{fed}.weight"):
-            return name.removesuffix(f"{fed}.weight") + f"{feeding}.weight"
-    return None
+    module, is_down, _ = name.partition("down_proj.weight")
+    return f"{module}up_proj.weight" if is_down else None
 
 
 def _scales(inputs: Tensor, weights: Tensor, exponent: float) -> Tensor:

@@ -116,10 +116,10 @@ def _power(name: str, config: UaqConfig) -> int:
     power = -1 if rule.fed_by and is_weight else 0
     if _is_norm(name, layer):
         power = 1
-    for enabled, pairs in (
-        (config.through_value, weight_map.THROUGH_VALUE),
-        (config.through_up, weight_map.THROUGH_UP),
+    for enabled, feeding, fed in (
+        (config.through_value, ".v_proj", ".o_proj"),
+        (config.through_value, ".linear_attn.norm", ".linear_attn.out_proj"),
+        (config.through_up, ".up_proj", ".down_proj"),
     ):
-        for feeding, fed in pairs:
-            power += enabled * (module.endswith(feeding) - module.endswith(fed))
+        power += enabled * (module.endswith(feeding) - module.endswith(fed))
     return power
