@@ -1,6 +1,7 @@
 """Quantized directories hold the right tensors; an incomplete one never looks complete."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from qurl_megatron.model import huggingface
 from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.quantization import offline, quantize
 from qurl_megatron.quantization.rounding import write_rounded
-from tiny import build_tiny_model, random_model
+from tiny import build_tiny_model, logits, random_model
 
 torch.set_num_threads(1)
 FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "fp8", "fp8-tensor", "fp8-block")
@@ -85,6 +86,28 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
     AutoTokenizer.from_pretrained(destination)
     leftovers = {"job.json"} | {path.name for path in tmp_path.glob("*.partial")}
     assert not leftovers & {path.name for path in destination.iterdir()}
+
+
+def test_a_smoothed_directory_computes_what_the_source_does(source: Path, tmp_path: Path) -> None:
+    """Norms are divided, and so are rows of up; what is left is the error of INT8."""
+    data, destination = tmp_path / "questions.jsonl", tmp_path / "smoothed"
+    lines = [json.dumps({"question": letter * 7, "answer": "1"}) for letter in "abcdef"]
+    data.write_text("\n".join(lines))
+    words = ["quantize", str(source), str(destination), "--smoothing", "0.5", "--data", str(data)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    before = logits(model)
+    written, factors = tensors_of(destination), set()
+    for name, weight in model.named_parameters():
+        held = written[name].float()
+        if f"{name}_scale" in written:
+            held *= written[f"{name}_scale"]
+        elif "layernorm" in name:
+            factors |= {*(held / weight.detach()).tolist()}
+        weight.data = held
+    assert factors > {0.5, 1.0, 2.0} and all(math.frexp(factor)[0] == 0.5 for factor in factors)
+    assert 0 < (logits(model) - before).norm() < 0.05 * before.norm()
 
 
 def test_sglangs_fp8_method_reads_an_fp8_block_directory(source: Path, tmp_path: Path) -> None:

@@ -71,12 +71,20 @@ def quantize(
             "several.",
         ),
     ] = None,
+    smoothing: Annotated[
+        float, typer.Option(help="As quantization.smoothing; holds the model in memory.")
+    ] = 0.0,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="Problems of which smoothing sees 64 prompts."),
+    ] = None,
 ) -> Iterator[int]:
     """Quantize a Hugging Face directory, as training does, for an SGLang server to load.
 
     If it is interrupted, call it again: it continues where it stopped.
     """
     from qurl_megatron.config.keep import kept_layers
+    from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.quantization.offline import quantize_directory
 
@@ -84,9 +92,20 @@ def quantize(
     source = Path(_found(source))
     kept_layers(keep or [], Architecture.from_directory(source))
     _check_new(destination)
-    yield 0
+    if bool(smoothing) != bool(data):
+        raise ConfigError("--smoothing: its scales come from the prompts of --data; give both")
+    scales = None
+    if data:
+        from qurl_megatron.evaluation.mismatch import MismatchOptions, load_model, read_prompts
+
+        options = MismatchOptions(source, data, chosen, smoothing=smoothing)
+        prompts = read_prompts(options)
+        yield 0
+        scales = load_model(options, prompts).smoothing
+    else:
+        yield 0
     with progress_bar(f"quantizing to {weight_format}") as progress:
-        quantize_directory(source, destination, chosen, progress, keep or [])
+        quantize_directory(source, destination, chosen, progress, keep or [], scales)
     print(f"{destination} is ready")
 
 

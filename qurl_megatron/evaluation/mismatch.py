@@ -166,11 +166,11 @@ class MismatchOptions:
     model: Path
     data: str
     weight_format: WeightFormat
-    prompts: int  # one completion for each
-    max_completion_length: int  # in tokens
-    budget: float  # largest growth of a server's weights, as a fraction
-    seed: int
-    temperature: float  # of the run, whose log-probs are of the logits over it
+    prompts: int = 64  # one completion for each
+    max_completion_length: int = 128  # in tokens
+    budget: float = 0.1  # largest growth of a server's weights, as a fraction
+    seed: int = 0
+    temperature: float = 1.0  # of the run, whose log-probs are of the logits over it
     smoothing: float = 0.0  # as `quantization.smoothing`, by the same prompts
 
 
@@ -212,6 +212,20 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
     return prompts
 
 
+def load_model(options: MismatchOptions, prompts: Sequence[Prompt]) -> QuantizedModel:
+    """Return the quantized model, smoothed by `prompts` if the options say so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang warns of a missing GPU, which is not needed here
+        from qurl_megatron.evaluation.quantized_model import QuantizedModel
+
+    architecture = Architecture.from_directory(options.model)
+    stops = stop_token_ids(architecture, load_tokenizer(options.model))
+    model = QuantizedModel(options.model, options.weight_format, stops, options.temperature)
+    if options.smoothing:
+        model.smooth(prompts, options.smoothing)
+    return model
+
+
 def measure(
     options: MismatchOptions,
     prompts: Sequence[Prompt],
@@ -229,15 +243,8 @@ def measure(
         progress: takes the number of passes for the layers, and yields a function to call after
             each.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SGLang warns of a missing GPU, which is not needed here
-        from qurl_megatron.evaluation.quantized_model import QuantizedModel
-
     architecture = Architecture.from_directory(options.model)
-    stops = stop_token_ids(architecture, load_tokenizer(options.model))
-    model = QuantizedModel(options.model, options.weight_format, stops, options.temperature)
-    if options.smoothing:
-        model.smooth(prompts, options.smoothing)
+    model = load_model(options, prompts)
     sampled: list[Sampled] = []
     parts: list[TokenMismatch] = []
     without: list[Tensor] = []  # KL summed over each completion, with no layer in BF16

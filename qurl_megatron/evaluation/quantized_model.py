@@ -182,6 +182,7 @@ class QuantizedModel:
             pad_token_id=0,
         )
         self._architecture = architecture
+        self.smoothing: Smoothing | None = None
         self.groups = fused_layers(architecture)
         self.names = [name for group in self.groups for name in group]
         if architecture.num_experts:
@@ -210,7 +211,7 @@ class QuantizedModel:
         self.model.lm_head = Float32Head(self.model.lm_head.weight.detach(), temperature)
 
     @torch.inference_mode()
-    def smooth(self, prompts: Sequence[Prompt], exponent: float) -> Smoothing:
+    def smooth(self, prompts: Sequence[Prompt], exponent: float) -> None:
         """Smooth weights and inputs as a run does, by the largest inputs over `prompts`."""
         maxima = Maxima(self._architecture, device())
         hooks = []
@@ -225,7 +226,7 @@ class QuantizedModel:
             self.model(torch.tensor([prompt.token_ids], device=device()), logits_to_keep=1)
         for hook in hooks:
             hook.remove()
-        smoothing = maxima.smoothing(exponent)
+        self.smoothing = smoothing = maxima.smoothing(exponent)
         for name in {*smoothing.columns, *smoothing.rows}:
             module, _, kind = name.rpartition(".")
             holder = self.layers.get(module) or self.model.get_submodule(module)
@@ -233,7 +234,6 @@ class QuantizedModel:
             setattr(holder, kind, torch.nn.Parameter(values, requires_grad=False))
         for layer in self.layers.values():
             layer.quantize()
-        return smoothing
 
     def added_bytes(self, group: Sequence[str]) -> int:
         """Return by how much a server's weights grow if these layers stay in BF16."""

@@ -51,7 +51,9 @@ from qurl_megatron.model.huggingface import (
     write_tensors,
 )
 from qurl_megatron.quantization import quantize, uaq
+from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.rounding import write_rounded
+from qurl_megatron.quantization.smoothing import Smoothing
 
 JOB_FILE = "job.json"
 UAQ_FIELD = "qurl_uaq"  # in config.json: the UaqConfig that a directory was scaled with
@@ -83,6 +85,7 @@ def quantize_directory(
     weight_format: WeightFormat,
     progress: Progress,
     keep: Sequence[str] = (),
+    smoothing: Smoothing | None = None,
 ) -> None:
     """Write the tensors that a publish sends, as a directory for SGLang servers to load.
 
@@ -99,6 +102,9 @@ def quantize_directory(
     kept = kept_layers(keep, architecture)
 
     def rewrite(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if smoothing:  # float16 has too few exponents
+            is_half = tensor.dtype == torch.float16
+            tensor = smoothing.apply(name, tensor.float() if is_half else tensor)
         is_quantized = weight_map.find_hugging_face(name)[0].quantized
         if weight_format == "bf16" or not is_quantized or name.removesuffix(".weight") in kept:
             sent = torch.empty(tensor.shape, dtype=weight_map.sent_dtype(name))
@@ -128,7 +134,9 @@ def quantize_directory(
         changes["quantization_config"] = {"quant_method": quantize.ENGINE_METHODS[weight_format]}
     if in_bf16 and weight_format != "bf16":
         changes["quantization_config"]["modules_to_not_convert"] = in_bf16
-    job = {"quantize": weight_format, "keep": kept}
+    job: dict[str, Any] = {"quantize": weight_format, "keep": kept}
+    if smoothing:
+        job["smoothing"] = [checksum(scales) for scales in smoothing.columns.values()]
     rewrite_directory(source, destination, rewrite, changes, job, progress)
 
 
