@@ -29,14 +29,17 @@ class Rows:
 def random_rows(rows: int, time: int, vocabulary: range) -> Rows:
     """Return rows of different lengths after prompts of different lengths.
 
-    In every other row, as in an agent's episode, the policy has not sampled some of the tokens
-    between its first one and its last.
+    Rows 1 to 3 have the same prompt, and so have the last two. In every other row, as in an agent's
+    episode, the policy has not sampled some of the tokens between its first one and its last.
     """
     generator = torch.Generator().manual_seed(1)
     places = torch.arange(time)
     prompt = torch.randint(1, 5, (rows, 1), generator=generator)
     length = torch.randint(6, time + 1, (rows, 1), generator=generator)
     tokens = torch.randint(vocabulary.start, vocabulary.stop, (rows, time), generator=generator)
+    for group in (slice(1, 4), slice(-2, None)):
+        prompt[group] = 3
+        tokens[group, :3] = tokens[group, :3][1].clone()
     advantages = torch.randn(rows, time, generator=generator)
     observed = torch.rand(rows, time, generator=generator) < 0.4
     observed[::2] = False

@@ -50,7 +50,6 @@ SELECTIVE: dict[str, Any] = {"recompute": "selective"}
 FULL: dict[str, Any] = {"recompute": "full"}
 ONE_LAYER: dict[str, Any] = {**FULL, "recompute_layers": 1}
 OFFLOAD: dict[str, Any] = {"offload_optimizer": True}
-TEMPERATURES = (0.7, 1.0)
 OPTIMIZER = OptimizerConfig(
     learning_rate=1e-3,
     warmup_steps=2,
@@ -66,6 +65,10 @@ STEPS = 3
 def make_rows() -> Rows:
     """Return seven rows of different lengths after prompts of different lengths."""
     return random_rows(7, 13, range(DIMS["vocab_size"]))
+
+
+# Temperatures, and which tokens are scored with each. Rows share prompts if none is scored in them.
+SCORED = {0.7: make_rows().loss_mask, 1.0: torch.ones(7, 13, dtype=torch.bool)}
 
 
 def make_batch() -> TrainBatch:
@@ -165,7 +168,7 @@ def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measure
 
     learner = Learner(model, learner_config(layout, **fields), OPTIMIZER)
     tokens = make_rows().tokens
-    scores = {t: score(learner, tokens, temperature=t) for t in TEMPERATURES}
+    scores = {t: score(learner, tokens, temperature=t, loss_mask=m) for t, m in SCORED.items()}
     first_weights = parts_of(learner, learner.shards())
     batch, rows = make_batch(), make_rows()
     kept = make_kept()[torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]]
@@ -215,7 +218,10 @@ def make_reference(directory: Path) -> Reference:
     rows = make_rows()
     weights = rows.loss_mask / rows.loss_mask.sum()
     with torch.no_grad():
-        scores = {t: logprobs_and_entropy_of(model, rows.tokens, t) for t in TEMPERATURES}
+        scores = {
+            t: tuple(s * mask for s in logprobs_and_entropy_of(model, rows.tokens, t))
+            for t, mask in SCORED.items()
+        }
     first_weights = {name: tensor.detach().clone() for name, tensor in checkpoint_tensors(model)}
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(

@@ -25,7 +25,7 @@ STEPS = 2
 PARTS = 3  # minibatches: with two replicas, the last one has no sequence for one of them
 ROWS = random_rows(6, 12, range(2, 90))
 ROWS.loss_mask[-1] = False  # the last row has no token to train on
-BEHAVIOUR_LOGPROBS = -4 - ROWS.advantages.abs()
+BEHAVIOUR_LOGPROBS = (-4 - ROWS.advantages.abs()) * ROWS.loss_mask
 SEQUENCES = [row[:length].tolist() for row, length in zip(ROWS.tokens, ROWS.lengths, strict=True)]
 
 
@@ -36,6 +36,8 @@ class Dealt:
     sequences: list[list[list[int]]]  # tokens of each sequence of each share
     collected: list[Tensor]  # on global rank 0: the engine's log-probs that came back
     sums: list[Tensor]  # on global rank 0: for each token, their sum over its sequence
+    computed: list[tuple[list[list[int]], int]]  # sequences and inputs of the micro batches of all
+    splits_sequences: bool  # context parallel
     has_experts: bool  # whether inputs have the recorded experts; -1 for padding
     scores: list[Tensor]  # on global rank 0: of the minibatches' sequences
     padded_scores: Tensor  # [batch, time], of all rows scored as if every row were of full length
@@ -47,6 +49,10 @@ class Dealt:
 def experts_of(tokens: Tensor) -> Tensor:
     """Return experts of two layers, three a token, as a server could have recorded them."""
     return (tokens.view(-1, 1, 1) + torch.arange(6).view(2, 3)).to(torch.int16)
+
+
+def tokens_of(batch: TrainBatch) -> list[list[int]]:
+    return [each.tolist() for each in batch.tokens.split(batch.lengths.tolist())]
 
 
 def beside_inputs(micro: Any) -> bool:
@@ -86,6 +92,10 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
             micro.rows.values = micro.sum_over_sequences(own.where(micro.rows.loss_mask, 0))
         sums += share.collect("values")
         has_experts += [beside_inputs(micro) for micro in share.micro_batches]
+    computed = [
+        (tokens_of(micro.batch), int((micro.index >= 0).sum()))
+        for micro in learner.share(whole).micro_batches
+    ]
     padded_scores, _ = score(learner, ROWS.tokens, loss_mask=ROWS.loss_mask)
 
     def train(*, proximal_pass: bool) -> tuple[list[Any], list[Tensor]]:
@@ -108,13 +118,11 @@ def deal_and_train(model: Path, layout: dict[str, Any]) -> Dealt:
     without_pass, weights = train(proximal_pass=False)
     return Dealt(
         sequences=[
-            [
-                each.tolist()
-                for micro in share.micro_batches
-                for each in micro.batch.tokens.split(micro.batch.lengths.tolist())
-            ]
+            [each for micro in share.micro_batches for each in tokens_of(micro.batch)]
             for share in shares
         ],
+        computed=computed,
+        splits_sequences=config.learner.context_parallel_size > 1,
         collected=collected,
         sums=sums,
         has_experts=all(has_experts),
@@ -151,14 +159,26 @@ def test_a_sequence_is_on_the_ranks_of_one_replica_and_on_no_others(ranks: list[
             assert [len(replica) for replica in replicas] == [1, 1]
 
 
+def test_sequences_of_a_micro_batch_compute_their_prompt_once(ranks: list[Dealt]) -> None:
+    first, *others = ranks
+    for sequences, computed in first.computed:
+        inputs, prompts = 0, set()
+        for sequence in sequences:
+            scored = ROWS.loss_mask[SEQUENCES.index(sequence)].nonzero()
+            prompt = range(int(scored[0]) - 1)  # its last token is not shared
+            inputs += int(scored[-1]) - len(prompt)
+            prompts |= {tuple(sequence[: place + 1]) for place in prompt}
+        assert computed == inputs + len(prompts) or first.splits_sequences
+    if not others:  # three sequences have one prompt, and two fit into a micro batch
+        pairs = [[SEQUENCES.index(each) for each in sequences] for sequences, _ in first.computed]
+        assert [1, 2] in pairs and [len(pair) for pair in pairs] == [2, 2, 1]
+
+
 def test_what_comes_back_is_in_the_order_of_the_batch_and_only_on_rank_0(
     ranks: list[Dealt],
 ) -> None:
     first, *others = ranks
-    # Nothing precedes the first token, and a sequence without a token to train on is not computed.
-    expected = BEHAVIOUR_LOGPROBS.clone()
-    expected[:, 0] = expected[-1] = 0
-    for own, row, sequence in zip(first.collected, expected, SEQUENCES, strict=True):
+    for own, row, sequence in zip(first.collected, BEHAVIOUR_LOGPROBS, SEQUENCES, strict=True):
         assert torch.equal(own, row[: len(sequence)])
     assert all(rank.collected == rank.scores == [] for rank in others)
 

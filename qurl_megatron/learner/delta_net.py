@@ -33,6 +33,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model.delta_rule import causal_conv, chunk_plan, gated_delta_rule
 
 
@@ -102,7 +103,7 @@ class GatedDeltaNet(MegatronModule):
         self,
         hidden_states: Tensor,
         attention_mask: None,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedSequences,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Mix the tokens of each sequence; [tokens / ranks, 1, hidden] as input and as output.
@@ -117,7 +118,11 @@ class GatedDeltaNet(MegatronModule):
         qkv, gate = mixed.split([sum(self._widths[:3]), self._widths[3]], dim=-1)
         uses_fla = qkv.is_cuda and qkv.dtype == torch.bfloat16 and has_fla()
         mix = self._mix_with_fla if uses_fla else self._mix
-        attended = mix(qkv, decay, beta, packed_seq_params.cu_seqlens_q_padded)
+
+        def mix_whole(qkv: Tensor, decay: Tensor, beta: Tensor, whole: PackedSeqParams) -> Tensor:
+            return mix(qkv, decay, beta, whole.cu_seqlens_q_padded)
+
+        attended = packed_seq_params.mix(mix_whole, qkv, decay, beta)
         gate = silu(gate.unflatten(-1, (-1, self._value_dim)).float())
         gated = (self.out_norm(attended.to(mixed.dtype)) * gate).to(mixed.dtype)
         return self.out_proj(gated.flatten(1)[:, None])

@@ -39,6 +39,7 @@ from qurl_megatron.learner.adapters import freeze
 from qurl_megatron.learner.cpu_runtime import import_layer_specs
 from qurl_megatron.learner.delta_net import GatedDeltaNet, has_fla
 from qurl_megatron.learner.packing import zigzag
+from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model.architecture import Architecture
 
 gpt_layer_specs = import_layer_specs()
@@ -106,6 +107,28 @@ class GatedSelfAttention(gpt_layer_specs.SelfAttention):  # type: ignore[name-de
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Gate the output; Megatron's is compiled, which a fork of the launcher cannot do."""
         return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
+
+
+class _OfWholeSequences:
+    """Lets an attention see whole sequences, though they share prompts."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: None,
+        *,
+        packed_seq_params: PackedSequences,
+        **keywords: Any,
+    ) -> Tensor:
+        def attend(query: Tensor, key: Tensor, value: Tensor, whole: PackedSeqParams) -> Tensor:
+            attended: Tensor = super(_OfWholeSequences, self).forward(  # type: ignore[misc]
+                query, key, value, attention_mask, packed_seq_params=whole, **keywords
+            )
+            return attended
+
+        return packed_seq_params.mix(attend, query, key, value)
 
 
 class CausalAttention(torch.nn.Module):
@@ -344,6 +367,9 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
         if config.num_moe_experts:
             names = {name: names[name] for name in names if name.startswith("input_layernorm")}
         layer.submodules.sharded_state_dict_keys_map = {} if linear_layers else names
+    attention = layer.submodules.self_attention.submodules
+    core = attention.core_attention
+    attention.core_attention = type(core.__name__, (_OfWholeSequences, core), {})
     if getattr(config, "adapters", None):
         freeze(layer)
         # Transformer Engine's norms were part of the linear layers that `freeze` has replaced.

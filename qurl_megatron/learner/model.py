@@ -26,6 +26,7 @@ from qurl_megatron.learner.layers import (
     transformer_config_fields,
 )
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
+from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
@@ -265,6 +266,12 @@ class PolicyModel(GPTModel):
         """
         state = super().sharded_state_dict(*arguments, **keywords)
         return {name: value for name, value in state.items() if _is_saved(self, name)}
+
+    def _preprocess(self, *, packed_seq_params: PackedSequences, **given: Any) -> tuple[Any, ...]:
+        """Return what Megatron does, with the rotary table's row of each token if it needs one."""
+        states, rotary, *others = super()._preprocess(packed_seq_params=packed_seq_params, **given)
+        positions = packed_seq_params.positions
+        return states, rotary if positions is None else rotary[positions], *others
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states

@@ -9,9 +9,14 @@ Micro batches are planned for the whole batch and dealt out to data-parallel ran
 The most costly sequence goes first, and each goes into the cheapest micro batch with room for it.
 If one finds no room, all ranks get more micro batches. This is within 4/3 of the best balance
 (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+
+Sequences of one prompt compute it once in a micro batch. The more of them stay together, the less
+there is to compute, but the worse the balance. So whole groups are tried, then halves, and so on
+down to single sequences. The plan whose slowest rank has the least work is taken.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -20,7 +25,13 @@ Sequences = list[int]
 
 
 def plan(
-    sizes: Sequence[int], costs: Sequence[float], *, budget: int, ranks: int, unit: int = 1
+    sizes: Sequence[int],
+    costs: Sequence[float],
+    prompts: Sequence[tuple[Hashable, float]] | None = None,
+    *,
+    budget: int,
+    ranks: int,
+    unit: int = 1,
 ) -> list[list[Sequences]]:
     """Return the micro batches of each data-parallel rank.
 
@@ -28,14 +39,49 @@ def plan(
         sizes: of each sequence, in the unit of `budget`: its tokens, or 1 to count sequences. A
             sequence of size 0 is in no micro batch.
         costs: work of each sequence, in any unit.
+        prompts: each sequence's prompt and its part of `costs`, which sequences of an equal prompt
+            share in a micro batch. None: nothing is shared.
         budget: largest sum of sizes in a micro batch.
         ranks: number of data-parallel ranks.
         unit: divides the number of micro batches of every rank.
     """
-    sequences = np.flatnonzero(np.asarray(sizes))
-    all_sizes, all_costs = np.asarray(sizes), np.asarray(costs, dtype=np.float64)
+    prompts = prompts or [(number, 0.0) for number in range(len(sizes))]
+    groups: dict[Hashable, Sequences] = {}
+    for number, size in enumerate(sizes):
+        if size:
+            groups.setdefault(prompts[number][0], []).append(number)
+    least, best = math.inf, []
+    together = 2 * max(map(len, groups.values()), default=1)
+    while together > 1:
+        together = -(-together // 2)
+        bundles = [
+            group[first : first + together]
+            for group in groups.values()
+            for first in range(0, len(group), together)
+        ]
+        bundle_sizes = [sum(sizes[n] for n in bundle) for bundle in bundles]
+        bundle_costs = [
+            sum(costs[n] - prompts[n][1] for n in bundle) + prompts[bundle[0]][1]
+            for bundle in bundles
+        ]
+        if together == 1 or max(bundle_sizes) <= budget:
+            dealt = _deal(bundle_sizes, bundle_costs, budget, ranks, unit)
+            slowest = max(sum(bundle_costs[b] for micro in rank for b in micro) for rank in dealt)
+            if slowest < least:
+                least = slowest
+                best = [
+                    [[n for b in micro for n in bundles[b]] for micro in rank] for rank in dealt
+                ]
+    return best
+
+
+def _deal(
+    sizes: Sequence[int], costs: Sequence[float], budget: int, ranks: int, unit: int
+) -> list[list[Sequences]]:
+    """Return `plan` of sequences that share nothing, all of a size above 0."""
+    all_sizes, all_costs = np.asarray(sizes, dtype=np.int64), np.asarray(costs, dtype=np.float64)
     # Equal costs keep their order, which makes the plan deterministic.
-    sequences = sequences[np.argsort(-all_costs[sequences], kind="stable")]
+    sequences = np.argsort(-all_costs, kind="stable")
     step = ranks * unit
     count = round_up(max(1, -(-int(all_sizes.sum()) // budget)), step)
     while (filled := _fill(sequences, all_sizes, all_costs, budget, count)) is None:

@@ -4,10 +4,11 @@ Global rank 0 has the whole minibatch and decides which sequences go to which re
 replica its part once, to the replica's first rank, which passes it on to the replica's other ranks.
 No other rank holds another replica's part.
 
-A replica lays its sequences out in micro batches. Every pass over the minibatch uses the same ones:
-the proximal pass, the reference's and the update. So scores stay on the ranks that computed them
-and need them, and are comparable bit for bit. `Share.collect` takes scores from the last pipeline
-stage of each replica.
+A replica lays its sequences out in micro batches, in which equal prompts are computed once. Only
+the last token of a prompt is computed for each sequence: it predicts the first token of the
+completion. Every pass over the minibatch uses the same micro batches: the proximal pass, the
+reference's and the update. So scores stay on the ranks that computed them and need them, and are
+comparable bit for bit. `Share.collect` takes scores from the last pipeline stage of each replica.
 
 Megatron's parallel state says which ranks are a replica: those of one context-parallel group and
 the model-parallel groups of its members.
@@ -16,12 +17,11 @@ the model-parallel groups of its members.
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from qurl_megatron import device
@@ -30,6 +30,7 @@ from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.learner import packing
 from qurl_megatron.learner.layers import FP8_TOKENS, context_index, uses_transformer_engine
 from qurl_megatron.learner.model import virtual_stages
+from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model.architecture import Architecture
 
 
@@ -46,7 +47,7 @@ class MicroBatch:
     rows: TrainBatch  # [1, tokens]
     scored: Tensor  # [scored tokens] int64 on the CPU, where the loss mask of `rows` is True
     index: Tensor  # [tokens] int64, positions among the tokens of `batch`; -1 is padding
-    sequences: PackedSeqParams
+    sequences: PackedSequences
     # [tokens, layers, experts per token] int64, the experts that the engine chose for each input;
     # -1: padding, or an input that the engine did not read; None: not recorded
     routed_experts: Tensor | None = None
@@ -127,12 +128,14 @@ def _plan(
 
     A sequence without a token to train on is in no micro batch.
     """
-    lengths = _num_inputs(batch)
-    padded = [packing.round_up(length, _pieces(layout)) for length in lengths]
+    inputs = _inputs(batch, layout)
+    # With its prompt, which attention copies for each sequence: memory is at most that of the plan.
+    padded = [packing.round_up(each.length, _pieces(layout)) for each in inputs]
     by_tokens = layout.tokens_per_micro_batch
     return packing.plan(
-        sizes=padded if by_tokens else [min(length, 1) for length in lengths],
-        costs=[architecture.forward_flops(length) for length in lengths],
+        sizes=padded if by_tokens else [min(each.length, 1) for each in inputs],
+        costs=[architecture.forward_flops(each.length) for each in inputs],
+        prompts=[(each.first, architecture.forward_flops(each.prompt)) for each in inputs],
         budget=by_tokens or layout.micro_batch_size,
         ranks=layout.data_parallel_size,
         # Megatron's interleaved schedule needs whole groups of micro batches.
@@ -148,17 +151,16 @@ def _lay_out(
     # Sequence and context parallelism divide the tokens of a micro batch, and FP8 recipes need
     # whole blocks of them. A rank without sequences computes padding, to enter the collectives.
     multiple = pieces * layout.tensor_parallel_size * FP8_TOKENS[layout.fp8]
+    inputs = [_inputs(batch, layout) for batch in batches]
     totals = []
-    for batch in batches:
-        tokens = sum(packing.round_up(length, pieces) for length in _num_inputs(batch))
+    for of_batch in inputs:
+        tokens = sum(packing.round_up(each.length - each.shared, pieces) for each in of_batch)
         totals.append(packing.round_up(max(tokens, 1), multiple))
     if layout.pipeline_parallel_size > 1:  # stages exchange tensors of one shape
         totals = [max(totals)] * len(totals)
     # Layers without Transformer Engine read the bounds on the host, without waiting for a GPU.
     on_host = not uses_transformer_engine(architecture)
-    return [
-        _pack(batch, total, pieces, on_host) for batch, total in zip(batches, totals, strict=True)
-    ]
+    return [_pack(*each, pieces, on_host) for each in zip(batches, inputs, totals, strict=True)]
 
 
 def _take(tensor: Tensor, index: Tensor, *, back: int = 0, padding: int = 0) -> Tensor:
@@ -169,13 +171,38 @@ def _take(tensor: Tensor, index: Tensor, *, back: int = 0, padding: int = 0) -> 
     return row[None]
 
 
-def _num_inputs(batch: TrainBatch) -> list[int]:
-    """Return how many tokens of each sequence are inputs: those before the last one to score.
+class _Inputs(NamedTuple):
+    """The inputs of a sequence: its tokens before the last one to score, which is only a target."""
 
-    The last scored token is only a target.
-    """
-    masks = batch.loss_mask.split(batch.lengths.tolist())
-    return [int(mask.nonzero()[-1]) if mask.any() else 0 for mask in masks]
+    start: int  # among the tokens of the batch
+    length: int
+    prompt: int  # of them, those before the first that predicts a token to score
+    first: int  # number of the first sequence of the batch with the same prompt
+
+    shared: int  # inputs that the first sequence has; 0 for itself
+
+
+def _inputs(batch: TrainBatch, layout: LearnerConfig) -> list[_Inputs]:
+    inputs = []
+    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
+    firsts: dict[bytes, int] = {}
+    for number, (start, mask) in enumerate(
+        zip(starts, batch.loss_mask.split(batch.lengths.tolist()), strict=True)
+    ):
+        scored = mask.nonzero()
+        length = int(scored[-1]) if len(scored) else 0
+        prompt, first = 0, number
+        # Context-parallel ranks hold parts of sequences, and might lack the prompt.
+        if length and layout.context_parallel_size == 1:
+            prompt = max(0, int(scored[0]) - 1)
+        if prompt:
+            place = slice(start, start + prompt)
+            key = batch.tokens[place].numpy().tobytes()
+            if batch.routed_experts is not None:  # replayed, so they have to be the same
+                key += batch.routed_experts[place].numpy().tobytes()
+            first = firsts.setdefault(key, number)
+        inputs.append(_Inputs(start, length, prompt, first, prompt if first < number else 0))
+    return inputs
 
 
 def _pieces(layout: LearnerConfig) -> int:
@@ -183,31 +210,56 @@ def _pieces(layout: LearnerConfig) -> int:
     return 2 * layout.context_parallel_size if layout.context_parallel_size > 1 else 1
 
 
-def _pack(batch: TrainBatch, total: int, pieces: int, on_host: bool) -> MicroBatch:
+def _pack(
+    batch: TrainBatch, inputs: list[_Inputs], total: int, pieces: int, on_host: bool
+) -> MicroBatch:
     """Lay inputs of sequences one behind another, each padded, and all of them to `total` tokens.
 
     A sequence is padded to a multiple of `pieces`. Padding at the end is one more sequence. With
     `on_host` the padded bounds are on the host.
     """
     index = torch.full((total,), -1, dtype=torch.int64)
-    bounds = [0]
-    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
-    for start, length in zip(starts, _num_inputs(batch), strict=True):
-        place = slice(bounds[-1], bounds[-1] + length)
-        index[place] = torch.arange(start + 1, start + 1 + length)
-        bounds.append(bounds[-1] + packing.round_up(length, pieces))
-    if bounds[-1] < total:
-        bounds.append(total)
+    bounds, begins, end = [0], [], 0
+    rows = []  # of whole sequences, their places in the pack
+    for start, length, _, first, shared in inputs:
+        begins.append(end)
+        own = torch.arange(start + 1 + shared, start + 1 + length)
+        index[end : end + len(own)] = own
+        padded = packing.round_up(len(own), pieces)
+        rows += [torch.arange(shared) + begins[first], torch.arange(end, end + padded)]
+        bounds.append(bounds[-1] + shared + padded)
+        end += padded
+    if end < total:
+        rows.append(torch.arange(end, total))
+        bounds.append(bounds[-1] + total - end)
     context = parallel_state.get_context_parallel_group()
-    index = index[context_index(bounds, context.rank(), context.size())]
+    if context.size() > 1:
+        index = index[context_index(bounds, context.rank(), context.size())]
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     # Megatron caches its rotary tables by this number. If it were that of all tokens, Megatron
     # would rotate a token by its position in the micro batch.
     max_length = 1 << (longest - 1).bit_length()
     max_length *= 2 if max_length == total else 1
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    on_device = _to_device(cu_seqlens)
-    padded = cu_seqlens if on_host else None
+
+    def sequences(bounds: list[int], **fields: Any) -> PackedSequences:
+        cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+        padded = cu_seqlens if on_host else None
+        of_both = [*[_to_device(cu_seqlens)] * 2, *[padded] * 2, *[max_length] * 2]
+        return PackedSequences("thd", *of_both, **fields)
+
+    packed = sequences(bounds)
+    if bounds[-1] > total:
+        all_rows = torch.cat(rows)
+        order = all_rows.argsort(stable=True)
+        places = order[torch.searchsorted(all_rows[order], torch.arange(total))]  # first of equals
+        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
+        positions = torch.cat([torch.arange(length) for length in lengths])[places]
+        of_whole = {"rows": all_rows, "places": places, "positions": positions}
+        packed = sequences(
+            [0, total],
+            whole=packed,
+            **{name: _to_device(tensor) for name, tensor in of_whole.items()},
+        )
     rows = replace(batch, routed_experts=None, mask_sizes=None, mask_ids=None)
     rows = rows.map(lambda tensor: _take(tensor, index))
     rows = replace(rows, tokens=rows.tokens.long())
@@ -223,15 +275,7 @@ def _pack(batch: TrainBatch, total: int, pieces: int, on_host: bool) -> MicroBat
         rows=replace(rows.map(_to_device), mask_ids=masks),
         scored=rows.loss_mask[0].nonzero().view(-1),
         index=_to_device(index),
-        sequences=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=on_device,
-            cu_seqlens_kv=on_device,
-            cu_seqlens_q_padded=padded,
-            cu_seqlens_kv_padded=padded,
-            max_seqlen_q=max_length,
-            max_seqlen_kv=max_length,
-        ),
+        sequences=packed,
         routed_experts=routed,
     )
 
