@@ -144,7 +144,8 @@ class LearnerConfig:
 
     tokens_per_micro_batch: Count | None = None
     """Maximum number of tokens in one forward pass, in place of `micro_batch_size`; a longer
-    sequence gets a pass of its own. None: `micro_batch_size` limits the sequences instead."""
+    sequence gets a pass of its own. A prompt counts for each of its completions, though they share
+    it. None: `micro_batch_size` limits the sequences instead."""
 
     context_parallel_size: Ranks = 1
     """Number of context-parallel ranks; they share every sequence."""

@@ -129,13 +129,15 @@ def _plan(
     A sequence without a token to train on is in no micro batch.
     """
     inputs = _inputs(batch, layout)
-    # With its prompt, which attention copies for each sequence: memory is at most that of the plan.
+    # With its prompt, even if it is shared: attention makes a copy of it for each sequence.
     padded = [packing.round_up(each.length, _pieces(layout)) for each in inputs]
     by_tokens = layout.tokens_per_micro_batch
     return packing.plan(
         sizes=padded if by_tokens else [min(each.length, 1) for each in inputs],
         costs=[architecture.forward_flops(each.length) for each in inputs],
-        prompts=[(each.first, architecture.forward_flops(each.prompt)) for each in inputs],
+        prompts=[
+            (each.first, 2.0 * architecture.num_linear_weights * each.prompt) for each in inputs
+        ],
         budget=by_tokens or layout.micro_batch_size,
         ranks=layout.data_parallel_size,
         # Megatron's interleaved schedule needs whole groups of micro batches.
@@ -176,31 +178,28 @@ class _Inputs(NamedTuple):
 
     start: int  # among the tokens of the batch
     length: int
-    prompt: int  # of them, those before the first that predicts a token to score
-    first: int  # number of the first sequence of the batch with the same prompt
-
-    shared: int  # inputs that the first sequence has; 0 for itself
+    prompt: int  # of them, those that a sequence with the same prompt may share
+    first: int  # number of the first sequence of the batch with this prompt
+    shared: int = 0  # inputs that the first sequence has; 0 for itself
 
 
 def _inputs(batch: TrainBatch, layout: LearnerConfig) -> list[_Inputs]:
+    """Return the inputs of each sequence, and which it shares with another one of the batch."""
     inputs = []
-    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
     firsts: dict[bytes, int] = {}
-    for number, (start, mask) in enumerate(
-        zip(starts, batch.loss_mask.split(batch.lengths.tolist()), strict=True)
-    ):
-        scored = mask.nonzero()
-        length = int(scored[-1]) if len(scored) else 0
-        prompt, first = 0, number
-        # Context-parallel ranks hold parts of sequences, and might lack the prompt.
-        if length and layout.context_parallel_size == 1:
-            prompt = max(0, int(scored[0]) - 1)
-        if prompt:
-            place = slice(start, start + prompt)
-            key = batch.tokens[place].numpy().tobytes()
-            if batch.routed_experts is not None:  # replayed, so they have to be the same
-                key += batch.routed_experts[place].numpy().tobytes()
-            first = firsts.setdefault(key, number)
+    starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
+    masks = batch.loss_mask.split(batch.lengths.tolist())
+    for number, (start, mask) in enumerate(zip(starts, masks, strict=True)):
+        first_scored, length = mask.nonzero()[[0, -1], 0].tolist() if mask.any() else (0, 0)
+        prompt = max(first_scored - 1, 0)
+        if not prompt or layout.context_parallel_size > 1:  # such ranks may lack the first one's
+            inputs.append(_Inputs(start, length, 0, number))
+            continue
+        place = slice(start, start + prompt)
+        key = batch.tokens[place].numpy().tobytes()
+        if batch.routed_experts is not None:  # they are replayed, and may differ
+            key += batch.routed_experts[place].numpy().tobytes()
+        first = firsts.setdefault(key, number)
         inputs.append(_Inputs(start, length, prompt, first, prompt if first < number else 0))
     return inputs
 
@@ -218,20 +217,22 @@ def _pack(
     A sequence is padded to a multiple of `pieces`. Padding at the end is one more sequence. With
     `on_host` the padded bounds are on the host.
     """
+    filled = sum(packing.round_up(each.length - each.shared, pieces) for each in inputs)
+    if filled < total:
+        inputs = [*inputs, _Inputs(-1, total - filled, 0, len(inputs))]
     index = torch.full((total,), -1, dtype=torch.int64)
     bounds, begins, end = [0], [], 0
-    rows = []  # of whole sequences, their places in the pack
+    whole, places, positions = [], [], []  # see `PackedSequences`
     for start, length, _, first, shared in inputs:
         begins.append(end)
-        own = torch.arange(start + 1 + shared, start + 1 + length)
-        index[end : end + len(own)] = own
-        padded = packing.round_up(len(own), pieces)
-        rows += [torch.arange(shared) + begins[first], torch.arange(end, end + padded)]
-        bounds.append(bounds[-1] + shared + padded)
-        end += padded
-    if end < total:
-        rows.append(torch.arange(end, total))
-        bounds.append(bounds[-1] + total - end)
+        own = packing.round_up(length - shared, pieces)
+        index[end : end + length - shared] = torch.arange(start + shared, start + length) + 1
+        whole += [torch.arange(shared) + begins[first], torch.arange(own) + end]
+        positions.append(torch.arange(own) + shared)
+        places.append(positions[-1] + bounds[-1])
+        bounds.append(bounds[-1] + shared + own)
+        end += own
+    index[filled:] = -1
     context = parallel_state.get_context_parallel_group()
     if context.size() > 1:
         index = index[context_index(bounds, context.rank(), context.size())]
@@ -249,17 +250,9 @@ def _pack(
 
     packed = sequences(bounds)
     if bounds[-1] > total:
-        all_rows = torch.cat(rows)
-        order = all_rows.argsort(stable=True)
-        places = order[torch.searchsorted(all_rows[order], torch.arange(total))]  # first of equals
-        lengths = [stop - start for start, stop in itertools.pairwise(bounds)]
-        positions = torch.cat([torch.arange(length) for length in lengths])[places]
-        of_whole = {"rows": all_rows, "places": places, "positions": positions}
-        packed = sequences(
-            [0, total],
-            whole=packed,
-            **{name: _to_device(tensor) for name, tensor in of_whole.items()},
-        )
+        fields = {"rows": whole, "places": places, "positions": positions}
+        on_device = {name: _to_device(torch.cat(parts)) for name, parts in fields.items()}
+        packed = sequences([0, total], whole=packed, **on_device)
     rows = replace(batch, routed_experts=None, mask_sizes=None, mask_ids=None)
     rows = rows.map(lambda tensor: _take(tensor, index))
     rows = replace(rows, tokens=rows.tokens.long())

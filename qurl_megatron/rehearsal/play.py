@@ -152,7 +152,10 @@ def _micro_batches(config: Config) -> int:
 
 
 def _batch(config: Config, architecture: Architecture, micro_batches: int) -> TrainBatch:
-    """Return a step's batch as the loop packs it, of sequences of the maximum length."""
+    """Return a step's batch as the loop packs it, of sequences of the maximum length.
+
+    No two share a prompt, which would take less memory.
+    """
     rollout, learner = config.rollout, config.learner
     of_micro_batch = learner.micro_batch_size
     if learner.tokens_per_micro_batch:
@@ -172,7 +175,7 @@ def _batch(config: Config, architecture: Architecture, micro_batches: int) -> Tr
     zeros = torch.zeros(total)
     return TrainBatch(
         lengths,
-        torch.ones(total, dtype=torch.int32),
+        (torch.arange(number) % architecture.vocab_size).int().repeat_interleave(lengths),
         mask,
         behaviour_logprobs=zeros,
         rewards=zeros,
