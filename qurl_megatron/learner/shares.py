@@ -178,7 +178,7 @@ class _Inputs(NamedTuple):
 
     start: int  # among the tokens of the batch
     length: int
-    prompt: int  # of them, those that a sequence with the same prompt may share
+    prompt: int  # of them, how many a sequence with the same prompt may share
     first: int  # number of the first sequence of the batch with this prompt
     shared: int = 0  # inputs that the first sequence has; 0 for itself
 
