@@ -19,9 +19,9 @@ Invariants, each with a test:
   a delta turns the tensors of the last pass into the tensors of this one.
 - A bucket holds at most `bucket_bytes`, or a single larger weight with its scales. A delta's has
   headers beside these: a name and eight numbers, as text, for each part that changed.
-- Beside the model, a rank holds at most two buckets and one tensor. While it converts, these are
-  the bucket on its way and its own part of the next. While it gathers, they are the full bucket and
-  the parts of all ranks. A bucket is released before the next is gathered.
+- Beside the model, a rank holds at most two buckets and one tensor, or two with smoothing. While it
+  converts, these are the bucket on its way and its own part of the next. While it gathers, they are
+  the full bucket and the parts of all ranks. A bucket is released before the next is gathered.
 - A converter that keeps codes, for deltas, also keeps this rank's parts of all buckets.
 - Checksums are computed from the shards, before anything is sent.
 - If the learner trains adapters, the base is sent as the codes that the learner holds, and only to
