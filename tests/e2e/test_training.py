@@ -17,6 +17,8 @@ from qurl_megatron.learner.checkpoint import read_state
 from tiny import build_tiny_model
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8
+AS_SERVED = ["learner.quantized_forward=all", "quantization.format=int4"]
+AS_SERVED += ["quantization.group_size=32"]
 REWARD = """
 def reward(completion, problem):
     if completion.startswith("e"):
@@ -113,10 +115,10 @@ def test_servers_that_report_other_log_probs_end_a_run_before_it_trains(stopped:
         run.end()
 
 
-def test_a_run_whose_time_is_up_saves_its_last_step(stopped: Command) -> None:
+def test_a_run_whose_time_is_up_saves_its_last_step_of_a_policy_in_int4(stopped: Command) -> None:
     words = ["time_limit_s=0.1", "checkpoint.every_steps=1000", "rollout.temperature=1"]
     words += ["rollout.server.environment.SGLANG_RETURN_ORIGINAL_LOGPROB=0"]
-    run = Command(stopped.run_dir.parents[1], "resume", "runs/run", *words)
+    run = Command(stopped.run_dir.parents[1], "resume", "runs/run", *words, *AS_SERVED)
     try:
         assert run.exit_code() == 0, run.text()
         assert run.survivors() == []
@@ -124,6 +126,8 @@ def test_a_run_whose_time_is_up_saves_its_last_step(stopped: Command) -> None:
         run.end()
     saved = max(list_checkpoints(run.run_dir))
     assert read_state(saved).step == len(metrics_of(run))
+    # All servers hold INT4. The learner computes with their codes, so no more than noise is left.
+    assert 0 < metrics_of(run)[-1]["logprob_abs_diff"] < NOISE_BF16
     assert (run.run_dir / "summary.json").exists()
 
 
