@@ -63,6 +63,9 @@ LAYOUTS = {
         learner.tokens_per_micro_batch=9216 optimizer.minibatches_per_step=1""",
     "adapters": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=2 adapters.rank=16
         learner.tokens_per_micro_batch=9216 learner.recompute=full quantization.format=int4""",
+    "as served": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
+        learner.tokens_per_micro_batch=18432 quantization.format=int8
+        learner.quantized_forward=all""",
 }
 IN_CI = ("packs", "context", "virtual", "experts", "hybrid")
 

@@ -55,12 +55,12 @@ def played() -> dict[str, Played]:
         patch.setattr(rehearse_page, "play_and_print", keep)
         words = ["plan", "Qwen3-0.6B", "--gpus", "2", "--rehearse", "rollout.placement=separate"]
         assert CliRunner().invoke(app, words).exit_code == 0
-    names = [*IN_CI, "adapters"]
+    names = [*IN_CI, "adapters", "as served"]
     played = play([*map(rehearsal, names), *planned])
     return dict(zip([*names, "plan"], played, strict=True))
 
 
-@pytest.mark.parametrize("name", [*IN_CI, "adapters", "plan"])
+@pytest.mark.parametrize("name", [*IN_CI, "adapters", "as served", "plan"])
 def test_a_rank_builds_scores_updates_and_publishes_on_a_gpu(
     played: dict[str, Played], name: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_plan_of_adapters_is_not_below_the_traced_memory(played: dict[str, Pla
         assert 0.99 <= played["adapters"].planned[peak] / traced <= most, peak
 
 
-@pytest.mark.parametrize("name", [*IN_CI, "adapters"])
+@pytest.mark.parametrize("name", [*IN_CI, "adapters", "as served"])
 def test_an_update_waits_for_the_gpu_only_where_it_may(
     played: dict[str, Played], name: str
 ) -> None:

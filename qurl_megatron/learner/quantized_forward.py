@@ -23,7 +23,7 @@ In a row-parallel layer tensor-parallel ranks have parts of a token's channels. 
 absmax as far as the ranks of a server would share it, and keep that.
 
 Transformer Engine fuses a norm into the layer behind it, so what that layer multiplies cannot be
-replaced from outside. `fused_norm` and `_multiply` stand in for it, and have never run.
+replaced from outside. `fused_norm` and `_multiply` stand in for it, and ran on fake tensors alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -135,6 +135,10 @@ class _QuantizedLayer:
             norm, multiply = partial(fused_norm, layer), partial(_multiply, layer)
         layer.forward = partial(self._forward, norm, multiply)
         stack.callback(delattr, layer, "forward")
+        if hasattr(layer, "fuse_wgrad_accumulation"):
+            # Transformer Engine looks for Megatron's gradient at the weight that was kept.
+            stack.callback(setattr, layer, "fuse_wgrad_accumulation", layer.fuse_wgrad_accumulation)
+            layer.fuse_wgrad_accumulation = False
 
     def _forward(
         self,

@@ -564,7 +564,8 @@ def learner_memory(
             for r, n, count in parameters
             if r.quantized
         )
-        backward += element * largest
+        # Values are made in float32, and then rounded.
+        backward += (4 + element) * max(n for r, n, _ in parameters if r.quantized)
     has_reference = config.objective.kl_coefficient > 0 and not architecture.adapter_rank
     return {
         "weights": weights,
