@@ -74,10 +74,14 @@ def test_a_list_needs_no_quotes_and_its_override_reads_back() -> None:
     assert with_overrides(config, ["quantization.keep=[]"]) == Config()
 
 
-def test_rollout_servers_keep_the_layers() -> None:
+def test_rollout_servers_keep_the_layers_and_evaluation_servers_if_quantized() -> None:
     words = ["quantization.keep=[down_proj]", "evaluation.problems=8", "evaluation.data.a=FILE"]
     rollout, evaluation = server_specs(with_overrides(Config(), words))
     assert (rollout.keep, evaluation.keep) == (("down_proj",), ())
+    assert (rollout.weight_format, evaluation.weight_format) == ("int8", "bf16")
+    words.append("evaluation.quantized=true")
+    rollout, evaluation = server_specs(with_overrides(Config(), words))
+    assert (evaluation.keep, evaluation.weight_format) == (rollout.keep, "int8")
 
 
 def test_an_unquantized_method_serves_the_kept_layers_also_where_parts_are_fused() -> None:
