@@ -149,6 +149,10 @@ SETTINGS = {
         | int4_arms("naive", "acr", "tis")
         | {f"{name} int8": arm(name, "int8") for name in ("naive", "acr", "tis")}
         | {"acr+uaq int8": arm("acr", "int8", UAQ)}
+        | {
+            "acr aware int4-g32": [*arm("acr", "int4"), "learner.quantized_forward=all"],
+            "acr smoothed int8": [*arm("acr", "int8"), "quantization.smoothing=0.5"],
+        }
         | int4_arms("on_policy", "sequence_tis", "decoupled")
         | {"acr+uaq int4-g32": arm("acr", "int4", UAQ)}
         | {f"{name} fp8": arm(name, "fp8") for name in ("naive", "acr")}
