@@ -355,7 +355,7 @@ def copy_accuracy(run_dir: Path) -> float:
         output = Path(scratch) / "copy"
         words = [
             *[str(run_dir / "final_model"), str(data), f"output={output}"],
-            f"reward={config.reward}",
+            *["question_key=question", f"reward={config.reward}"],
             f"format={config.quantization.format}",
             f"group_size={config.quantization.group_size}",
             f"max_prompt_length={config.rollout.max_prompt_length}",
