@@ -265,13 +265,13 @@ def test_log_probs_and_gradients_are_those_of_quantized_layers(
         expected_gradient = {  # of the weights before they were multiplied
             tensor: smoothing.apply(tensor, value) for tensor, value in expected_gradient.items()
         }
-        torch.testing.assert_close(result["before"], exact, rtol=0, atol=2e-5)
+        torch.testing.assert_close(result["before"], exact, rtol=0, atol=5e-5)
         assert torch.equal(result["after"], result["before"])
         moved = (expected - exact).abs()
         difference = (result["served"] - expected).abs()
         is_exact = activation_dtype(weight_format) is None
         if is_exact:
-            assert difference.max() < 2e-5 < 1e-3 * moved.quantile(0.8), name
+            assert difference.max() < 1e-4 < 1e-2 * moved.quantile(0.8), name
         else:
             assert difference.quantile(0.8) < 1e-3 * moved.quantile(0.8), name
         assert gradient.keys() == expected_gradient.keys()

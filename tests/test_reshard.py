@@ -334,6 +334,7 @@ def count_host_reads(model_dir: Path, config: LearnerConfig) -> list[int]:
             architecture=learner.architecture,
             adapters=None,
             rounding="unbiased",
+            smoothing=None,
             shards=lambda of_experts, c=chosen: c,
         )
         converter = Converter(some, "int8", BUCKET_BYTES)
