@@ -5,7 +5,8 @@ import os
 import pickle
 import platform
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import nan, sqrt
 from pathlib import Path
@@ -62,6 +63,17 @@ def package_versions(packages: Collection[str]) -> dict[str, str]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     return versions
+
+
+@contextmanager
+def real_model(given: Path | None) -> Iterator[Path]:
+    """Yield a model's directory: `given`, or else SmolLM2-135M-Instruct from its package."""
+    from qurl_megatron.model import smollm2
+
+    with tempfile.TemporaryDirectory() as directory:
+        if given is None:
+            smollm2.write(Path(directory))
+        yield given or Path(directory)
 
 
 def spread(values: Collection[float], form: str = ".2f") -> str:

@@ -221,7 +221,7 @@ def main() -> None:
         run_dir = output_dir / f"{arguments.setting}-{name.replace(' ', '-')}-{seed}"
         rows[key] = summarize(*complete_run(run_dir, words), setting.late)
         # Verifiers of other tasks read more than a right answer's text; BF16 has no other copy.
-        if (setting.digits or setting.recipe == "smollm2") and name not in BF16:
+        if (setting.digits or not setting.is_taught) and name not in BF16:
             rows[key]["copy_accuracy"] = copy_accuracy(run_dir)
         add_row(arguments.setting, name, seed, rows[key])
         shutil.rmtree(run_dir / "checkpoints")

@@ -19,7 +19,6 @@ proximal / behaviour, by how much tokens are likelier than they should be, and t
 """
 
 import argparse
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,12 +221,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32)
     arguments = parser.parse_args()
     machine.print_machine("torch", "transformers", "megatron-core")
-    with tempfile.TemporaryDirectory() as directory:
-        if not arguments.model:
-            from qurl_megatron.model import smollm2
-
-            arguments.model = Path(directory)
-            smollm2.write(arguments.model)
+    with machine.real_model(arguments.model) as arguments.model:
         machine.run_ranks(run, 1, arguments)
 
 

@@ -9,7 +9,6 @@ one rank of one thread are printed, as median [least, most], and the tokens that
 """
 
 import argparse
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -90,12 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     machine.print_machine("torch", "megatron-core")
-    with tempfile.TemporaryDirectory() as directory:
-        if not arguments.model:
-            from qurl_megatron.model import smollm2
-
-            arguments.model = Path(directory)
-            smollm2.write(arguments.model)
+    with machine.real_model(arguments.model) as arguments.model:
         machine.run_ranks(run, 1, arguments)
 
 

@@ -10,7 +10,6 @@ The rows are printed as a table in the end.
 """
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from benchmarks import machine
 from benchmarks.pretrained import codes, rounding, smoothing
 from qurl_megatron.files import read_json_lines
-from qurl_megatron.model import smollm2
 
 RESULTS = Path(__file__).parents[1] / "results" / "pretrained.jsonl"
 CHAPTERS: dict[str, Any] = {"rounding": rounding, "codes": codes, "smoothing": smoothing}
@@ -32,19 +30,20 @@ def main() -> None:
     arguments = parser.parse_args()
     chapter = CHAPTERS[arguments.chapter]
     machine.print_machine("torch", "megatron-core")
-    with tempfile.TemporaryDirectory() as scratch:
-        model = arguments.model
-        for arm in chapter.ARMS:
-            if any(row["arm"] == arm for row in read_json_lines(RESULTS)):
-                continue
-            if model is None:
-                smollm2.write(model := Path(scratch))
-            words = {"chapter": arguments.chapter, "arm": arm, "torch": torch.__version__}
-            row = words | chapter.measure(model, **arm)
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-    rows = [row for row in read_json_lines(RESULTS) if row["chapter"] == arguments.chapter]
-    print(chapter.table(rows))
+    measured = [row["arm"] for row in read_rows(arguments.chapter)]
+    if missing := [arm for arm in chapter.ARMS if arm not in measured]:
+        with machine.real_model(arguments.model) as model:
+            for arm in missing:
+                words = {"chapter": arguments.chapter, "arm": arm, "torch": torch.__version__}
+                row = words | chapter.measure(model, **arm)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    print(chapter.table(read_rows(arguments.chapter)))
+
+
+def read_rows(chapter: str) -> list[dict[str, Any]]:
+    """Return the rows of a chapter that have been measured."""
+    return [row for row in read_json_lines(RESULTS) if row["chapter"] == chapter]
 
 
 if __name__ == "__main__":
