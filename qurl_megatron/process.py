@@ -221,7 +221,8 @@ def settle_environment(environment: MutableMapping[str, str]) -> None:
     if "*" not in names:
         value = ",".join(dict.fromkeys([*names, *THIS_MACHINE]))
         environment.update(dict.fromkeys(("no_proxy", "NO_PROXY"), value))
-    home, temporary = Path("~").expanduser(), tempfile.gettempdir()
+    # Path.expanduser would raise for a user whom the machine does not know, as in some containers.
+    home, temporary = Path(os.path.expanduser("~")), tempfile.gettempdir()
     short = next((each for each in SHORT_DIRECTORIES if os.access(each, os.W_OK)), temporary)
     if len(os.fsencode(temporary)) > LONGEST_TMPDIR:
         link = f"{_inherited_directory('qurl-tmp-', short)}/t"

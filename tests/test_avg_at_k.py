@@ -18,6 +18,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation import avg_at_k
 from qurl_megatron.evaluation.avg_at_k import (
@@ -103,6 +104,8 @@ def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
     by_name = averages(results)
     assert (by_name["Avg@1"].mean, by_name["Avg@4 sampled"].mean) == (1.0, 0.25)
     write_answers(results, tmp_path / "answers.jsonl")
+    again = read_problems(str(tmp_path / "answers.jsonl"), {}).problems
+    assert [each.question for each in again] == [result.question for result in results]
     (line,) = (json.loads(line) for line in (tmp_path / "answers.jsonl").open())
     assert [a["reward"] for a in line["sampled"]] == [1, -1, -1, -1]
     assert [a["accuracy"] for a in line["sampled"]] == [1, 0, 0, 0]

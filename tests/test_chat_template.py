@@ -144,6 +144,10 @@ def test_a_message_is_read_as_openais_clients_send_it() -> None:
             {**USER, "tool_calls": [{"function": {"name": "look", "arguments": "{city"}}]},
             "the arguments of the call of 'look' are not JSON",
         ),
+        (
+            {**USER, "tool_calls": [{"name": "look", "parameters": {"city": "Oslo"}}]},
+            "the call of 'look' has parameters; give arguments",
+        ),
     ],
 )
 def test_a_message_that_cannot_be_read_is_refused(message: dict[str, Any], why: str) -> None:

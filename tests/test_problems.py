@@ -103,13 +103,13 @@ def test_a_function_of_the_users_own_may_do_without_answers(tmp_path: Path) -> N
 
 
 def test_answers_among_words_are_counted(tmp_path: Path) -> None:
-    answers = ["18 wolves", "5 dollars", "The answer is 5", "6", "x"]
+    answers = ["18 wolves", "5 dollars", "The answer is 5", "6", "x", "5 (five)"]
     rows = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
     data = write_lines(tmp_path / "a.jsonl", *rows)
     for reward, noted in {"math": True, "deepscaler": True, "dapo": True, "exact": False}.items():
         source = read_problems(data, {})
         keep_verifiable({"data": source}, Config(reward=reward))
-        note = f"1 answers are a number among words, .* reward {reward}; .* line 1: '18 wolves'"
+        note = f"2 answers are a number among words, .* reward {reward}; .* line 1: '18 wolves'"
         assert len(source.notes) == noted
         assert not noted or re.search(note, source.notes[0])
         assert len(source.problems) == len(answers)
@@ -682,6 +682,7 @@ AUDIO = {"type": "input_audio", "input_audio": {"data": "x"}}
     ("entry", "where"),
     [
         ({"question": "3 + 3?", "images": [FILE]}, "has the field images"),
+        ({"question": "3 + 3?", "frames": ["a.png"]}, "has the field frames"),
         ({"question": "3 + 3?", "drawing": FILE}, "has the field drawing"),
         ({"question": "3 + 3?", "jpg": b"\xff\xd8"}, "has the field jpg"),
         ({"question": "3 + 3?", "image_url": "https://a.b/c.png"}, "has the field image_url"),
@@ -738,8 +739,9 @@ def test_an_input_beside_an_instruction_is_not_dropped_silently(tmp_path: Path) 
     fields = Fields("instruction", "output")
     (plain,) = read(tmp_path, entry, fields=fields)
     assert (plain.question, plain.answer) == ("Add.", "6")
-    with pytest.raises(DataError, match="line 2: has an instruction and an input; join them"):
-        read(tmp_path, entry, {**entry, "input": "3 + 3"}, fields=fields)
+    for also in ("input", "context"):
+        with pytest.raises(DataError, match=f"line 2: has an instruction and {also}; join them"):
+            read(tmp_path, entry, {**entry, also: "3 + 3"}, fields=fields)
 
 
 def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(

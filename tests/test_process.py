@@ -377,3 +377,13 @@ def test_a_home_that_cannot_be_written_lends_passwords_and_models_to_a_scratch_o
     assert (scratch / ".cache" / "huggingface" / "hub").is_dir()
     (scratch / ".cache" / "torch").mkdir()  # can be written
     assert processes.mended.pop().startswith(f"HOME={home} cannot be written")
+
+
+def test_a_user_whom_the_machine_does_not_know_gets_a_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for such a user
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    environment: dict[str, str] = {}
+    processes.settle_environment(environment)
+    assert Path(environment["HOME"]).parent == tmp_path and processes.mended.pop()

@@ -85,12 +85,16 @@ def test_any_answer_of_a_list_is_right(
         # The JSON of a list of texts, as in Skywork's data.
         ("math", '["\\\\frac{1}{2}", "3"]', ["\\boxed{0.5}", "\\boxed{3}"], "\\boxed{2}"),
         ("gsm8k", '["1"]', ["#### 1"], "#### 2"),
+        ("math", "['1', '2']", ["\\boxed{2}"], "\\boxed{3}"),  # as a table has it
+        ("exact", "[a, 'b']", ["[a, 'b']"], "b"),
         ("exact", ' ["a", "b"]', ["b"], '["a", "b"]'),
         ("exact", "[1, 2]", ["[1, 2]"], "1"),  # numbers: an answer that is a list
         ("exact", "[]", ["[]"], ""),
         ("exact", '["a", ""]', ['["a", ""]'], "a"),
         # A number among words.
         ("math", "5 dollars", ["\\boxed{5}", "\\boxed{5 dollars}"], "\\boxed{4}"),
+        ("math", "5 km/h", ["\\boxed{5}", "\\boxed{5 km/h}"], "\\boxed{4}"),
+        ("deepscaler", "7 cm^2", ["</think> \\boxed{7}"], "</think> \\boxed{49}"),
         ("math", "The answer is 1,200.", ["\\boxed{1200}"], "\\boxed{12}"),
         ("gsm8k", "a\n#### 18 years old", ["#### 18"], "#### 8"),
         ("gsm8k_flexible", "$5", ["it is 5"], "it is 4"),
@@ -100,6 +104,7 @@ def test_any_answer_of_a_list_is_right(
         # Words that may matter stay.
         ("math", "2 and a half", [], "\\boxed{2}"),
         ("math", "5 million dollars", [], "\\boxed{5}"),
+        ("math", "5 x^2", [], "\\boxed{5}"),
         ("math", "Sunday, May 5", ["\\boxed{Sunday, May 5}"], "\\boxed{5}"),
     ],
 )

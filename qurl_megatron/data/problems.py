@@ -639,8 +639,11 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
         raise DataError(f"a JSON {type(entry).__name__}; expected an object")
     conversations = ("messages", "conversations")
     name = _name(entry, fields.question, (*QUESTION_FIELDS, *conversations), fields.required)
-    if name == "instruction" and not _is_missing(entry.get("input")):
-        raise DataError("has an instruction and an input; join them in one field, such as question")
+    beside = [each for each in ("input", "context") if not _is_missing(entry.get(each))]
+    if name == "instruction" and beside:
+        raise DataError(
+            f"has an instruction and {beside[0]}; join them in one field, such as question"
+        )
     if _is_missing(_look_up(entry, name)) and {"instruction", "output"} <= entry.keys():
         raise DataError(
             "has Alpaca's fields; give question_key=instruction answer_key=output, or where there "
@@ -649,7 +652,10 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     asked = _value(entry, name, "question_key")
     if not fields.ignores_media and (media := _media({**entry, "type": None})):
         raise DataError(f"has the field {media}; {_TEXT_ONLY}")
-    also = [each for each in QUESTION_FIELDS if entry.get(each) not in (None, "", asked)]
+    others = {each: entry.get(each) for each in QUESTION_FIELDS}
+    also = [  # a number is that of a problem, as in the answers that a run keeps
+        each for each, value in others.items() if value and value != asked and not _is_number(value)
+    ]
     if name in QUESTION_FIELDS and not fields.question and also:
         raise DataError(
             f"has {name} and {also[0]}, which differ; name the one to ask with question_key={name}"
@@ -733,7 +739,11 @@ def _is_text(value: Any) -> bool:
     """Return whether a value can be read as a text, or as a list of texts."""
     if isinstance(value, list):
         return not any(isinstance(each, list) for each in value) and all(map(_is_text, value))
-    return isinstance(value, str | int | float | Decimal) and not isinstance(value, bool)
+    return isinstance(value, str) or _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | Decimal) and not isinstance(value, bool)
 
 
 def _answers(values: list[Any], field: str) -> tuple[str, ...]:
@@ -790,7 +800,9 @@ def _message(message: dict[str, Any], field: str, ignores_media: bool) -> dict[s
 
 
 _TEXT_ONLY = "the policy reads text only; ignore_media=true leaves images, audio and video out"
-_MEDIA = re.compile(r"(input_)?(image|img|picture|audio|video)s?_?\d*(_(url|path|file|base64)s?)?")
+_MEDIA = re.compile(
+    r"(input_)?(image|img|picture|photo|frame|audio|video)s?_?\d*(_(url|path|file|base64)s?)?"
+)
 
 
 def _media(fields: dict[str, Any]) -> str:
@@ -832,7 +844,7 @@ def _without_none(value: Any) -> Any:
 def _text(value: Any, field: str) -> str:
     if _is_missing(value):
         raise DataError(f"{field} is missing or empty; expected a non-empty string")
-    if isinstance(value, (int, float, Decimal)) and not isinstance(value, bool):
+    if _is_number(value):
         return _number(value, field)
     if not isinstance(value, str):
         parts = ", ".join(f"{field}.{name}" for name in value) if isinstance(value, dict) else ""

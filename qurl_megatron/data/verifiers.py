@@ -6,6 +6,7 @@ with published results must have been rewarded for the same.
 This file imports no verifier's library at its top; a verifier imports its own when it is built.
 """
 
+import ast
 import contextlib
 import functools
 import json
@@ -271,9 +272,9 @@ VERIFIERS: dict[str, Callable[[], Verifier]] = {
 def right_answers(reward: str, question: Question) -> list[str]:
     """Return the texts that a built-in verifier compares with, each of them right.
 
-    A text that is the JSON of a list of texts is that list. Of a number with a unit behind it or
-    "The answer is" before it, the number alone is right too, but not for `exact`. The answers of
-    reasoning-gym stay as they are: a list of texts can be one answer there.
+    A text that is a list of texts, as JSON or Python writes it, is that list. Of a number with a
+    unit behind it or "The answer is" before it, the number alone is right too, but not for `exact`.
+    The answers of reasoning-gym stay as they are: a list of texts can be one answer there.
     """
     given = texts_of(question.answer, question.answers)
     if "source_dataset" in question.metadata:
@@ -283,10 +284,10 @@ def right_answers(reward: str, question: Question) -> list[str]:
 
 
 def _listed(answer: str) -> list[str]:
-    """Return the texts of a JSON list of texts, or the answer alone."""
-    if answer.lstrip().startswith("["):
-        with contextlib.suppress(ValueError, RecursionError):
-            texts = json.loads(answer)
+    """Return the texts of a list of texts, or the answer alone."""
+    for read in (json.loads, ast.literal_eval) if answer.lstrip().startswith("[") else ():
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            texts = read(answer.strip())
             if texts and all(isinstance(each, str) and each.strip() for each in texts):
                 return list(texts)
     return [answer]
@@ -294,7 +295,7 @@ def _listed(answer: str) -> list[str]:
 
 _AMONG_WORDS = re.compile(
     r"(?P<before>[a-z][a-z ,']*(?::\s*|\s))?\$?(?P<number>-?[0-9][0-9,]*(?:\.[0-9]+)?)"
-    r"(?P<after>(?:\s+[a-z]+)*)\.?",
+    r"(?P<after>(?:\s+[a-z(][a-z0-9()/^]*)*)\.?",
     re.IGNORECASE,
 )
 _OPENING = re.compile(r"(?:(?:the )?(?:final )?answer(?: is)?:?|it is)\s*", re.IGNORECASE)
@@ -303,7 +304,7 @@ _UNITS = set(
     degree degrees mm cm dm m km centimeter centimeters meter meters metre metres kilometer
     kilometers inch inches foot feet yard yards mile miles mph acre acres second seconds minute
     minutes hour hours day days week weeks month months year years old mg g kg gram grams kilogram
-    kilograms ounce ounces ml l liter liters litre litres gallon gallons""".split()
+    kilograms ounce ounces ml l liter liters litre litres gallon gallons h s""".split()
 )
 
 
@@ -318,7 +319,7 @@ def _number_alone(answer: str) -> str:
     found = _among_words(answer)
     if found is None or not _OPENING.fullmatch(found["before"] or "it is"):
         return ""
-    is_known = set(found["after"].lower().split()) <= _UNITS
+    is_known = set(re.findall("[a-z]+", found["after"].lower())) <= _UNITS
     return found["number"] if is_known and found["number"] != found[0] else ""
 
 

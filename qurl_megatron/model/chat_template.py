@@ -76,6 +76,9 @@ def _read_call(call: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError("tool_calls has a call without the name of a function")
     arguments = function.get("arguments") or {}
+    other = next((each for each in ("parameters", "input", "args") if function.get(each)), "")
+    if other and not arguments:
+        raise ValueError(f"the call of {function['name']!r} has {other}; give arguments")
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
