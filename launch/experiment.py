@@ -311,10 +311,11 @@ def job_script(
     lines += ["# The job runs the code as it was submitted."]
     lines += [f"test -d {shlex.quote(str(code))} || {{ echo {missing} >&2; exit 2; }}"]
     lines += _first_lines(options)
-    # Else Python would prefer the working directory, which may be a checkout.
+    lines += ["# Python does not prefer the working directory, which may be a checkout."]
     lines += ["export PYTHONSAFEPATH=1"]
     lines += [f'export PYTHONPATH={shlex.quote(str(code))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
     variables = _variables(config, options, code) | uncounted
+    lines += ["# For the batch process, which takes the shell's place, so that signals reach it."]
     lines += [_export(name, value) for name, value in variables.items()]
     command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run"]
     lines += [f'exec {shlex.join(command)} "$0" {shlex.join(words)}']

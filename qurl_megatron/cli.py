@@ -87,10 +87,12 @@ def main() -> None:
         with ended_by(ending_signals() | {signal.SIGUSR1}):
             sys.exit(app(standalone_mode=False))
     except TyperException as error:
-        field = _field_of(getattr(error, "option_name", ""))
+        context = getattr(error, "ctx", None)
+        given = context.command.params if context else ()
+        takes_fields = "overrides" in {each.name for each in given}  # of a run
+        field = _field_of(getattr(error, "option_name", "")) if takes_fields else ""
         message = error.message if field else error.format_message()
         if message:  # without a command, the help has been printed
-            context = getattr(error, "ctx", None)
             hint = field or f"see {context.command_path if context else 'qurl'} --help"
             print(f"qurl: {message.removesuffix('.')}; {hint}", file=sys.stderr)
         sys.exit(2)

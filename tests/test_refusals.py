@@ -468,6 +468,7 @@ COMMANDS = rows("""
     quantize quantized out                         is quantized already
     quantize -m out                                No such option: -m; see qurl quantize --help
     train quickstart --steps 5                     No such option: --steps; give steps=5
+    eval . . --temperature 0.5                     --temperature; see qurl eval --help
     train quickstart --learning-rate=1e-5          give optimizer.learning_rate=1e-5
     train quickstart --num_generations 4           give rollout.completions_per_prompt, as FIELD=VA
     train no_such.py                               no_such.py: no such file

@@ -192,7 +192,9 @@ def test_a_sentencepiece_file_gives_its_own_ids_or_is_refused(
         ids = tokenizer.encode("</s>5", add_special_tokens=False)
         assert tokenizer.convert_ids_to_tokens(ids) == ["</s>", piece]
     settings.unlink()
-    with pytest.raises(ArchitectureError, match="there is no tokenizer_config.json, the special"):
+    with pytest.raises(
+        ArchitectureError, match="no tokenizer_config.json, which names special tokens"
+    ):
         load_tokenizer(directory)
 
 
@@ -265,6 +267,9 @@ def test_a_chat_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
         ArchitectureError, match="chat_template=x: no such file, .*has plain, tools"
     ):
         read_template("x", directory)
+    other = write(tmp_path / "other", byte_level(RULES[0]))
+    (other / "chat_template.json").write_text(json.dumps({"chat_template": CHAT}))
+    assert load_tokenizer(other).chat_template == CHAT
     file.write_text("no template")
     with pytest.raises(ArchitectureError, match="own.jinja: no template of Jinja"):
         read_template(str(file), directory)

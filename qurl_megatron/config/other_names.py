@@ -9,6 +9,7 @@ import re
 PARALLEL = "learner.tensor_parallel_size, of servers rollout.server.tensor_parallel_size"
 PROMPTS = "rollout.prompts_per_step and rollout.completions_per_prompt"
 LENGTH = "rollout.max_completion_length"
+GPUS = "learner.tensor_parallel_size, learner.data_parallel_size and rollout.servers"
 OTHER_NAMES = {
     # optimizer
     "lr": "optimizer.learning_rate",
@@ -66,10 +67,13 @@ OTHER_NAMES = {
     "max_new_tokens": LENGTH,
     "max_tokens": LENGTH,
     "max_seq_len": f"rollout.max_prompt_length and {LENGTH}",
+    "max_model_len": f"rollout.max_prompt_length and {LENGTH}",
     "max_total_sequence_length": f"rollout.max_prompt_length and {LENGTH}",
     "gpu_memory_utilization": "rollout.server.mem_fraction_static",
     "vllm_gpu_memory_utilization": "rollout.server.mem_fraction_static",
     "max_num_seqs": "rollout.server.max_running_requests",
+    "use_vllm": "rollout.servers, which are SGLang's",
+    "vllm_mode": "rollout.placement",
     "colocate": "rollout.placement=colocated",
     "colocated": "rollout.placement=colocated",
     "multi_turn": "rollout.agent",
@@ -87,6 +91,13 @@ OTHER_NAMES = {
     "ulysses_sequence_parallel_size": "learner.context_parallel_size",
     "ep": "learner.expert_parallel_size",
     "expert_model_parallel_size": "learner.expert_parallel_size",
+    "ppo_max_token_len_per_gpu": "learner.tokens_per_micro_batch",
+    "nnodes": GPUS,
+    "num_nodes": GPUS,
+    "n_gpus_per_node": GPUS,
+    "gpus_per_node": GPUS,
+    "fsdp": f"{GPUS}: the learner is Megatron-core's",
+    "deepspeed": f"{GPUS}: the learner is Megatron-core's",
     "gradient_checkpointing": "learner.recompute",
     "enable_gradient_checkpointing": "learner.recompute",
     "activation_checkpointing": "learner.recompute",
@@ -126,6 +137,8 @@ OTHER_NAMES = {
     "run_name": "name",
     "default_local_dir": "output_dir",
     "project_name": "wandb_project",
+    "report_to": "wandb_project",
+    "logger": "wandb_project",
     # adapters and quantization
     "lora": "adapters.rank",
     "lora_r": "adapters.rank",

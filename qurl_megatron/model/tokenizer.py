@@ -56,7 +56,7 @@ def load_tokenizer(
     """
     try:
         tokenizer = _loaded(directory)
-        tokenizer.chat_template = template or tokenizer.chat_template
+        tokenizer.chat_template = template or tokenizer.chat_template or _of_processor(directory)
         token_ids = tokenizer("1")["input_ids"]
         largest = max(tokenizer.get_vocab().values(), default=0)
         known = template_options(tokenizer)  # also without options: it reads the template
@@ -119,6 +119,12 @@ def read_template(given: str, directory: Path) -> str:
     raise ArchitectureError(f"chat_template={given}: no such file, nor a template's name{has}")
 
 
+def _of_processor(directory: Path) -> Any:
+    """Return the chat template that transformers gives only to processors; None: there is none."""
+    file = directory / "chat_template.json"
+    return read_json(file).get("chat_template") if file.is_file() else None
+
+
 def _loaded(directory: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
@@ -129,7 +135,7 @@ def _loaded(directory: Path) -> Any:
     if pieces := _pieces(directory / "tokenizer.model"):
         file = directory / "tokenizer_config.json"
         if not file.is_file():
-            raise ValueError(f"beside tokenizer.model there is no {file.name}, the special tokens'")
+            raise ValueError(f"there is no {file.name}, which names special tokens; copy it too")
         settings = read_json(file)
         own = _byte_pairs(pieces, follows_special=settings.get("legacy") is not False)
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
