@@ -14,7 +14,8 @@ import torch
 
 from conversations import VOCABULARY, chat_tokenizer
 from qurl_megatron.agents.client import AgentClient, _Sequence, prefer_agent_scores
-from qurl_megatron.agents.pool import Agents, check_agent
+from qurl_megatron.agents.policy import Request
+from qurl_megatron.agents.pool import Agents, _Playing, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import AgentConfig, Config, ConfigError
@@ -269,6 +270,27 @@ def test_a_turn_that_nobody_waits_for_is_given_up(play: Play) -> None:
     assert episode.token_ids == [42, 204, 205, 206, 207]
     assert episode.sampled == [False] + [True] * 4 and episode_of(episode).end == "answered"
     assert client.contexts == [PROMPT + [41, 42], PROMPT + [41, 42, 204, 205]]
+
+
+def test_what_a_turn_reads_is_kept_however_soon_it_is_given_up() -> None:
+    """Both messages may have come before the loop goes on."""
+    read: list[list[int]] = []
+    answers: list[Any] = []
+
+    async def sample(request: Request) -> None:
+        read.append(request.ids)
+        await asyncio.sleep(60)
+
+    async def run() -> None:
+        playing = _Playing(answers.append, sample)
+        playing.deliver("sample", Request(True, [5], 1, []))
+        playing.deliver("abandon", None)
+        async with asyncio.timeout(5):
+            while not answers:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert (read, answers) == ([[5]], [None])
 
 
 def test_a_new_beginning_opens_a_branch(play: Play) -> None:

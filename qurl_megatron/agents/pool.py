@@ -139,10 +139,11 @@ class _Playing:
             return
         if kind == "sample":
             self._sampling = self._loop.create_task(self._turn(content))
-            # The worker waits for an answer, also to a turn that was abandoned before it began.
+            # The worker waits for an answer, also to a turn that was abandoned.
             self._sampling.add_done_callback(self._answer_abandoned)
         elif kind == "abandon":
-            self.close()
+            # Not before the turn has begun: what it reads is in the sequence, as the policy counts.
+            self._loop.call_soon(self.close)
         else:
             self.ended.set_result(content)
 
