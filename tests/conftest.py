@@ -71,6 +71,22 @@ hypothesis.settings.register_profile("qurl", deadline=None)
 hypothesis.settings.load_profile("qurl")
 
 
+def pytest_xdist_setupnodes() -> None:
+    """Have workers, and the ranks that they start, be forks of one process, unless there is a GPU.
+
+    CUDA refuses to work in forks of a process that asked for a GPU, as the imports do.
+    """
+    import execnet.gateway_io
+
+    import forks
+    from distributed import PRELOADED
+    from qurl_megatron import device
+
+    if device.accelerator() == "cpu":
+        forks.begin(*PRELOADED)
+        execnet.gateway_io.Popen2IOMaster = forks.Worker  # type: ignore[misc, assignment]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort test files by how long they take; the tests of a file keep their order."""
     place = {name: number for number, name in enumerate(LONGEST_FILES)}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import forks
 from qurl_megatron.process import free_port
 
 # What tests import in ranks. It takes seconds, SGLang's receiver of weights most of them; the fork
@@ -79,9 +80,8 @@ def rank_context() -> Any:
     """
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+    forks.CONTEXT.set_forkserver_preload(PRELOADED)
+    return forks.CONTEXT
 
 
 def _collect(receivers: list[Connection], deadline: float, timeout_s: float) -> list[Any]:

@@ -12,6 +12,15 @@ from qurl_megatron import device
 from qurl_megatron.rollout import preload
 
 
+@pytest.hookimpl(tryfirst=True)  # before the one that starts another process of workers
+def pytest_xdist_setupnodes() -> None:
+    """Have workers be forks of the process that programs are forks of, unless there is a GPU."""
+    import qurl_megatron.cli  # noqa: F401  # sets variables that the imports there read
+
+    if device.accelerator() == "cpu":
+        forked.begin()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def shared_imports() -> Iterator[None]:
     """Have programs be forks of a process that has done their imports, unless there is a GPU."""

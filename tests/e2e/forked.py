@@ -1,40 +1,28 @@
 """Programs as forks of a process that has imported what commands, servers and ranks need.
 
-Imports are most of a program's start. A fork is otherwise what the program is: a process of its
-own, with the same processes below it.
+A fork is otherwise what the program is: a process of its own, with the same processes below it.
 """
 
-import multiprocessing
 import os
 import signal
 import sys
-from multiprocessing import forkserver
 from multiprocessing.connection import Pipe
 
-import pytest
-
-from qurl_megatron.process import NO_THREADS, die_with_parent, ending_signals
+import forks
+from qurl_megatron.process import die_with_parent, ending_signals
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.preload import Program, Started
 
-CONTEXT = multiprocessing.get_context("forkserver")
-
 
 def begin() -> None:
-    """Start the process that programs are forks of; it does its imports in the background."""
-    CONTEXT.set_forkserver_preload(["e2e.preloaded"])
-    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "SGLANG_PLATFORM": preload.PLATFORM}
-    variables |= preload.ENVIRONMENT
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for name, value in {**NO_THREADS, **variables}.items():
-            monkeypatch.setenv(name, value)
-        forkserver.ensure_running()
+    """Start the process that programs are forks of."""
+    forks.begin("e2e.preloaded", SGLANG_PLATFORM=preload.PLATFORM, **preload.ENVIRONMENT)
 
 
 def start(program: Program) -> Started:
     """Start a program as a fork of that process, in place of `preload.start`."""
     program.log_file.write_bytes(b"")
-    process = CONTEXT.Process(target=run, args=(program, dict(os.environ)))
+    process = forks.CONTEXT.Process(target=run, args=(program, dict(os.environ)))
     process.start()
     assert process.pid is not None
     started = Started(process.pid, lambda: process.exitcode)
