@@ -1,8 +1,13 @@
 """Objectives of a user's own: the examples of the documentation by hand, and what is refused."""
 
+import io
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +16,7 @@ from torch import Tensor
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import PolicyLoss
 from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
-from qurl_megatron.learner.own_objective import check_objective, own_objective
+from qurl_megatron.learner.own_objective import answer, check_objective, own_objective
 
 DOCS = Path(__file__).parents[1] / "docs"
 LENGTHS = [3, 2, 1]  # the last is padding: its token does not count
@@ -152,6 +157,19 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 
 
+@pytest.fixture
+def tried_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Have objectives tried in this process, and not in one that would import torch first."""
+
+    def run(*_: Any, input: bytes, **__: Any) -> Any:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(input)))
+        answer()
+        return SimpleNamespace(returncode=0, stdout=capsys.readouterr().out.encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.mark.usefixtures("tried_here")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_objective_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     source, message = REFUSED[case]
@@ -161,6 +179,7 @@ def test_what_is_no_objective_is_refused_in_one_line(case: str, tmp_path: Path) 
     assert "\n" not in str(no.value)
 
 
+@pytest.mark.usefixtures("tried_here")
 def test_settings_that_an_objective_does_not_take_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dual_clip=3: it does not take dual_clip"):
         check_objective(Config(objective=own(tmp_path, GSPO, "f", dual_clip=3.0)))
