@@ -30,7 +30,7 @@ LAYOUTS = {
         learner.tokens_per_micro_batch=18432 quantization.format=int8""",
     "context": """Qwen3-32B 2 8 learner.tensor_parallel_size=4 learner.context_parallel_size=2
         learner.pipeline_parallel_size=2 learner.recompute=selective learner.offload_optimizer=true
-        quantization.format=fp8 quantization.publish=delta""",
+        quantization.format=fp8 quantization.publish=delta optimizer.minibatches_per_step=1""",
     "virtual": """Qwen2.5-32B 4 0 learner.tensor_parallel_size=2 learner.pipeline_parallel_size=2
         learner.virtual_pipeline_parallel_size=2 learner.data_parallel_size=2
         learner.recompute=full learner.recompute_layers=1 quantization.format=fp8-block
@@ -62,10 +62,11 @@ LAYOUTS = {
         learner.data_parallel_size=4 learner.expert_parallel_size=8
         learner.tokens_per_micro_batch=9216 optimizer.minibatches_per_step=1""",
     "adapters": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=2 adapters.rank=16
-        learner.tokens_per_micro_batch=9216 learner.recompute=full quantization.format=int4""",
+        learner.tokens_per_micro_batch=9216 learner.recompute=full quantization.format=int4
+        optimizer.minibatches_per_step=1""",
     "as served": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
         learner.tokens_per_micro_batch=18432 quantization.format=int8
-        learner.quantized_forward=all""",
+        learner.quantized_forward=all optimizer.minibatches_per_step=1""",
 }
 IN_CI = ("packs", "context", "virtual", "experts", "hybrid")
 
