@@ -2,13 +2,15 @@
 
 import os
 import signal
-import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TextIO
 
 import psutil
 import pytest
 
+from distributed import rank_context
 from qurl_megatron.process import NO_THREADS
 
 # What starts programs here is a process of its own, because a fork needs one without threads.
@@ -59,6 +61,17 @@ if __name__ == "__main__":
 """
 
 
+def be_starter(stdout: Connection, directory: Path, code: str, words: tuple[str, ...]) -> None:
+    """Run what a starter does in its directory; this is a fresh process."""
+    os.chdir(directory)
+    os.dup2(stdout.fileno(), 1)
+    path = os.pathsep.join([str(directory), *sys.path])
+    os.environ.update(NO_THREADS, PYTHONPATH=path, COLD="", WARM="")
+    sys.path.insert(0, str(directory))
+    sys.argv = ["-c", *words]
+    exec(STARTER + code, {})
+
+
 class Starter:
     """A process that starts programs, with its own directory."""
 
@@ -66,23 +79,22 @@ class Starter:
         self.directory = directory
         (directory / "programs.py").write_text(PROGRAMS)
 
-    def begin(self, code: str, *words: str) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(self.directory), *sys.path])
-        environment = os.environ | NO_THREADS | {"PYTHONPATH": path, "COLD": "", "WARM": ""}
-        return subprocess.Popen(
-            [sys.executable, "-c", STARTER + code, *words],
-            cwd=self.directory,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def begin(self, code: str, *words: str) -> tuple[Any, TextIO]:
+        """Return the process and what it prints."""
+        context = rank_context()
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=be_starter, args=(theirs, self.directory, code, words))
+        process.start()
+        theirs.close()
+        return process, open(os.dup(ours.fileno()))
 
     def run(self, code: str, *words: str) -> list[str]:
         """Return the lines that the starter prints."""
-        process = self.begin(code, *words)
-        shown, _ = process.communicate(timeout=120)
-        assert process.returncode == 0
-        return shown.splitlines()
+        process, stdout = self.begin(code, *words)
+        process.join(timeout=120)
+        assert process.exitcode == 0
+        with stdout:
+            return stdout.read().splitlines()
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
@@ -175,11 +187,10 @@ sleeping.send_signal(signal.SIGKILL)
 
 
 def test_the_kernel_ends_the_programs_of_a_killed_starter(starter: Starter, how: str) -> None:
-    process = starter.begin("print(start('sleep').pid, flush=True); time.sleep(600)", how)
-    assert process.stdout is not None
-    child = psutil.Process(int(process.stdout.readline()))
-    process.kill()
-    process.communicate()
+    process, stdout = starter.begin("print(start('sleep').pid, flush=True); time.sleep(600)", how)
+    with stdout:
+        child = psutil.Process(int(stdout.readline()))
+        process.kill()
     assert psutil.wait_procs([child], timeout=30)[1] == []
 
 
