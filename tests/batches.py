@@ -101,6 +101,11 @@ def score(
     """Return the model's scores of `tokens` [batch, time], on every rank."""
     share = share_of(learner, ragged(tokens, loss_mask))
     learner.score(share, names, temperature=temperature)
+    return scores_of(share, names)
+
+
+def scores_of(share: Any, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """Return these scores of a share as padded rows, on every rank."""
     collected = [share.collect(name) for name in names]
     return device.from_rank_zero(lambda: tuple(padded(each) for each in collected))
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from batches import Rows, random_rows, score, share_of, with_masks
+from batches import Rows, random_rows, score, scores_of, share_of, with_masks
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.model import weight_map
@@ -59,7 +59,8 @@ OPTIMIZER = OptimizerConfig(
     # The gradient of some key biases is rounding noise, which a small epsilon would amplify.
     epsilon=1e-5,
 )
-STEPS = 3
+STEPS = 2  # the second is over sampled masks
+SCORES = ("proximal_logprobs", "entropy")
 
 
 def make_rows() -> Rows:
@@ -101,7 +102,7 @@ def policy_gradient(
 
 
 def learner_config(layout: dict[str, Any], **fields: Any) -> LearnerConfig:
-    return LearnerConfig(**{"dtype": "float32", "micro_batch_size": 2, **layout, **fields})
+    return LearnerConfig(**{"dtype": "float32", "micro_batch_size": 3, **layout, **fields})
 
 
 def of_optimizer(learner: Any, name: str) -> Iterator[tuple[Any, int | None, Tensor]]:
@@ -163,18 +164,17 @@ def measure(models: dict[str, Path], layout: dict[str, Any]) -> dict[str, Measur
     return {name: measure_model(model, layout) for name, model in models.items()}
 
 
-def measure_model(model: Path, layout: dict[str, Any], **fields: Any) -> Measurement:
+def measure_model(model: Path, layout: dict[str, Any]) -> Measurement:
     from qurl_megatron.learner.learner import Learner
 
-    learner = Learner(model, learner_config(layout, **fields), OPTIMIZER)
-    tokens = make_rows().tokens
-    scores = {t: score(learner, tokens, temperature=t, loss_mask=m) for t, m in SCORED.items()}
+    learner = Learner(model, learner_config(layout), OPTIMIZER)
     first_weights = parts_of(learner, learner.shards())
     batch, rows = make_batch(), make_rows()
     kept = make_kept()[torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]]
-    share, with_kept = (share_of(learner, each) for each in (batch, with_masks(batch, kept)))
-    learner.score(share, ["proximal_logprobs"], temperature=0.7)
-    shares = [share] * (STEPS - 1) + [with_kept]
+    shares = [share_of(learner, each) for each in (batch, with_masks(batch, kept))]
+    for share in shares:
+        learner.score(share, SCORES, temperature=0.7)
+    scores = {0.7: scores_of(shares[0], SCORES), 1.0: score(learner, rows.tokens)}
     updates: list[Any] = []
     first_gradients: list[weight_map.TensorPart] = []
     for each in shares:
