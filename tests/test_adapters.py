@@ -96,7 +96,7 @@ def measure(model: Path, case: Case) -> dict[str, Any]:
     found["first"] = adapters_of(learner, lambda parameter: parameter.detach())
     found["updates"] = [learner.update(share, policy_gradient, temperature=0.7)]
     found["gradients"] = adapters_of(learner, lambda parameter: parameter.main_grad)
-    found["updates"] += [learner.update(share, policy_gradient, temperature=0.7) for _ in range(2)]
+    found["updates"] += [learner.update(share, policy_gradient, temperature=0.7)]
     found["last"] = adapters_of(learner, lambda parameter: parameter.detach())
     found["merged"] = parts_of(learner, learner.merged())
     found["trained"] = sum(
@@ -155,7 +155,7 @@ def test_scores_gradients_and_steps_are_those_of_torch(name: str, tmp_path: Path
     )
     weights = rows.loss_mask / rows.loss_mask.sum()
     is_target = trained(held, case.targets)
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         logprobs, entropy = logprobs_and_entropy_of(model, rows.tokens, 0.7)
         loss, _ = policy_gradient(logprobs, entropy, rows, weights)

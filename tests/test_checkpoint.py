@@ -94,7 +94,7 @@ def train(
         checkpoints.restore(newest)
     results = []
     for step in steps:
-        tokens = torch.randint(2, 90, (8, 12), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(2, 90, (4, 12), generator=torch.Generator().manual_seed(step))
         batch = ragged(tokens, rewards=(tokens > 45).float())
         metrics = critic.step(batch if dist.get_rank() == 0 else TrainBatch.empty())
         weights = torch.full((tokens.numel(),), 1 / tokens.numel())

@@ -120,7 +120,7 @@ def served_scores(
     for name, weight_format, ranks_of_server, exponent in cases:
         is_expert = name == "experts"
         fields = layout if is_expert else {k: v for k, v in layout.items() if "expert" not in k}
-        learner = Learner(models[name], learner_config(fields), OPTIMIZER)
+        learner = Learner(models[name], learner_config(fields, micro_batch_size=2), OPTIMIZER)
         converter = Converter(learner, weight_format, 2**20)
         tokens = make_rows().tokens
         if exponent:

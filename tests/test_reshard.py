@@ -100,7 +100,8 @@ CONVERTERS: dict[str, tuple[WeightFormat, list[str]]] = {name: (name, []) for na
 CONVERTERS["int8 and BF16"] = "int8", KEPT
 CONVERTERS["int4"] = "int4", []
 SMOOTHED = ("int4-g32", "fp8-block", "int8 and BF16", "int4")
-OF_EXPERTS = {name: CONVERTERS[name] for name in ("int8", "int4", "fp8-block", "bf16")}
+# For experts, and for eight ranks, which take turns on few cores.
+FEWER = {name: CONVERTERS[name] for name in ("int8", "int4", "fp8-block", "bf16")}
 
 
 @dataclass
@@ -125,7 +126,8 @@ def convert(model_dir: Path, config: LearnerConfig) -> dict[str, Sent]:
     smoothing = random_smoothing(learner.architecture)
     results: dict[str, Sent] = {}
     converters = {}
-    for name, (weight_format, kept) in (OF_EXPERTS if has_experts else CONVERTERS).items():
+    converted = FEWER if has_experts or config.world_size == 8 else CONVERTERS
+    for name, (weight_format, kept) in converted.items():
         keep = KEEP if kept else []
         converter = Converter(learner, weight_format, BUCKET_BYTES, keeps_codes=True, keep=keep)
         another = Converter(learner, weight_format, BUCKET_BYTES, keep=keep)
