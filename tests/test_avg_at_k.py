@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from math import sqrt
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from logs import run_log
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.proof import WrongRollouts
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.schema import Config, ConfigError, RolloutConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation import avg_at_k
@@ -229,7 +232,9 @@ def test_the_command_continues_where_its_server_was_lost(
     assert sorted(kept) == [0, 1] and not (output / "summary.json").exists()
     client.loses = ""
     evaluate()
-    assert "answers_0.jsonl: 2 of 3 problems have their answers" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "answers_0.jsonl: 2 of 3 problems have their answers" in err
+    assert out.endswith("and its answer, of reward 1:\n  | What is 0?\n  | 0\n")
     whole = read_answers(output / "answers_0.jsonl")
     assert list(whole) == [0, 1, 2] and kept.items() <= whole.items()
     results = json.loads((output / "summary.json").read_text())["results"][str(data)]
@@ -240,3 +245,21 @@ def test_the_command_continues_where_its_server_was_lost(
     assert sorted(path.name for path in output.iterdir()) == ["answers_0.jsonl", "summary.json"]
     with pytest.raises(ConfigError, match="exists; choose another directory"):
         evaluate()
+
+
+def test_a_run_ends_with_a_command_that_reads_its_data_as_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"enable_thinking": False}
+    rollout = RolloutConfig(agent="a.py:play", max_turns=3, max_prompt_length=7)
+    rollout.max_completion_length = 9
+    fields: dict[str, Any] = {"question_key": "text", "chat_template_options": options}
+    run_log(tmp_path / "run", data="a.jsonl", rollout=rollout, **fields).say_results()
+    command = capsys.readouterr().out.replace("\n", " ").rpartition("its answers: ")[2]
+    _, *words = shlex.split(command)
+    assert words[:3] == ["eval", str(tmp_path / "run" / "final_model"), "a.jsonl"]
+    config = with_overrides(EvalConfig(), words[3:])
+    assert config.output == str(tmp_path / "run" / "answers")
+    for name, value in (fields | {"agent": "a.py:play", "max_turns": 3}).items():
+        assert getattr(config, name) == value
+    assert (config.max_prompt_length, config.max_completion_length) == (7, 9)

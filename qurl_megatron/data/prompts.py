@@ -335,7 +335,7 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
         )
     first = prompts.train[0].token_ids
     lines.append(f"the first prompt, {len(first):,} tokens:")
-    lines += [f"  | {line}" for line in _readable(tokenizer.decode(first)).split("\n")]
+    lines += quoted(tokenizer.decode(first))
     return "\n".join(lines) + "\n"
 
 
@@ -393,13 +393,17 @@ def length_lines(lengths: list[int]) -> list[str]:
     return lines
 
 
-def _readable(text: str) -> str:
-    """Return text without its middle if it is long, and with control characters as escapes."""
+def quoted(text: str) -> list[str]:
+    """Return the lines of a text, without its middle if it is long.
+
+    Control characters are escapes.
+    """
     if len(text) > SHOWN_CHARACTERS:
         half = SHOWN_CHARACTERS // 2
         left_out = len(text) - 2 * half
         text = f"{text[:half]}\n[{left_out:,} characters not shown]\n{text[-half:]}"
-    return "".join(
+    readable = "".join(
         each if each.isprintable() or each == "\n" else each.encode("unicode_escape").decode()
         for each in text
     )
+    return [f"  | {line}" for line in readable.split("\n")]

@@ -73,7 +73,7 @@ from qurl_megatron.config.values import (
     TopP,
 )
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
-from qurl_megatron.data.prompts import source_lines, tokenize, tokenizer_lines
+from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer_lines
 from qurl_megatron.data.rewards import absolute, is_own_function
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
@@ -506,6 +506,12 @@ def run(config: EvalConfig) -> None:
             text = json.dumps(summary, indent=2, default=dataclasses.asdict)
             write_whole(output / "summary.json", text + "\n")
     table_console().print(_table(config, prompts, averages_of))
+    file = output / "answers_0.jsonl"
+    first = read_answers(file)[0]
+    print(f"answers are in {file}; the first question, and its answer, of reward", end=" ")
+    print(
+        f"{first.greedy.reward:g}:", *quoted(first.question), *quoted(first.greedy.text), sep="\n"
+    )
 
 
 def _keep(path: Path, result: ProblemResult) -> None:

@@ -35,6 +35,7 @@ from rich.table import Table
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.text import overrides_between
 from qurl_megatron.files import append_lines, read_json_lines, write_whole
 from qurl_megatron.process import qurl_command
 from qurl_megatron.report.console import RunConsole, duration
@@ -52,6 +53,11 @@ if TYPE_CHECKING:
     from qurl_megatron.report.event_file import EventFile
 
 PACE_STEPS = 20  # last steps, from which the time left is estimated
+# Fields by which `qurl eval` reads data and plays agents as the run did.
+OF_ANSWERS = (
+    *("question_key", "answer_key", "incomplete", "ignore_media", "system_prompt"),
+    *("chat_template_options", "rollout.agent", "rollout.max_turns", "rollout.max_episode_tokens"),
+)
 # Of a table of samples.
 COLUMNS = ("step", "kind", "reward", "length", "truncated", "weight_versions", "prompt", "text")
 
@@ -217,8 +223,12 @@ class RunLog:
     def say_results(self) -> None:
         """Print where the report and the model are, and how to see answers of the model."""
         config, model = self._config, self._config.run_dir / "final_model"
-        words = [config.data, f"reward={config.reward}"]
-        words += [f"agent={config.rollout.agent}"] if config.rollout.agent else []
+        words = [config.data, f"reward={config.reward}", f"output={config.run_dir / 'answers'}"]
+        words += [f"max_prompt_length={config.rollout.max_prompt_length}"]
+        words += [f"max_completion_length={config.rollout.longest_completion}"]
+        changed = overrides_between(Config(), config)
+        given = [word for word in changed if word.partition("=")[0] in OF_ANSWERS]
+        words += [word.removeprefix("rollout.") for word in given]
         self.say(f"report: {config.run_dir / 'report' / 'index.html'}")
         self.say(f"model: {model}; its answers: {qurl_command('eval', model, *words)}")
 
