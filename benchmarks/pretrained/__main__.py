@@ -1,9 +1,10 @@
 """Measure on SmolLM2-135M-Instruct: `python -m benchmarks.pretrained --chapter rounding`.
 
-    chapter    what differs between its arms
-    rounding   how float32 masters become BF16, supervised training at learning rates of RL
-    codes      of what codes are made: masters, or BF16 values of them
-    smoothing  the format of a served copy, and the exponent of its smoothing
+    chapter     what differs between its arms
+    rounding    how float32 masters become BF16, supervised training at learning rates of RL
+    codes       of what codes are made: masters, or BF16 values of them
+    smoothing   the format of a served copy, and the exponent of its smoothing
+    yardsticks  finer scales than servers have, beside smoothing
 
 An arm that benchmarks/results/pretrained.jsonl has is not repeated: a chapter can be interrupted.
 The rows are printed as a table in the end.
@@ -16,11 +17,16 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.pretrained import codes, rounding, smoothing
+from benchmarks.pretrained import codes, rounding, smoothing, yardsticks
 from qurl_megatron.files import read_json_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "pretrained.jsonl"
-CHAPTERS: dict[str, Any] = {"rounding": rounding, "codes": codes, "smoothing": smoothing}
+CHAPTERS: dict[str, Any] = {
+    "rounding": rounding,
+    "codes": codes,
+    "smoothing": smoothing,
+    "yardsticks": yardsticks,
+}
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.evaluation.mismatch import divergence
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.model import PolicyModel
+from qurl_megatron.learner.quantized_forward import Served
 from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.quantization import uaq
 from qurl_megatron.recipes import smollm2
@@ -53,33 +54,46 @@ class _WholeDistribution(PolicyModel):
 
 def measure(model: Path, format: Any, exponent: float, keep: str, prompts: int) -> dict[str, Any]:
     """Return the KL, its median and the largest ratio, over all tokens of the answers."""
-    learner, answers, others = _parts(model)
+    learner, *_ = parts(model)
+    outlier = smooth(model, exponent, prompts)
+    converter = Converter(learner, format, 2**26, keep=[keep] if keep else [])
+    row = distance(model, converter)
+    print(format, exponent, keep, prompts, f"{row['kl']:.2e}", flush=True)
+    return row | {"outlier": outlier}
+
+
+def smooth(model: Path, exponent: float, prompts: int = 8) -> str:
+    """Let the learner smooth what it sends; return by how much the worst outlier stands out."""
+    learner, _, others = parts(model)
+    learner.smoothing = None
+    if not exponent:
+        return ""
+    seen = learner.share(pack([_unanswered(each) for each in others[:prompts]]).only())
+    largest = learner.smooth(seen, exponent)
+    return f"{largest.ratio:.0f} in {largest.name}"
+
+
+def distance(model: Path, served: Served) -> dict[str, Any]:
+    """Return how far a served copy is from the learner, over all tokens of the answers."""
+    learner, answers, _ = parts(model)
     share = learner.share(pack(answers).only())
     exact = _scored(learner, share)
-    learner.smoothing, outlier = None, ""
-    if exponent:
-        seen = learner.share(pack([_unanswered(each) for each in others[:prompts]]).only())
-        largest = learner.smooth(seen, exponent)
-        outlier = f"{largest.ratio:.0f} in {largest.name}"
-    converter = Converter(learner, format, 2**26, keep=[keep] if keep else [])
-    with learner.as_served(converter, ServerConfig()):
-        served = _scored(learner, share)
-    kl = divergence(served, exact)
+    with learner.as_served(served, ServerConfig()):
+        copied = _scored(learner, share)
+    kl = divergence(copied, exact)
     sampled = torch.tensor([t for group in answers for t in group.completions[0].token_ids])
-    ratio = (served - exact).gather(1, sampled[:, None]).abs().max().exp()
-    print(format, exponent, keep, prompts, f"{kl.mean():.2e}", flush=True)
+    ratio = (copied - exact).gather(1, sampled[:, None]).abs().max().exp()
     return {
         "tokens": len(kl),
         "kl": float(kl.mean()),
         "kl_error": float(kl.std() / len(kl) ** 0.5),
         "kl_median": float(kl.median()),
         "largest_ratio": float(ratio),
-        "outlier": outlier,
     }
 
 
 @functools.cache
-def _parts(model: Path) -> tuple[Learner, list[RolloutGroup], list[Prompt]]:
+def parts(model: Path) -> tuple[Learner, list[RolloutGroup], list[Prompt]]:
     """Return a learner with UAQ, answers to some prompts of the recipe, and its other prompts."""
     from transformers import AutoModelForCausalLM
 

@@ -103,9 +103,8 @@ class Proof:
             return
         statistics = statistics_of(sums)
         kl, predicted = statistics[KL], statistics[f"predicted_{KL}"]
-        text = (
-            f"{name} servers: KL(behaviour, proximal) is {kl:.1e}, and {predicted:.1e} was expected"
-        )
+        expected = f"and {predicted:.1e} was expected" if predicted else "which is rounding alone"
+        text = f"{name} servers: KL(behaviour, proximal) is {kl:.1e}, {expected}"
         if is_rollout and kl > LARGE:
             text += (
                 f". That is {format}'s own distance on this model, which every objective but naive "
