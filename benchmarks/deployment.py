@@ -12,13 +12,13 @@ import psutil
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
+from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import Config, QuantizationConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import servers
 from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.quantization.checksum import combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl

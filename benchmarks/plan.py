@@ -10,15 +10,16 @@ import dataclasses
 from dataclasses import dataclass
 
 from benchmarks import machine
+from qurl_megatron.config.gpus import H100
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.extensions.planning import step_time
+from qurl_megatron.extensions.planning.lengths import Workload
+from qurl_megatron.extensions.planning.rollout_time import rollout_s, server_load, steady_state
+from qurl_megatron.extensions.planning.step_time import plan_publish
+from qurl_megatron.memory import estimate as memory
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.known import KNOWN_MODELS
-from qurl_megatron.planning import memory, step_time
-from qurl_megatron.planning.gpus import H100
-from qurl_megatron.planning.lengths import Workload
-from qurl_megatron.planning.rollout_time import rollout_s, server_load, steady_state
-from qurl_megatron.planning.step_time import plan_publish
 from qurl_megatron.recipes.scaling_32b import study
 
 # (model, format, GPUs, task, mean output tokens, {sequences: median inter-token latency in ms}) on

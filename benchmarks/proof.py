@@ -4,8 +4,8 @@
 
 MODEL is a Hugging Face directory; without one it is SmolLM2-135M-Instruct from its package. A twin
 of a server draws the tokens: transformers' model, whose linear layers compute what a server's do
-(`qurl_megatron/evaluation/quantized_model.py`). The learner scores them as a run does before it
-trains. Each row is one kind of server:
+(`qurl_megatron/extensions/mismatch/quantized_model.py`). The learner scores them as a run does
+before it trains. Each row is one kind of server:
 
     right         nothing is wrong
     warm, cold    draws at a temperature of 5/3 or 3/5 of the run's
@@ -102,7 +102,7 @@ def sampled(
     stop_token_ids: list[int],
 ) -> TrainBatch:
     """Return one completion to each prompt, with the log-probs that a server reports."""
-    from qurl_megatron.evaluation.quantized_model import QuantizedModel
+    from qurl_megatron.extensions.mismatch.quantized_model import QuantizedModel
 
     is_exact = weight_format == "bf16"
     drawn_at = temperature * server.drawn_at

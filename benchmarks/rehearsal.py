@@ -10,13 +10,13 @@ import dataclasses
 from collections import Counter
 
 from benchmarks import machine
+from qurl_megatron.config.gpus import GIB, Node
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.extensions.rehearsal import transformer_engine
+from qurl_megatron.extensions.rehearsal.rehearsal import Rehearsal, play
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.known import KNOWN_MODELS
-from qurl_megatron.planning.gpus import GIB, Node
 from qurl_megatron.recipes import gsm8k_ppo, qwen3_moe, scaling_32b
-from qurl_megatron.rehearsal import transformer_engine
-from qurl_megatron.rehearsal.rehearsal import Rehearsal, play
 
 # Whatever a layout does not name.
 PLAIN = """learner.layers_in_last_pipeline_stage=none learner.data_parallel_size=1

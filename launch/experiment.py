@@ -24,6 +24,8 @@ from pathlib import Path
 import psutil
 
 from qurl_megatron import device
+from qurl_megatron.config import extensions
+from qurl_megatron.config.gpus import H100, node_of
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.code_copy import LOGS, PACKAGE, keep_code, own_words, place_of, read_code
@@ -33,8 +35,6 @@ from qurl_megatron.launch.recipe import default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.status import JOB_SCRIPT, owner_of, slurm_jobs
 from qurl_megatron.model import hub
-from qurl_megatron.planning.gpus import H100, node_of
-from qurl_megatron.planning.job import idle_gpus, objections
 from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
@@ -170,12 +170,7 @@ def launch_jobs(jobs: Sequence[Job], options: JobOptions, *, dry_run: bool) -> i
         config = with_overrides(job.config, own)
         scripts[str(config.run_dir)] = job_script(config, [*job.words, *own], options, place)
     say_defaults(options)
-    node = node_of(options.gpu, options.gpus_per_node)
-    for job in jobs:
-        limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
-        idle = [] if options.heterogeneous else idle_gpus(job.config, node)
-        for objection in (*idle, *objections(job.config, node, limit_s, max_jobs)):
-            print(f"qurl: {job.config.name}: warning: {objection}", file=sys.stderr)
+    _say_objections(jobs, options)
     print_summaries(jobs)
     if dry_run:
         print("".join(scripts.values()), end="")
@@ -184,6 +179,19 @@ def launch_jobs(jobs: Sequence[Job], options: JobOptions, *, dry_run: bool) -> i
         keep_code(code, place)
         submit(scripts)
     return 0
+
+
+def _say_objections(jobs: Sequence[Job], options: JobOptions) -> None:
+    """Print what plans say against the jobs, where runs can be planned."""
+    planned = extensions.find("planning", "job")
+    if planned is None:
+        return
+    node = node_of(options.gpu, options.gpus_per_node)
+    limit_s, max_jobs = _limit_s(options), options.max_restarts + 1
+    for job in jobs:
+        idle = [] if options.heterogeneous else planned.idle_gpus(job.config, node)
+        for objection in (*idle, *planned.objections(job.config, node, limit_s, max_jobs)):
+            print(f"qurl: {job.config.name}: warning: {objection}", file=sys.stderr)
 
 
 def print_summaries(jobs: Sequence[Job]) -> None:

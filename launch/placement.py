@@ -12,21 +12,21 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from qurl_megatron.config.schema import (
-    Config,
-    ConfigError,
-    LearnerConfig,
-)
-from qurl_megatron.files import gigabytes, write_whole
-from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.memory import RUNTIME_BYTES, learner_memory, total_bytes
-from qurl_megatron.planning.nodes import (
+from qurl_megatron.config.nodes import (
     ServerSpec,
     deal,
     nodes_of_run,
     server_sizes,
     server_specs,
 )
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    LearnerConfig,
+)
+from qurl_megatron.files import gigabytes, write_whole
+from qurl_megatron.memory.estimate import RUNTIME_BYTES, learner_memory, total_bytes
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.process import free_port, make_key
 
 Placed = tuple[str, int, int]  # set name, index within the set, and first GPU of a server

@@ -21,6 +21,7 @@ from datetime import date
 from pathlib import Path
 
 from qurl_megatron.config.disk import check_disk
+from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
 from qurl_megatron.config.text import leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
@@ -31,17 +32,16 @@ from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, 
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
-from qurl_megatron.model import hub
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.model.tokenizer import read_template
-from qurl_megatron.planning.colocation import plan_colocation, releases
-from qurl_megatron.planning.gpus import H100, Node
-from qurl_megatron.planning.host import (
+from qurl_megatron.memory.colocation import plan_colocation, releases
+from qurl_megatron.memory.host import (
     check_host,
     check_shared_memory,
     check_workers,
     use_cores,
 )
+from qurl_megatron.model import hub
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.tokenizer import read_template
 from qurl_megatron.process import qurl_command
 from qurl_megatron.rollout import toolkit
 

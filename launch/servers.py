@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import AdaptersConfig, Config
 from qurl_megatron.launch.status import logs_of, newest_attempt
-from qurl_megatron.planning.nodes import ServerSpec
 from qurl_megatron.process import GpuLock, make_key, tail
 from qurl_megatron.rollout.control import RELEASED, ServerControl
 from qurl_megatron.rollout.preload import exit_code, how_it_ended

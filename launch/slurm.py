@@ -41,7 +41,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from qurl_megatron.config import extensions
 from qurl_megatron.config.disk import checkpoint_bytes, write_bytes_per_s
+from qurl_megatron.config.gpus import H100, Node, node_of
+from qurl_megatron.config.nodes import nodes_of_learner
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.device import machine_memory_bytes
 from qurl_megatron.files import gigabytes, read_json_lines, write_whole
@@ -54,9 +57,6 @@ from qurl_megatron.launch.servers import Attempt, RestartLimit
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.launch.supervisor import START_FAILED
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.gpus import H100, Node, node_of
-from qurl_megatron.planning.job import objections
-from qurl_megatron.planning.nodes import nodes_of_learner
 from qurl_megatron.process import NO_THREADS, free_port
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
@@ -509,10 +509,13 @@ def expected_save_s(config: Config) -> float:
 
 
 def say_objections(config: Config, max_restarts: int) -> None:
-    """Print what the plan of the run says against this job."""
+    """Print what the plan of the run says against this job, where runs can be planned."""
+    planned = extensions.find("planning", "job")
+    if planned is None:
+        return
     limit_s = (job_end_time() or float("inf")) - time.time()
     jobs_left = max_restarts + 1 - int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    for objection in objections(config, job_node(), limit_s, jobs_left):
+    for objection in planned.objections(config, job_node(), limit_s, jobs_left):
         print(f"qurl: warning: {objection}", flush=True)
 
 

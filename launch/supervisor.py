@@ -32,12 +32,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qurl_megatron import device
+from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
-from qurl_megatron.planning.host import settle_run
-from qurl_megatron.planning.nodes import server_specs
+from qurl_megatron.memory.host import settle_run
 from qurl_megatron.process import address_towards, settle_environment, tail
 from qurl_megatron.rollout.preload import (
     PreloadFailed,

@@ -15,7 +15,8 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from qurl_megatron.commands import models, plans, rehearse, runs
+from qurl_megatron.commands import models, runs
+from qurl_megatron.config import extensions
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.process import ended_by, ending_signals, settle_environment
 
@@ -46,11 +47,11 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": models.serve,
     "report": runs.report,
     "quantize": models.quantize,
-    "mismatch": models.mismatch,
     "uaq": models.uaq,
-    "plan": plans.plan,
-    "rehearse": rehearse.rehearse,
 }
+for _name, _extension in extensions.COMMANDS.items():
+    if _module := extensions.find(_extension, "command"):
+        COMMANDS[_name] = getattr(_module, _name)
 for _name, _function in COMMANDS.items():
     app.command(_name)(exit_on_bad_input()(_function))
 

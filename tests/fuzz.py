@@ -157,7 +157,7 @@ def home() -> Iterator[Path]:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for module in (
         "evaluation.avg_at_k",
-        "evaluation.mismatch",
+        "extensions.mismatch.mismatch",
         "launch.experiment",
         "launch.local",
     ):

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
+from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.other_names import OTHER_NAMES
 from qurl_megatron.config.schema import (
     Config,
@@ -42,10 +43,9 @@ from qurl_megatron.config.validate import _FIXED, validate, validate_resume, val
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.serve import ServeConfig
+from qurl_megatron.memory.colocation import plan_colocation, releases
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
-from qurl_megatron.planning.colocation import plan_colocation, releases
-from qurl_megatron.planning.gpus import H100, Node
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
 from tiny import build_tiny_model

@@ -28,8 +28,8 @@ from qurl_megatron.config.schema import (
     WeightFormat,
 )
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.memory.estimate import learner_memory
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.planning.memory import learner_memory
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.server import Server

@@ -1,6 +1,5 @@
 """`qurl launch` and `nemorun`: nodes, scripts, sweeps and refusals; what `qurl status` says."""
 
-import itertools
 import json
 import os
 import re
@@ -22,24 +21,20 @@ from typer.testing import CliRunner
 
 from qurl_megatron import process
 from qurl_megatron.cli import app
-from qurl_megatron.commands import scaling
+from qurl_megatron.config.extensions import needed
+from qurl_megatron.config.gpus import DGX_H100, Node
+from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import code_copy, experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
-from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, prepare_resume_or_new
 from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.launch.status import claim
+from qurl_megatron.memory import host
+from qurl_megatron.memory.estimate import kv_bytes_per_token
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.known import KNOWN_MODELS
-from qurl_megatron.planning import host
-from qurl_megatron.planning.gpus import DGX_H100, Node, node_of
-from qurl_megatron.planning.job import idle_gpus
-from qurl_megatron.planning.memory import kv_bytes_per_token
-from qurl_megatron.planning.nodes import gpus_of_run, server_specs
-from qurl_megatron.planning.plan import most_servers, plan
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.report.console import RunConsole
 from recipe_inputs import RECIPES
@@ -143,34 +138,6 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
         "export QURL_SRUN_ARGS=--mpi=none",
         f"export QURL_CONTAINER_OPTIONS='{container}'",
     ]
-
-
-@pytest.mark.parametrize("gpus_per_node", [4, 8])
-def test_a_job_asks_for_the_gpus_that_were_planned(gpus_per_node: int) -> None:
-    node, layouts = node_of("H100", gpus_per_node), 0
-    for ranks, size, evaluation, placement in itertools.product(
-        (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 4), (0, 1, 2), ("separate", "colocated")
-    ):
-        words = [f"learner.data_parallel_size={ranks}", f"rollout.placement={placement}"]
-        words += [
-            f"rollout.server.tensor_parallel_size={size}",
-            f"evaluation.problems={evaluation}",
-        ]
-        words += [f"evaluation.server.tensor_parallel_size={max(1, evaluation)}"]
-        config = with_overrides(Config(), words)
-        numbers = [4, 8, 16, 24, 32] if placement == "separate" else [ranks]
-        for gpus in numbers:
-            if gpus % gpus_per_node or not (servers := most_servers(config, gpus, node)):
-                continue
-            if placement == "colocated" and (ranks < size or ranks % gpus_per_node):
-                continue
-            layouts += 1
-            config.rollout.servers = servers
-            asked = sum(map(len, smallest_plan(config, gpus_per_node)))
-            assert asked * gpus_per_node == gpus, (words, servers)
-            idle = sum(int(said.split()[0]) for said in idle_gpus(config, node))
-            assert idle == gpus - gpus_of_run(config)
-    assert layouts > 100
 
 
 def test_a_layout_that_is_planned_can_be_launched_on_as_many_gpus() -> None:
@@ -438,7 +405,7 @@ def test_what_the_plan_says_against_a_job_is_a_warning(
     def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> list[str]:
         return [f"{config.steps} {node.gpu.name} {node.gpus} {limit_s:.0f} {max_jobs}"]
 
-    monkeypatch.setattr(experiment, "objections", objections)
+    monkeypatch.setattr(needed("planning", "job", by="this test"), "objections", objections)
     options = JobOptions({"time": "10"}, gpus_per_node=4, gpu="A100", max_restarts=2)
     launch("quickstart", ["name=s"], ["steps=2,3"], options=options, dry_run=True)
     warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
@@ -477,23 +444,6 @@ def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixt
     assert [command.split() for command in commands] == [
         ["quickstart", *words] for words in named_runs("quickstart", ["name=ablation"], sweeps[:2])
     ]
-
-
-def test_a_table_of_plans_is_a_sweep_over_its_layouts() -> None:
-    rows = [scaling.Row(plan(KNOWN_MODELS["Qwen2.5-0.5B"], Config(), gpus)) for gpus in (8, 16)]
-    scaling.write(rows, table := Path("study.csv"))
-    small, large = named_runs("grpo", ["name=study", "steps=5"], ["seed=1"], table)
-    assert small[:2] == large[:2] == ["name=study", "steps=5"]
-    assert (small[-1], large[-1]) == ("name=study-8gpus-1", "name=study-16gpus-1")
-    layouts = [with_overrides(Config(), words) for words in (small, large)]
-    assert [run.rollout.servers for run in layouts] == [
-        row.plan.config.rollout.servers for row in rows
-    ]
-    twice = table.read_text() + table.read_text().splitlines()[1] + "\n"
-    for text in ("", "gpus,layout\n", "a,b\n1,2\n", twice):
-        table.write_text(text)
-        with pytest.raises(ConfigError, match="^--layouts study.csv: "):
-            named_runs("grpo", [], [], table)
 
 
 def test_nothing_starts_without_sbatch_or_over_a_run_that_exists_or_is_owned(

@@ -43,7 +43,7 @@ OWN_WAYS = {
     "model/huggingface": "a file that `write_whole` renames",
     "model/smollm2": "a model, in a directory that the run renames",
     "commands/scaling": "a file that `write_whole` renames",
-    "rehearsal/rehearsal": "what a process is to do, through a pipe",
+    "extensions/rehearsal/rehearsal": "what a process is to do, through a pipe",
     "report/console": "the lines of steps, which the console has too",
     "report/plots": "a picture in memory",
     "process": "a log in place of a closed output, and a file to lock",

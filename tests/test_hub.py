@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants
 
 from problem_files import numbered
-from qurl_megatron.commands.plans import plan_input
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.data.problems import DataError, local_data, read_problems
@@ -108,6 +108,7 @@ def test_a_directory_of_that_name_wins(hub: SmallHub) -> None:
 
 
 def test_plan_needs_the_config_only(hub: SmallHub) -> None:
+    plan_input = needed("planning", "command", by="this test").plan_input
     architecture, config, _ = plan_input(MODEL, [])
     assert (architecture.family, config.model) == ("qwen3", MODEL)
     assert hub.sent == ["config.json"]

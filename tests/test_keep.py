@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
 from qurl_megatron.config.keep import fused_layers, kept_layers, layers_of
+from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import overrides_between, with_overrides
+from qurl_megatron.memory import estimate as memory
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.known import KNOWN_MODELS
-from qurl_megatron.planning import memory
-from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.recipes.scaling_32b import study
 from qurl_megatron.sglang_plugin.formats import Int8Config
 from qurl_megatron.sglang_plugin.linear import Int8LinearMethod

@@ -16,6 +16,8 @@ import pytest
 from safetensors.torch import load_file
 
 from qurl_megatron.config.disk import write_bytes_per_s
+from qurl_megatron.config.gpus import DGX_H100
+from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import (
     STOPPED_EARLY,
     Config,
@@ -34,8 +36,6 @@ from qurl_megatron.launch.placement import (
 )
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
-from qurl_megatron.planning.gpus import DGX_H100
-from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.process import CONSOLE_LOG, NO_THREADS, outlive_output
 from qurl_megatron.rollout.preload import Started
 from tiny import build_tiny_model

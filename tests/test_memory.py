@@ -7,10 +7,10 @@ from typing import Literal
 
 import pytest
 
-from benchmarks.rehearsal import first_layers
 from distributed import run_ranks
 from learner_memory import activations_of, allocated
 from published import EXPERT_MODELS, HYBRID_MODELS, MODELS, PARAMETERS
+from qurl_megatron.config.gpus import H100
 from qurl_megatron.config.schema import (
     Config,
     LearnerConfig,
@@ -20,11 +20,10 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner import packing
+from qurl_megatron.memory import estimate as memory
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.known import KNOWN_MODELS
-from qurl_megatron.planning import memory
-from qurl_megatron.planning.gpus import H100
 from qurl_megatron.recipes.scaling_32b import study
 from tiny import build_tiny_model
 
@@ -90,7 +89,10 @@ def test_sglang_divides_memory_between_states_and_keys_of_a_hybrid() -> None:
 def test_a_stage_of_a_hybrid_has_the_weights_of_its_own_kinds_of_layers() -> None:
     """Of 4 layers on 4 stages the last has attention, and on 2 with virtual ones the second."""
     model = KNOWN_MODELS["Qwen3.5-27B"]
-    model = dataclasses.replace(first_layers(model, 4), vocab_size=8)
+    linear = model.delta_net and dataclasses.replace(
+        model.delta_net, layers=model.delta_net.layers[:4]
+    )
+    model = dataclasses.replace(model, num_layers=4, delta_net=linear, vocab_size=8)
 
     def weights(stages: int, virtual: int) -> list[int]:
         words = [f"pipeline_parallel_size={stages}", f"virtual_pipeline_parallel_size={virtual}"]

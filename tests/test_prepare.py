@@ -15,7 +15,7 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
-from qurl_megatron.planning import host
+from qurl_megatron.memory import host
 from qurl_megatron.process import qurl_command
 from qurl_megatron.quantization.adapter_files import base_hash
 from recipe_inputs import write_inputs

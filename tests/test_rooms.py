@@ -1,6 +1,9 @@
 """Check the import rules of the repository from its source."""
 
 import ast
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -8,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import qurl_megatron
+from qurl_megatron.config.extensions import COMMANDS, FOLDER, needed
+from qurl_megatron.config.schema import ConfigError
 
 PACKAGE = Path(qurl_megatron.__file__).parent
 REPOSITORY = PACKAGE.parent
@@ -24,17 +29,17 @@ LEVELS = [
     {"model"},
     {"config"},
     {"algorithm", "quantization", "report"},
-    {"data", "planning", "rollout"},
+    {"data", "memory", "rollout"},
     {"agents"},
     {"learner"},
     {"weight_sync"},
     {"sglang_plugin"},
     {"evaluation"},
     {"loop"},
-    {"rehearsal"},
     {"recipes"},
     {"launch"},
     {"commands"},
+    {"extensions"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -42,14 +47,18 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # What stands behind a fence, and the only files that import it. Agents of users import the client
 # of OpenEnv; no file of this repository does.
 FENCES = {
-    "rehearsal": {"commands/rehearse", "commands/rehearse_page"},
-    "evaluation/mismatch": {"commands/models"},
     "agents/openenv": set[str](),
     "weight_sync/elsewhere": {
         "launch/serve",  # starts such servers, and claims them for a run
         "sglang_plugin/routes",  # gives a server its routes
         "weight_sync/link",  # chooses the transport to a server
     },
+}
+
+EXTENSIONS = [path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py")]
+# Extensions that import others, and why.
+EXTENSIONS_OF_EXTENSIONS = {
+    ("rehearsal", "planning"): "it plays the subjects of a plan, and prints what the plan says",
 }
 
 # Folders and files that import no engine, no collectives and no network.
@@ -71,7 +80,8 @@ PURE = {
     "model/delta_rule",
     "model/tokenizer",
     "model/weight_map",
-    "planning",
+    "extensions/planning",
+    "memory",
     "quantization/activations",
     "quantization/checksum",
     "quantization/kernels",
@@ -109,8 +119,18 @@ def room_of(name: str) -> str:
 
 
 def is_in(name: str, rooms: set[str]) -> bool:
-    """Return whether a set names this file, or the folder it is in."""
-    return name in rooms or room_of(name) in rooms
+    """Return whether a set names this file, or a folder it is in."""
+    return any(f"{name}/".startswith(f"{room}/") for room in rooms)
+
+
+def extension_of(name: str) -> str:
+    """Return the extension that a file is in; empty for the core."""
+    return name.split("/")[1] if name.startswith("extensions/") else ""
+
+
+def is_extension(module: str) -> bool:
+    """Return whether a module is of an extension."""
+    return module.startswith(f"{FOLDER}.")
 
 
 NAMES = {name_of(path): path for path in FILES}
@@ -157,6 +177,45 @@ def test_imports_between_folders_go_one_way(name: str) -> None:
     for imported in {room_of(other) for other in imported_names(NAMES[name])} & set(LEVEL):
         if imported != room:
             assert LEVEL[imported] < LEVEL[room], f"{name} must not import from {imported}"
+
+
+def test_no_file_of_the_core_imports_an_extension() -> None:
+    arrows = {
+        (extension_of(name), extension_of(imported))
+        for name, path in NAMES.items()
+        for imported in imported_names(path)
+    }
+    between = {(own, other) for own, other in arrows if other not in ("", own)}
+    assert between == set(EXTENSIONS_OF_EXTENSIONS)
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+def test_an_extension_has_its_tests_in_a_folder_of_its_own(extension: str) -> None:
+    """So nothing else needs a change when it is deleted, but for benchmarks that measure it."""
+    tests = REPOSITORY / "tests"
+    for path in tests.glob("**/*.py"):
+        found = {name.split(".")[2] for name in imported_modules(path) if is_extension(name)}
+        assert extension not in found or path.parent == tests / "extensions" / extension, path
+
+
+def test_extensions_can_be_deleted(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for folder in ("qurl_megatron", "recipes", "launch"):
+        shutil.copytree(REPOSITORY / folder, tree / folder, symlinks=True)
+    for extension in EXTENSIONS:
+        shutil.rmtree(tree / "qurl_megatron" / "extensions" / extension)
+
+    def qurl(*words: str) -> subprocess.CompletedProcess[str]:
+        program = ["-c", "from qurl_megatron.cli import main; main()"]
+        return subprocess.run(
+            [sys.executable, *program, *words], cwd=tree, capture_output=True, text=True
+        )
+
+    planned = qurl("train", "quickstart", "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert set(COMMANDS) & set(qurl("--help").stdout.split()) == set()
+    with pytest.raises(ConfigError, match="^--x: needs qurl_megatron/extensions/y, which was del"):
+        needed("y", "page", by="--x")
 
 
 @pytest.mark.parametrize("fenced", FENCES)

@@ -16,11 +16,11 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import Config, ServerConfig
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers
-from qurl_megatron.planning.nodes import server_specs
 from qurl_megatron.process import start_ticks
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.fleet import HEALTH_TIMEOUT_S

@@ -11,10 +11,7 @@ from torch import Tensor
 from batches import padded, ragged, score, share_of
 from distributed import run_ranks
 from learner_reference import logprobs_and_entropy_of
-from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig
-from qurl_megatron.evaluation.mismatch import compare
-from qurl_megatron.evaluation.quantized_model import QuantizedModel
 from qurl_megatron.model import smollm2
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import check_model
@@ -99,24 +96,6 @@ def test_it_knows_english(tokenizer: Any, logprobs: Tensor) -> None:
         for row, text in enumerate((ENGLISH, SHUFFLED))
     )
     assert english > -2.2 > -5 > shuffled
-
-
-def test_the_int8_copy_is_as_far_from_it_as_was_measured(
-    smollm2_dir: Path, tokenizer: Any, reference: Any
-) -> None:
-    """The KL divergence in English is 4.7e-2 with weights and activations in INT8.
-
-    Toys of random weights have a thousandth of it, so what they say of a mismatch is little.
-    """
-    ids = tokenizer.encode(ENGLISH, add_special_tokens=False)
-    quantized = QuantizedModel(smollm2_dir, "int8", stop_token_ids=[])
-    with torch.no_grad():
-        exact = reference(torch.tensor([ids])).logits[:, :-1]
-    kl = compare(quantized.logits([(ids[:1], ids[1:])]), exact, torch.tensor([ids[1:]])).kl
-    assert 1e-2 < kl.mean() < 0.2
-    quantized.smooth([Prompt("0", "", "", ids)], 0.5)
-    smoothed = compare(quantized.logits([(ids[:1], ids[1:])]), exact, torch.tensor([ids[1:]])).kl
-    assert smoothed.mean() < 0.6 * kl.mean()
 
 
 def scores(model: Path, config: LearnerConfig, tokens: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, Trai
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig, UaqConfig
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
-from qurl_megatron.evaluation.mismatch import divergence
+from qurl_megatron.extensions.mismatch.mismatch import divergence
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.model import PolicyModel
 from qurl_megatron.learner.quantized_forward import Served

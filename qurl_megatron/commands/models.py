@@ -89,102 +89,25 @@ def quantize(
     from qurl_megatron.quantization.offline import quantize_directory
 
     chosen = check_format(weight_format, group_size)
-    source = Path(_found(source))
+    source = Path(found_model(source))
     kept_layers(keep or [], Architecture.from_directory(source))
     _check_new(destination)
     if bool(smoothing) != bool(data):
         raise ConfigError("--smoothing: its scales come from the prompts of --data; give both")
     scales = None
     if data:
-        from qurl_megatron.evaluation.mismatch import MismatchOptions, load_model, read_prompts
+        from qurl_megatron.config.extensions import needed
 
-        options = MismatchOptions(source, data, chosen, smoothing=smoothing)
-        prompts = read_prompts(options)
+        served = needed("mismatch", "mismatch", by="--smoothing")
+        options = served.MismatchOptions(source, data, chosen, smoothing=smoothing)
+        prompts = served.read_prompts(options)
         yield 0
-        scales = load_model(options, prompts).smoothing
+        scales = served.load_model(options, prompts).smoothing
     else:
         yield 0
     with progress_bar(f"quantizing to {weight_format}") as progress:
         quantize_directory(source, destination, chosen, progress, keep or [], scales)
     print(f"{destination} is ready")
-
-
-@may_be_job
-def mismatch(
-    model: SourceDirectory,
-    data: Annotated[
-        str,
-        typer.Argument(
-            metavar="DATA", help="Problems to answer: a file, directory or reasoning_gym:TASK."
-        ),
-    ],
-    weight_format: Annotated[
-        str, typer.Option("--format", help="int8, int4, fp8, fp8-tensor or fp8-block.")
-    ] = "int8",
-    group_size: GroupSizeOption = 128,
-    prompts: Annotated[
-        int, typer.Option(min=4, max=100_000, help="Number of problems, each answered once.")
-    ] = 64,
-    max_completion: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Maximum completion length, in tokens.")
-    ] = 128,
-    budget: Annotated[
-        float,
-        typer.Option(min=0, max=1, help="Largest growth of a server's weights, as a fraction."),
-    ] = 0.1,
-    output: Annotated[Path | None, typer.Option(help="JSON file to write. Default: none.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampled answers.")] = 0,
-    temperature: Annotated[float, typer.Option(help="The run's rollout.temperature.")] = 1.0,
-    smoothing: Annotated[float, typer.Option(help="The run's quantization.smoothing.")] = 0.0,
-) -> Iterator[int]:
-    """Find which tokens, layers and activations make the quantized model differ.
-
-    Recommend layers to keep in BF16 (quantization.keep).
-    """
-    import json
-    from functools import partial
-
-    from rich.console import Console
-
-    from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.files import check_output, write_whole
-
-    chosen = check_format(weight_format, group_size)
-    if output is not None:
-        if os.path.lexists(output):
-            raise ConfigError(f"--output {output}: exists; choose another file")
-        if not output.parent.is_dir():
-            raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it")
-        check_output(output)
-    # It imports torch, so the cheap checks come first.
-    from qurl_megatron.evaluation.mismatch import (
-        MismatchOptions,
-        measure,
-        print_layers,
-        print_tokens,
-        read_prompts,
-    )
-    from qurl_megatron.report.console import show_progress
-
-    model = Path(_found(model))
-    options = MismatchOptions(
-        model, data, chosen, prompts, max_completion, budget, seed, temperature, smoothing
-    )
-    read = read_prompts(options)
-    yield 1
-    console = Console(stderr=True, highlight=False)
-    console.print(f"comparing {weight_format} with BF16")
-    result = measure(
-        options,
-        read,
-        partial(console.print, markup=False, soft_wrap=True),
-        print_tokens,
-        lambda passes: show_progress("layers", passes, "passes", console),
-    )
-    print_layers(result)
-    if output is not None:
-        write_whole(output, json.dumps(result, indent=2) + "\n")
-        print(f"{output} is ready")
 
 
 def uaq(
@@ -203,7 +126,7 @@ def uaq(
     from qurl_megatron.config.text import from_tree
     from qurl_megatron.quantization.offline import scale_directory, unscale_directory
 
-    source = Path(_found(source))
+    source = Path(found_model(source))
     title = "undoing UAQ" if undo else f"scaling by {scale}"
     with progress_bar(title) as progress:
         try:
@@ -252,7 +175,7 @@ def evaluate(
 
     data = [word for word in words if "=" not in word]
     settings = [word for word in words if "=" in word]
-    config = with_overrides(avg_at_k.EvalConfig(model=_found(model), data=data), settings)
+    config = with_overrides(avg_at_k.EvalConfig(model=found_model(model), data=data), settings)
     avg_at_k.check(config)
     avg_at_k.check_output(config)
     yield config.server.tensor_parallel_size
@@ -281,7 +204,7 @@ def agent(
     from qurl_megatron.evaluation import avg_at_k
     from qurl_megatron.evaluation import episodes as played
 
-    given = avg_at_k.EvalConfig(model=_found(model), data=[data], agent=function)
+    given = avg_at_k.EvalConfig(model=found_model(model), data=[data], agent=function)
     config = with_overrides(given, settings or [])
     avg_at_k.check(config)
     yield config.server.tensor_parallel_size
@@ -315,7 +238,7 @@ def serve(
     sys.exit(serve.run(config))
 
 
-def _found(model: str | Path) -> str:
+def found_model(model: str | Path) -> str:
     """Return the directory of a model; a model of the Hub is downloaded first."""
     from qurl_megatron.model.hub import local_model
 

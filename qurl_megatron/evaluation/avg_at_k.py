@@ -77,10 +77,10 @@ from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer
 from qurl_megatron.data.rewards import absolute, is_own_function
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
+from qurl_megatron.memory.host import ServerSet, check_workers, settle_caches
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
-from qurl_megatron.planning.host import ServerSet, check_workers, settle_caches
 from qurl_megatron.quantization.adapter_files import check_adapters, merge_directory, read_adapters
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import show_progress, table_console

@@ -1,0 +1,1 @@
+"""Estimates of the memory that a run needs, before it starts."""

@@ -1,0 +1,248 @@
+"""What a run needs from a machine without a GPU: the memory and cores of learner and servers."""
+
+import copy
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from qurl_megatron import device
+from qurl_megatron.config.nodes import server_specs
+from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
+from qurl_megatron.config.server_options import states_per_request, tokens_of_requests
+from qurl_megatron.config.validate import validate
+from qurl_megatron.files import LEAST_SHARED_BYTES, gigabytes, lack_of_shared_memory
+from qurl_megatron.memory.estimate import (
+    kv_bytes_per_token,
+    kv_value_bytes,
+    learner_memory,
+    peaks,
+    server_weight_bytes,
+    state_bytes_per_sequence,
+    total_bytes,
+)
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.weight_map import num_parameters
+
+# Memory of a process beside weights, without pages that it shares with others: a learner rank and
+# a server on a model of 2 layers, a worker with math-verify.
+RANK_BYTES = 200_000_000
+SERVER_BYTES = 300_000_000  # with its scheduler and its detokenizer
+WORKER_BYTES = 50_000_000
+KEPT_BYTES = 4  # per weight at most, in the form that a server's matrix products read
+LOGIT_BYTES = 12  # per logit from which a server samples a token
+SHARE = 0.8  # fraction of the free memory that caches may fill up
+MOST_BY_DEFAULT = 4  # learner ranks and rollout servers; each needs memory of its own
+LAYOUT = ("learner.threads_per_rank", "rollout.servers", "rollout.server.threads")
+REAL_WEIGHTS = 20_000_000  # in linear layers; the time of smaller models is Python's
+MAX_PROCESSES_PER_CORE = 16  # more would wait for each other longer than they compute
+
+
+@dataclasses.dataclass
+class ServerSet:
+    """Identical servers on this machine, and the fields that make them smaller."""
+
+    server: ServerConfig
+    architecture: Architecture
+    weight_format: WeightFormat
+    max_length: int  # prompt plus completion, in tokens
+    keep: Sequence[str] = ()  # as in `quantization.keep`
+    number: int = 1
+    section: str = "server"  # in messages
+    number_field: str = "model"
+    length_field: str = "max_completion_length"
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of a token's keys and values on all ranks of a server."""
+        ranks, value_bytes = self.server.tensor_parallel_size, kv_value_bytes(self.server)
+        return ranks * kv_bytes_per_token(self.architecture, ranks, value_bytes)
+
+    def tokens(self, requests: int) -> int:
+        """Return the tokens in a KV cache for this many requests."""
+        return tokens_of_requests(self.server, self.max_length, requests)
+
+    def least_bytes(self) -> dict[str, int]:
+        """Return the least bytes that the servers take, by the field that shrinks them."""
+        ranks, given = self.server.tensor_parallel_size, self.server.max_total_tokens
+        by_part = server_weight_bytes(
+            self.architecture, self.weight_format, ranks, tuple(self.keep)
+        )
+        weights = sum(by_part.values()) + KEPT_BYTES * num_parameters(self.architecture) // ranks
+        logits = LOGIT_BYTES * self.server.max_running_requests * self.architecture.vocab_size
+        states = states_per_request(self.server, on_gpu=False) * self.server.max_running_requests
+        of_states = (states + 1) * state_bytes_per_sequence(self.architecture, ranks)
+        cache = f"{self.section}.max_total_tokens" if given else self.length_field
+        return {
+            self.number_field: self.number * ranks * (SERVER_BYTES + weights),
+            f"{self.section}.max_running_requests": self.number * ranks * (logits + of_states),
+            cache: self.number * self.token_bytes * (given or self.tokens(1)),
+        }
+
+
+def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None = None) -> list[str]:
+    """Set the size of each KV cache that is left open, on a machine without a GPU.
+
+    A cache holds all requests that its server decodes at once, or fewer if they exceed its part.
+    The caches divide equally what learner and servers leave of `SHARE` of the free memory.
+
+    Args:
+        sets: all servers of this machine; their `server.max_total_tokens` are set.
+        learner: the bytes of its processes here, by the field that shrinks them.
+
+    Returns:
+        A line for the user on each cache that holds fewer requests.
+
+    Raises:
+        ConfigError: the learner, the servers, the given caches and one sequence in each other
+            cache do not fit.
+    """
+    if device.num_gpus():
+        return []  # a GPU has memory of its own
+    parts = Counter(learner or {})
+    for one in sets:
+        parts.update(one.least_bytes())
+    free = device.free_memory_bytes()
+    if parts.total() > free:
+        most = ", ".join(f"{field} ({gigabytes(size)})" for field, size in parts.most_common(3))
+        raise ConfigError(
+            f"memory: without a GPU this needs {gigabytes(parts.total())}, and {gigabytes(free)} "
+            f"are free here; lower what takes most: {most}"
+        )
+    are_open = [one for one in sets if one.server.max_total_tokens is None]
+    lines = []
+    for one in are_open:
+        more = max(0, int(SHARE * free) - parts.total())
+        room = one.tokens(1) + more // sum(other.number for other in are_open) // one.token_bytes
+        wanted = one.server.max_running_requests
+        one.server.max_total_tokens = min(one.tokens(wanted), room)
+        if (fitting := room // one.tokens(1)) < wanted:
+            lines.append(
+                f"{one.section}.max_running_requests={wanted}: the memory that is free here holds "
+                f"{fitting} of them at the maximum length; others wait"
+            )
+    return lines
+
+
+def settle_run(config: Config, servers: Iterable[str], ranks: int) -> list[str]:
+    """Set the sizes of the KV caches of a run's servers on this machine, as `settle_caches` does.
+
+    Args:
+        config: the run's configuration, which is changed.
+        servers: the set name of each server here, rollout or evaluation.
+        ranks: the number of learner ranks here.
+    """
+    architecture, numbers = Architecture.from_directory(config.model), Counter(servers)
+    sets = [
+        ServerSet(
+            spec.server,
+            architecture,
+            spec.weight_format,
+            config.rollout.max_length,
+            spec.keep,
+            numbers[name],
+            section=f"{name}.server",
+            number_field="rollout.servers" if name == "rollout" else "evaluation.server",
+            length_field="rollout.max_completion_length",
+        )
+        for name, spec in {spec.set_name: spec for spec in server_specs(config)}.items()
+        if numbers[name]
+    ]
+    return settle_caches(sets, learner_bytes(config, architecture, ranks))
+
+
+def use_cores(config: Config, words: Sequence[str]) -> str:
+    """Let a real model on a machine without a GPU have a learner rank and a server on each core.
+
+    Return a line that says so. Return an empty text if a field among `words` says otherwise, the
+    machine has no memory for them, or the settings do not divide.
+
+    More threads would take no memory. But on a busy machine they wait for each other: products of
+    two threads took five times as long as those of one, or more.
+    """
+    names = [word.partition("=")[0] for word in words]
+    is_given = any(name.endswith("_parallel_size") or name in LAYOUT for name in names)
+    if is_given or config.learner.world_size > 1 or config.rollout.servers != 1:
+        return ""
+    if Architecture.from_directory(config.model).num_linear_weights < REAL_WEIGHTS:
+        return ""
+    for number in range(min(MOST_BY_DEFAULT, len(os.sched_getaffinity(0))), 1, -1):
+        tried = copy.deepcopy(config)
+        tried.learner.data_parallel_size = tried.rollout.servers = number
+        try:
+            validate(tried)
+            check_host(tried)
+        except ConfigError:
+            continue
+        config.learner.data_parallel_size = config.rollout.servers = number
+        return (
+            f"learner.data_parallel_size={number} rollout.servers={number}, to use {number} cores"
+        )
+    return ""
+
+
+def check_host(config: Config) -> None:
+    """Check that this machine can hold a run's processes, and compute with them.
+
+    Raises:
+        ConfigError: it cannot; the message has the estimate.
+    """
+    ranks, specs = config.learner.world_size, server_specs(config)
+    settle_run(copy.deepcopy(config), [spec.set_name for spec in specs], ranks)
+    own = sum(spec.server.tensor_parallel_size for spec in specs)
+    cores = len(os.sched_getaffinity(0))
+    if ranks + own > MAX_PROCESSES_PER_CORE * cores:
+        raise ConfigError(
+            f"learner: without a GPU, {ranks} learner ranks and {own} server ranks compute on "
+            f"{cores} cores; give at most {MAX_PROCESSES_PER_CORE} a core"
+        )
+
+
+def check_shared_memory(config: Config) -> None:
+    """Check that /dev/shm has room for a run's semaphores, and for weights that are shared there.
+
+    Raises:
+        ConfigError: it has too little.
+    """
+    needed = LEAST_SHARED_BYTES
+    if config.quantization.transport == "direct" and not device.num_gpus():
+        architecture = Architecture.from_directory(config.model)
+        for spec in server_specs(config):
+            ranks = spec.server.tensor_parallel_size
+            parts = server_weight_bytes(architecture, spec.weight_format, ranks, tuple(spec.keep))
+            needed += ranks * sum(parts.values()) if spec.set_name == "rollout" else 0
+    if problem := lack_of_shared_memory(needed):
+        raise ConfigError(problem)
+
+
+def check_workers(scoring_workers: int) -> None:
+    """Check that this machine can hold this many scoring processes.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    scoring, has = scoring_workers * WORKER_BYTES, device.machine_memory_bytes()
+    if scoring > has:
+        raise ConfigError(
+            f"scoring_workers={scoring_workers}: they take {gigabytes(scoring)} of memory, at "
+            f"least; this machine has {gigabytes(has)}"
+        )
+
+
+def learner_bytes(config: Config, architecture: Architecture, ranks: int) -> dict[str, int]:
+    """Return the bytes of this many learner ranks, by the field that shrinks them.
+
+    All count as ranks of the fullest stage. A critic takes as much as the policy.
+    """
+    learner, static, most = config.learner, 0, 0
+    for stage in range(learner.pipeline_parallel_size):
+        parts = learner_memory(architecture, config, stage, fused=False)
+        parts |= {"runtime": RANK_BYTES, "workspaces": 0}  # in place of a GPU's
+        # Logits are computed in pieces; what counts is the gradient of the output layer.
+        if parts["logits"]:
+            rows = -(-architecture.vocab_size // learner.tensor_parallel_size)
+            parts["logits"] = 6 * rows * architecture.hidden_size
+        static, most = max(static, peaks(parts)["kept"]), max(most, total_bytes(parts))
+    batch = "tokens_per_micro_batch" if learner.tokens_per_micro_batch else "micro_batch_size"
+    models = ranks * (2 if config.advantage_estimator == "gae" else 1)
+    return {"model": models * static, f"learner.{batch}": models * (most - static)}

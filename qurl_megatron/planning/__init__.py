@@ -1,1 +1,0 @@
-"""Memory and time estimates for a run, before it starts."""

@@ -1,1 +1,0 @@
-"""Play ranks of a learner on GPUs that do not exist: real code, fake tensors, true sizes."""
