@@ -74,6 +74,7 @@ Transport = Literal["broadcast", "direct", "auto"]
 VERIFIER_NAMES = ("math", "gsm8k", "gsm8k_flexible", "dapo", "deepscaler", "reasoning_gym", "exact")
 RecomputeMode = Literal["selective", "full"]
 Rounding = Literal["unbiased", "nearest"]
+Schedule = Literal["constant", "linear", "cosine"]
 QuantizedForward = Literal["weights", "all"]
 Unusable = Literal["drop", "refuse"]
 """What happens to an entry of the data that cannot be used."""
@@ -199,10 +200,21 @@ class OptimizerConfig:
     """Megatron's Adam with its scheduler and gradient clipping."""
 
     learning_rate: LearningRate = 1e-6
-    """Learning rate after warm-up; it then stays constant."""
+    """Learning rate after warm-up, and until it falls."""
 
     warmup_steps: CountOrZero = 0
     """Number of optimizer steps over which the learning rate rises from 0. 0 disables."""
+
+    schedule: Schedule = "constant"
+    """How the learning rate falls towards the end of the run: constant, linear or cosine. A run
+    that resumes with other `steps` has the schedule of the new number."""
+
+    decay_fraction: Annotated[Finite, Gt(0), Le(1)] = 1.0
+    """Part of the run, at its end, in which the learning rate falls. Below 1 it is constant before
+    (WSD: warm-up, stable, decay)."""
+
+    min_learning_rate: NonNegative = 0.0
+    """Learning rate to which it falls."""
 
     beta1: FractionOrZero = 0.9
     """Adam's decay rate of the gradient's running mean."""

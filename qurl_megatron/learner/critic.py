@@ -49,6 +49,7 @@ class Critic:
                 config.critic.layout(config.learner),
                 config.critic.optimizer,
                 model=ValueModel,
+                steps=config.steps,
             )
 
     def step(self, batch: TrainBatch) -> dict[str, float]:

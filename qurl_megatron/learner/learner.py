@@ -26,7 +26,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
@@ -55,6 +54,7 @@ from qurl_megatron.learner.model import (
 )
 from qurl_megatron.learner.optimizer_shards import Dither, OptimizerShards, fuse_adam, fuse_norm
 from qurl_megatron.learner.quantized_forward import Served, computing_as_served
+from qurl_megatron.learner.schedule import make_scheduler
 from qurl_megatron.learner.shares import MicroBatch, Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
@@ -109,6 +109,7 @@ class Learner:
         model: type[PolicyModel] = PolicyModel,
         replays_routing: bool = False,
         adapters: Adapters | None = None,
+        steps: int = 0,
     ) -> None:
         """Build the model and load the Hugging Face directory `model_dir` into it.
 
@@ -119,6 +120,7 @@ class Learner:
             model: the class of the model.
             replays_routing: use the experts that the engine chose, as the batch recorded them.
             adapters: train only these; the weights of `model_dir` are quantized and frozen.
+            steps: of the run, at whose end the learning rate may fall.
 
         Raises:
             ArchitectureError: the model or the layout cannot be used; one line.
@@ -157,7 +159,7 @@ class Learner:
                 create_gloo_process_groups=False,
             )
             self.chunks = self._wrap(build_chunks(self.architecture, learner, model, adapters))
-            self._make_optimizer(optimizer)
+            self._make_optimizer(optimizer, steps)
             self._load(weights, transform)
         self._routing = Routing(self.chunks, replays_routing)
 
@@ -480,11 +482,11 @@ class Learner:
                 config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]
         return wrapped
 
-    def _make_optimizer(self, optimizer: OptimizerConfig) -> None:
+    def _make_optimizer(self, optimizer: OptimizerConfig, steps: int) -> None:
         dtype = self.chunks[0].config.params_dtype
         config = MegatronOptimizerConfig(
             lr=optimizer.learning_rate,
-            min_lr=0.0,
+            min_lr=optimizer.min_learning_rate,
             weight_decay=optimizer.weight_decay,
             adam_beta1=optimizer.beta1,
             adam_beta2=optimizer.beta2,
@@ -500,20 +502,7 @@ class Learner:
         self.rounding: Rounding = optimizer.rounding
         dithers = {} if self.rounding == "nearest" else dict(self._dithers())
         self._optimizer_shards = OptimizerShards(self.optimizer, dithers)
-        self.scheduler = OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=optimizer.learning_rate,
-            min_lr=0.0,
-            lr_warmup_steps=optimizer.warmup_steps,
-            # A constant schedule ignores it, but Megatron checks it.
-            lr_decay_steps=optimizer.warmup_steps + 1,
-            lr_decay_style="constant",
-            start_wd=optimizer.weight_decay,
-            end_wd=optimizer.weight_decay,
-            wd_incr_steps=0,
-            wd_incr_style="constant",
-        )
+        self.scheduler = make_scheduler(self.optimizer, optimizer, steps)
 
     def _dithers(self) -> Iterator[tuple[Tensor, Dither]]:
         """Yield the parameters, and where they lie in the full tensors."""

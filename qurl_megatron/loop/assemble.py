@@ -224,6 +224,7 @@ def _load_learner(config: Config) -> Learner:
         transform=uaq.transform(config.quantization.uaq, is_hybrid=is_hybrid),
         replays_routing=config.rollout.routing == "replay",
         adapters=Adapters.of(config),
+        steps=config.steps,
     )
     if config.objective.kl_coefficient:
         learner.keep_reference()  # the initial model, so before a checkpoint is restored
