@@ -21,8 +21,9 @@ from datetime import date
 from pathlib import Path
 
 from qurl_megatron.config.disk import check_disk
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import H100, Node
-from qurl_megatron.config.schema import Config, ConfigError, UaqConfig
+from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError, UaqConfig
 from qurl_megatron.config.text import leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM, local_data, parts_of
@@ -374,7 +375,6 @@ def _check(
         machine_memory_bytes,
         unusable_gpus,
     )
-    from qurl_megatron.learner.own_objective import check_objective
     from qurl_megatron.model.chat_template import TemplateError
     from qurl_megatron.model.huggingface import check_model
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
@@ -393,7 +393,9 @@ def _check(
         check_workers(config.scoring_workers)
         check_shared_memory(config)
     columns = check_reward(config)
-    check_objective(config)
+    if config.objective.objective not in OBJECTIVES:
+        field = f"objective.objective={config.objective.objective}"
+        needed("own_objective", "own_objective", by=field).check_objective(config)
     check_model(Path(hub.local_model(config.model)))
     config.template_date = config.template_date or date.today().isoformat()
     template = (config.chat_template_options, config.template_date, config.chat_template)

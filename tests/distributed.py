@@ -25,7 +25,7 @@ PRELOADED = [
     "pytest",
     "qurl_megatron.cli",
     "qurl_megatron.learner.checkpoint",
-    "qurl_megatron.learner.critic",
+    "qurl_megatron.extensions.ppo.critic",
     "qurl_megatron.weight_sync.export",
     "qurl_megatron.weight_sync.publish",
     "qurl_megatron.sglang_plugin.weights",

@@ -80,15 +80,15 @@ def train(
     """
     from batches import negative_log_likelihood
     from qurl_megatron.algorithm.batch import TrainBatch
+    from qurl_megatron.config.extensions import needed
     from qurl_megatron.learner.checkpoint import Checkpoints, RunState
-    from qurl_megatron.learner.critic import Critic
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.quantization import uaq
 
     config = config_of(directory, dtype, layout)
     transform = uaq.transform(config.quantization.uaq, is_hybrid=False)
     learner = Learner(Path(config.model), config.learner, config.optimizer, transform=transform)
-    critic = Critic(config)
+    critic = needed("ppo", "critic", by="this test").Critic(config)
     checkpoints = Checkpoints(config, learner, critic)
     if newest := checkpoints.newest():
         checkpoints.restore(newest)

@@ -109,7 +109,7 @@ ENVIRONMENT_READERS = {"device", "cli", "launch", "rollout/toolkit"}
 
 
 def name_of(path: Path) -> str:
-    """Return `learner/critic` for `qurl_megatron/learner/critic.py`."""
+    """Return `learner/model` for `qurl_megatron/learner/model.py`."""
     base = PACKAGE if path.is_relative_to(PACKAGE) else REPOSITORY
     return str(path.relative_to(base).with_suffix("")).removesuffix("/__init__")
 

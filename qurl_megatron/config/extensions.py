@@ -16,7 +16,7 @@ COMMANDS = {"mismatch": "mismatch", "plan": "planning", "rehearse": "rehearsal"}
 
 def find(extension: str, module: str) -> ModuleType | None:
     """Return a module of an extension; None if the extension was deleted."""
-    if find_spec(f"{FOLDER}.{extension}") is None:
+    if not _is_there(extension):
         return None
     return importlib.import_module(f"{FOLDER}.{extension}.{module}")
 
@@ -27,7 +27,19 @@ def needed(extension: str, module: str, by: str) -> ModuleType:
     Raises:
         ConfigError: the extension was deleted.
     """
-    found = find(extension, module)
-    if found is None:
+    check(extension, by)
+    return importlib.import_module(f"{FOLDER}.{extension}.{module}")
+
+
+def check(extension: str, by: str) -> None:
+    """Check that an extension is there, for the field or option `by`.
+
+    Raises:
+        ConfigError: it was deleted.
+    """
+    if not _is_there(extension):
         raise ConfigError(f"{by}: needs qurl_megatron/extensions/{extension}, which was deleted")
-    return found
+
+
+def _is_there(extension: str) -> bool:
+    return find_spec(f"{FOLDER}.{extension}") is not None

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
+from qurl_megatron.config import extensions
 from qurl_megatron.config.keep import adapted_layers, kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
@@ -80,6 +81,7 @@ def validate(config: Config) -> Architecture:
     check_fp8(config.learner, importlib.util.find_spec("transformer_engine") is not None)
     architecture = _validate_model(config)
     if config.advantage_estimator == "gae":
+        extensions.check("ppo", by="advantage_estimator=gae")
         _validate_critic(config, architecture, completions_per_step)
     return architecture
 

@@ -35,7 +35,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.managers import SyncManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import dist_checkpointing
@@ -69,7 +69,6 @@ from qurl_megatron.files import (
     write_whole,
 )
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
-from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -84,6 +83,16 @@ CONTENTS = ("megatron", "model", "config.yaml", "state.json")
 
 class CheckpointError(ConfigError):
     """A directory is not a complete checkpoint, or cannot be written. The message says why."""
+
+
+class Saved(Protocol):
+    """What a checkpoint holds beside the learner: PPO's critic."""
+
+    def sharded_state(self) -> dict[str, Any]:
+        """Return its state, as Megatron saves it."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Load a `sharded_state`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +136,7 @@ class RunState:
 class Checkpoints:
     """Writer of one run's checkpoints. Every learner rank makes the same calls."""
 
-    def __init__(self, config: Config, learner: Learner, critic: Critic | None = None) -> None:
+    def __init__(self, config: Config, learner: Learner, critic: Saved | None = None) -> None:
         self._config = config
         self._learner = learner
         self._critic = critic

@@ -7,18 +7,25 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from qurl_megatron import device
 from qurl_megatron.agents.client import AgentClient, prefer_agent_scores, reduce_garbage_collection
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
-from qurl_megatron.config.schema import Config, Transport
+from qurl_megatron.algorithm.objective import PolicyLoss
+from qurl_megatron.config.extensions import needed
+from qurl_megatron.config.schema import OBJECTIVES, Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.adapters import Adapters
-from qurl_megatron.learner.checkpoint import CheckpointError, Checkpoints, RunState, read_state
-from qurl_megatron.learner.critic import Critic
+from qurl_megatron.learner.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    RunState,
+    Saved,
+    read_state,
+)
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.measurements import Evaluator
 from qurl_megatron.loop.proof import Proof
@@ -33,8 +40,18 @@ from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, revive, wait_ready
-from qurl_megatron.weight_sync.colocation import ColocatedPublisher, Colocation
+from qurl_megatron.weight_sync.colocation import ColocatedPublisher, Colocation, Resident
 from qurl_megatron.weight_sync.publish import Publisher
+
+
+class Critic(Saved, Resident, Protocol):
+    """PPO's value model (`extensions/ppo`)."""
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        """Train on a batch, and set its advantages; return the critic's metrics."""
+
+    def close(self) -> None:
+        """Destroy its process groups."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +178,9 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     if config.rollout.placement == "colocated":
         colocation = keep(closing(Colocation(rosters[0].parent)))
     learner = keep(closing(_load_learner(config)))
-    critic = keep(closing(Critic(config))) if config.advantage_estimator == "gae" else None
+    critic = make_critic(config)
+    if critic:
+        keep(closing(critic))
     if colocation:
         colocation.hold([learner, critic] if critic else [learner])
     checkpoints = keep(closing(Checkpoints(config, learner, critic)))
@@ -213,6 +232,23 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         checkpoints=checkpoints,
         log=log,
     )
+
+
+def make_critic(config: Config) -> Critic | None:
+    """Return PPO's critic; None without PPO. A `Learner` must exist."""
+    if config.advantage_estimator != "gae":
+        return None
+    ppo = needed("ppo", "critic", by="advantage_estimator=gae")
+    return ppo.Critic(config)  # type: ignore[no-any-return]
+
+
+def make_loss(config: Config) -> PolicyLoss:
+    """Return the loss of a run's objective, which may be the user's own."""
+    own, objective = None, config.objective
+    if objective.objective not in OBJECTIVES:
+        field = f"objective.objective={objective.objective}"
+        own = needed("own_objective", "own_objective", by=field).own_objective(objective)
+    return PolicyLoss(objective, config.rollout.max_staleness > 0, own)
 
 
 def _load_learner(config: Config) -> Learner:

@@ -30,16 +30,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from qurl_megatron import device
-from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
+from qurl_megatron.algorithm.objective import minibatches
 from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, Config
 from qurl_megatron.config.text import load
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import CheckpointError
 from qurl_megatron.learner.learner import Learner, NonFinite
-from qurl_megatron.learner.own_objective import own_objective
 from qurl_megatron.learner.shares import Share
-from qurl_megatron.loop.assemble import Run, assemble
+from qurl_megatron.loop.assemble import Run, assemble, make_loss
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
 from qurl_megatron.loop.sampling import NothingScored
 from qurl_megatron.process import outlive_output, qurl_command
@@ -68,8 +67,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         served, forward = publisher.converter, config.learner.quantized_forward
         as_trained = partial(learner.as_served, served, config.rollout.server, forward)
         asked_to_stop = partial(device.from_rank_zero, stop_requested)
-        own = own_objective(config.objective)
-        policy_loss = PolicyLoss(config.objective, config.rollout.max_staleness > 0, own)
+        policy_loss = make_loss(config)
 
         steps_done = start_or_resume(run)
         step, evaluation = steps_done, None

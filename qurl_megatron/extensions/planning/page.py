@@ -125,8 +125,8 @@ def _describe(plan: Plan) -> Iterator[str]:
     yield (
         f"Error to expect: {number} published steps ({kind}; NeMo-RL on H100) took {least:.1f} to "
         f"{most:.1f} times as long as planned. docs/findings/planning.md has them; the formulas, "
-        "their sources and what they omit are in memory.py, step_time.py and rollout_time.py in "
-        "qurl_megatron/planning."
+        "their sources and what they omit are in memory/estimate.py, and in step_time.py and "
+        "rollout_time.py in extensions/planning."
     )
     if not_counted := [*_not_counted(plan)]:
         yield f"Not counted: {'; '.join(not_counted)}."

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
+from qurl_megatron.algorithm.objective import minibatches
 from qurl_megatron.config.schema import Config, OptimizerConfig
 from qurl_megatron.device import extend_environment
 from qurl_megatron.extensions.rehearsal import fake_gpu
@@ -35,9 +35,8 @@ from qurl_megatron.extensions.rehearsal.trace import Trace
 from qurl_megatron.learner import learner as learner_module
 from qurl_megatron.learner import shares
 from qurl_megatron.learner.adapters import Adapters
-from qurl_megatron.learner.critic import Critic
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.learner.own_objective import own_objective
+from qurl_megatron.loop.assemble import make_critic, make_loss
 from qurl_megatron.loop.train import score_before_updates
 from qurl_megatron.memory.estimate import num_micro_batches
 from qurl_megatron.model import weight_map
@@ -94,9 +93,10 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
     _label_groups(trace)
     if config.objective.kl_coefficient:
         learner.keep_reference()
-    critic = Critic(config) if config.advantage_estimator == "gae" else None
-    own = own_objective(config.objective)
-    loss = PolicyLoss(config.objective, config.rollout.max_staleness > 0, own)
+    critic = make_critic(config)
+    if critic:  # arithmetic on the host, token by token; the batch has values of its own
+        critic._estimate = lambda *_: 0.0  # type: ignore[attr-defined]
+    loss = make_loss(config)
     converter = Converter(
         learner,
         config.quantization.weight_format,
@@ -255,8 +255,6 @@ def _replace_the_outside(architecture: Architecture, trace: Trace, changed_part:
     shares._to_replicas = to_replicas
     Learner._total = total_of_all  # type: ignore[method-assign]
     delta._changed = changed
-    # Arithmetic on the host, token by token; the batch has values of its own.
-    Critic._estimate = lambda *_: 0.0  # type: ignore[method-assign, assignment]
 
 
 def _label_groups(trace: Trace) -> None:

@@ -30,7 +30,7 @@ from qurl_megatron.recipes import qwen3_5, scaling_32b
 from qurl_megatron.recipes.scaling_32b import LAYOUTS, study
 from tiny import build_tiny_model
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 SLURM_PAGE, COLOCATED_PAGE = DOCS / "slurm.md", DOCS / "colocated.md"
 HYBRIDS_PAGE = DOCS / "hybrids.md"
 QWEN2, QWEN3 = KNOWN_MODELS["Qwen2.5-32B"], KNOWN_MODELS["Qwen3-32B"]

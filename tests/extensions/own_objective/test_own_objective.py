@@ -16,9 +16,13 @@ from torch import Tensor
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import PolicyLoss
 from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
-from qurl_megatron.learner.own_objective import answer, check_objective, own_objective
+from qurl_megatron.extensions.own_objective.own_objective import (
+    answer,
+    check_objective,
+    own_objective,
+)
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 LENGTHS = [3, 2, 1]  # the last is padding: its token does not count
 
 

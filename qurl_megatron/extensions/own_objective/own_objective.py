@@ -23,24 +23,22 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.objective import OwnObjective
-from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError, ObjectiveConfig
+from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
 from qurl_megatron.data.rewards import load_function, one_line
 
 LOAD_LIMIT_S = 60.0
-PROGRAM = "from qurl_megatron.learner.own_objective import answer; answer()"
+PROGRAM = "from qurl_megatron.extensions.own_objective.own_objective import answer; answer()"
 TENSORS = ("current_logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages")
 SETTINGS = ("eps_low", "eps_high", "ratio_cap", "dual_clip", "kl_coefficient")
 OTHERS = ("reference_logprobs", "loss_weights", "sum_over_sequences")
 
 
-def own_objective(config: ObjectiveConfig) -> OwnObjective | None:
-    """Return the run's own objective; None if it has a built-in one.
+def own_objective(config: ObjectiveConfig) -> OwnObjective:
+    """Return the run's own objective.
 
     Raises:
         ConfigError: it cannot be used; the text says why.
     """
-    if config.objective in OBJECTIVES:
-        return None
     function = load_function(config.objective)
     if not callable(function):
         raise ConfigError(f"a {type(function).__name__}, which cannot be called")
@@ -76,8 +74,6 @@ def check_objective(config: Config) -> None:
     Raises:
         ConfigError: it cannot be used; the text says why.
     """
-    if config.objective.objective in OBJECTIVES:
-        return
     field = f"objective.objective={config.objective.objective}"
     try:
         done = subprocess.run(
@@ -101,7 +97,6 @@ def answer() -> None:
     config, max_staleness = pickle.load(sys.stdin.buffer)
     try:
         objective = own_objective(config)
-        assert objective is not None
         if max_staleness and not objective.takes_behaviour:
             raise ConfigError(
                 f"rollout.max_staleness={max_staleness}: it does not take behaviour_logprobs, so "

@@ -68,7 +68,7 @@ def take_steps(
     model: Path, policy_layout: tuple[Any, ...], critic_layout: tuple[int | None, int | None]
 ) -> dict[str, Any]:
     """Train a critic; return its steps, and the policy's scores before, between and after them."""
-    from qurl_megatron.learner.critic import Critic
+    from qurl_megatron.extensions.ppo.critic import Critic
     from qurl_megatron.learner.learner import Learner
 
     tensor_parallel_size, pipeline_parallel_size = critic_layout

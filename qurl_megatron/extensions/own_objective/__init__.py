@@ -1,0 +1,1 @@
+"""`objective.objective=FILE.py:NAME`: an objective of the user's own."""
