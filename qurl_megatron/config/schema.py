@@ -248,9 +248,10 @@ class ObjectiveConfig:
 
     objective: ObjectiveName = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
-    sampling, Eq. 5. acr: adaptive clipping range, Eq. 9, level with tis in every run here.
-    sequence_tis, experimental: truncated importance sampling by sequence; each token is weighted by
-    the product of its sequence's ratios. FILE.py:NAME or MODULE:NAME: a function of your own."""
+    sampling, Eq. 5. acr: adaptive clipping range, Eq. 9; it differs from tis in tokens that are
+    clipped and above C. sequence_tis, experimental: truncated importance sampling by sequence; each
+    token is weighted by the product of its sequence's ratios. FILE.py:NAME or MODULE:NAME: a
+    function of your own."""
 
     eps_low: Annotated[Finite, Ge(0), Le(1)] = 0.2
     """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""
