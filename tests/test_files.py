@@ -42,7 +42,7 @@ OWN_WAYS = {
     "launch/status": "owner.json, which is locked, and so must stay the same file",
     "model/huggingface": "a file that `write_whole` renames",
     "model/smollm2": "a model, in a directory that the run renames",
-    "commands/scaling": "a file that `write_whole` renames",
+    "extensions/planning/scaling": "a file that `write_whole` renames",
     "extensions/rehearsal/rehearsal": "what a process is to do, through a pipe",
     "report/console": "the lines of steps, which the console has too",
     "report/plots": "a picture in memory",
