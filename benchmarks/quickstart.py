@@ -16,9 +16,9 @@ from statistics import fmean, median, stdev
 
 from benchmarks import machine
 from benchmarks.runs import complete_run
-from qurl_megatron.report import plots
+from qurl_megatron.extensions.report import plots
 from qurl_megatron.report.metrics import PHASES
-from qurl_megatron.report.plots import read_run
+from qurl_megatron.report.record import read_run
 
 KINDS = ("adapters", "agent", "experts", "hybrid")
 INK = "#808080"  # text and axes of the plot, legible on light and on dark paper

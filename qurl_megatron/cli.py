@@ -45,7 +45,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": models.evaluate,
     "agent": models.agent,
     "serve": models.serve,
-    "report": runs.report,
     "quantize": models.quantize,
     "uaq": models.uaq,
 }

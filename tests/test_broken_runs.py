@@ -10,12 +10,12 @@ import pytest
 
 from logs import evaluation, run_log, write, write_run
 from qurl_megatron.commands.runs import status as show_status
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.status import newest_logs, slurm_jobs, status
 from qurl_megatron.learner.checkpoint import CheckpointError, read_state
-from qurl_megatron.report.page import write_report
-from qurl_megatron.report.plots import read_run
+from qurl_megatron.report.record import read_run
 
 DEEP = "[" * 5_000
 LONG = "9" * 5_000
@@ -179,6 +179,7 @@ def test_a_report_shows_hostile_names_and_infinities_as_they_are(
         "grad_norm": float("inf"),
     }
     page = tmp_path / "page.html"
-    write_report([write_run(tmp_path / "run", late=metrics)], page)
+    pages = needed("report", "page", by="this test")
+    pages.write_report([write_run(tmp_path / "run", late=metrics)], page)
     assert "&lt;script&gt;$" in page.read_text() and "<script>$" not in page.read_text()
     assert not capsys.readouterr().err

@@ -17,13 +17,13 @@ import torch
 import qurl_megatron
 from logs import evaluation, run_log, write, write_run
 from qurl_megatron import cli
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.evaluation.avg_at_k import Answer, ProblemResult, write_answers
 from qurl_megatron.files import append_lines, check_output, free_bytes, write_whole
 from qurl_megatron.model.huggingface import write_tensors
 from qurl_megatron.report.metrics import Sample
-from qurl_megatron.report.page import write_report
 from qurl_megatron.rollout.roster import save_roster
 from qurl_megatron.rollout.server import Server
 from tiny import build_tiny_model
@@ -45,7 +45,7 @@ OWN_WAYS = {
     "extensions/planning/scaling": "a file that `write_whole` renames",
     "extensions/rehearsal/rehearsal": "what a process is to do, through a pipe",
     "report/console": "the lines of steps, which the console has too",
-    "report/plots": "a picture in memory",
+    "extensions/report/plots": "a picture in memory",
     "process": "a log in place of a closed output, and a file to lock",
     "rollout/preload": "the logs of processes",
 }
@@ -129,7 +129,8 @@ def answers(run_dir: Path) -> Callable[[int], object]:
 
 def report(run_dir: Path) -> Callable[[int], object]:
     run = write_run(run_dir.parent / "reported")
-    return lambda number: write_report([run], run_dir / f"{number}.html")
+    page = needed("report", "page", by="this test")
+    return lambda number: page.write_report([run], run_dir / f"{number}.html")
 
 
 def roster(run_dir: Path) -> Callable[[int], object]:

@@ -16,6 +16,7 @@ from distributed import run_ranks
 from logs import Page, run_log, write, write_run
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.score import Score
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import Config
 from qurl_megatron.loop.sampling import make_samples
 from qurl_megatron.report.metrics import (
@@ -25,8 +26,7 @@ from qurl_megatron.report.metrics import (
     Evaluation,
     Sample,
 )
-from qurl_megatron.report.page import samples_section
-from qurl_megatron.report.plots import RunRecord, read_run
+from qurl_megatron.report.record import RunRecord, read_run
 from qurl_megatron.report.run_log import COLUMNS, markdown_table
 from samplers import sampler_of
 from tiny import build_tiny_model
@@ -181,13 +181,15 @@ def test_a_cell_of_a_markdown_table_has_no_mark_and_no_line_break() -> None:
     assert not set("*`") & set(line) and "<e>" not in line
 
 
-def record(samples: list[Sample]) -> RunRecord:
+def section(samples: list[Sample]) -> str:
+    """Return what a report shows of samples."""
     lines = [json.loads(json.dumps(vars(sample))) for sample in samples]
-    return RunRecord("a run", Config(), [], {}, {}, {}, lines)
+    record = RunRecord("a run", Config(), [], {}, {}, {}, lines)
+    return str(needed("report", "page", by="this test").samples_section(record))
 
 
 def test_text_of_a_model_cannot_become_part_of_the_page() -> None:
-    page = Page(samples_section(record([sample_of(1)])))
+    page = Page(section([sample_of(1)]))
     assert page.tags == {
         "h2", "h3", "p", "span", "div", "section", "b", "details", "summary", "pre",
     }  # fmt: skip
@@ -197,7 +199,7 @@ def test_text_of_a_model_cannot_become_part_of_the_page() -> None:
 
 
 def test_tokens_are_coloured_by_their_ratio() -> None:
-    page = samples_section(record([sample_of(1)]))
+    page = section([sample_of(1)])
     _, card = page.split('<section class="card">')
     spans = re.findall(
         r'<span style="background: rgba\(([^)]*)\)" title="([^"]*)">(.*?)</span>', card
@@ -206,7 +208,7 @@ def test_tokens_are_coloured_by_their_ratio() -> None:
 
 
 def test_what_an_agent_read_is_grey_and_has_no_ratio() -> None:
-    page = samples_section(record([sample_of(1, ratios=[1.0, None, 1.5])]))
+    page = section([sample_of(1, ratios=[1.0, None, 1.5])])
     _, card = page.split('<section class="card">')
     assert '<span class="read"> b</span>' in card and card.count("title=") == 1
     assert "Grey tokens were read, not sampled" in page
@@ -214,11 +216,11 @@ def test_what_an_agent_read_is_grey_and_has_no_ratio() -> None:
 
 def test_each_kind_shows_its_first_middle_and_last_completion() -> None:
     samples = [sample_of(step, kind) for step in range(1, 8) for kind in KINDS[:2]]
-    page = samples_section(record(samples + [sample_of(9, "cut off")]))
+    page = section(samples + [sample_of(9, "cut off")])
     rows = page.split("<h3>")[1:]
     shown = [re.findall(r"<b>step (\d+),", row) for row in rows]
     assert shown == [["1", "4", "7"], ["1", "4", "7"], ["9"]]
-    assert samples_section(record([])) == ""
+    assert section([]) == ""
 
 
 def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path) -> None:

@@ -298,24 +298,3 @@ def logs(
         print(text, end="", flush=True)
     for path in [] if follow else status.newest_logs(run_dir):
         print(f"==> {path} <==\n{tail(path, lines)}\n")
-
-
-def report(
-    run_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Directories of the runs to compare.")
-    ],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="HTML file to write. Default: in the first run report/index.html, or "
-            "report/comparison.html for several."
-        ),
-    ] = None,
-) -> None:
-    """Write an HTML page about one run, or about several side by side."""
-    from qurl_megatron.report.page import write_report
-
-    name = "index.html" if len(run_dirs) == 1 else "comparison.html"
-    output = output or run_dirs[0] / "report" / name
-    write_report(run_dirs, output)
-    print(f"{output} is ready")

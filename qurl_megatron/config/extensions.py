@@ -10,7 +10,12 @@ from types import ModuleType
 from qurl_megatron.config.schema import ConfigError
 
 FOLDER = "qurl_megatron.extensions"
-COMMANDS = {"mismatch": "mismatch", "plan": "planning", "rehearse": "rehearsal"}
+COMMANDS = {
+    "report": "report",
+    "mismatch": "mismatch",
+    "plan": "planning",
+    "rehearse": "rehearsal",
+}
 """The commands of `qurl` that extensions bring: each is a function of that name in `command.py`."""
 
 

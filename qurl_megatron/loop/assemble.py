@@ -14,7 +14,7 @@ from qurl_megatron.agents.client import AgentClient, prefer_agent_scores, reduce
 from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import PolicyLoss
-from qurl_megatron.config.extensions import needed
+from qurl_megatron.config.extensions import find, needed
 from qurl_megatron.config.schema import OBJECTIVES, Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
@@ -249,6 +249,12 @@ def make_loss(config: Config) -> PolicyLoss:
         field = f"objective.objective={objective.objective}"
         own = needed("own_objective", "own_objective", by=field).own_objective(objective)
     return PolicyLoss(objective, config.rollout.max_staleness > 0, own)
+
+
+def write_report(config: Config) -> None:
+    """Write the page of a finished run, where there are reports."""
+    if pages := find("report", "page"):
+        pages.write_report([config.run_dir], config.run_dir / "report" / "index.html")
 
 
 def _load_learner(config: Config) -> Learner:

@@ -38,11 +38,10 @@ from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import CheckpointError
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.shares import Share
-from qurl_megatron.loop.assemble import Run, assemble, make_loss
+from qurl_megatron.loop.assemble import Run, assemble, make_loss, write_report
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
 from qurl_megatron.loop.sampling import NothingScored
 from qurl_megatron.process import outlive_output, qurl_command
-from qurl_megatron.report.page import write_report
 from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.fleet import FleetTooSmall
 from qurl_megatron.rollout.roster import SERVERS_AT
@@ -116,7 +115,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
         export(learner, Path(config.model), final_model, uaq, template)
         log.finish(evaluation or run.evaluate(step))
         if device.rank() == 0:
-            write_report([config.run_dir], config.run_dir / "report" / "index.html")
+            write_report(config)
         log.say_results()
         return True
     return False  # `saving_what_is_done` ended the block: too few servers

@@ -229,7 +229,8 @@ class RunLog:
         changed = overrides_between(Config(), config)
         given = [word for word in changed if word.partition("=")[0] in OF_ANSWERS]
         words += [word.removeprefix("rollout.") for word in given]
-        self.say(f"report: {config.run_dir / 'report' / 'index.html'}")
+        if (page := config.run_dir / "report" / "index.html").exists():
+            self.say(f"report: {page}")
         self.say(f"model: {model}; its answers: {qurl_command('eval', model, *words)}")
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.report.console import table_console
 from qurl_megatron.report.metrics import PHASES
-from qurl_megatron.report.plots import read_run
+from qurl_megatron.report.record import read_run
 
 PICTURES = (".svg", ".png")
 COLOURS = ("#00798c", "#66a182", "#d1495b", "#edae49", "#8d96a3", "#2e4057", "#a06cd5")

@@ -16,9 +16,9 @@ from logs import Page, write_run
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import save, with_overrides
-from qurl_megatron.report import plots
-from qurl_megatron.report.page import write_report
-from qurl_megatron.report.plots import read_run
+from qurl_megatron.extensions.report import plots
+from qurl_megatron.extensions.report.page import write_report
+from qurl_megatron.report.record import read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from qurl_megatron.extensions.report import plots
 from qurl_megatron.files import check_output, write_whole
-from qurl_megatron.report import plots
 from qurl_megatron.report.console import KL, WINDOW, Watch, rules
 from qurl_megatron.report.metrics import KINDS, PHASES, accuracy_and_error, mean_and_error
-from qurl_megatron.report.plots import RunRecord, read_run
+from qurl_megatron.report.record import RunRecord, read_run
 
 NOT_MEASURED = "not measured"
 VISIBLE_LOG_RATIO = 0.02  # a token whose ratio is closer to 1 has no colour

@@ -9,9 +9,9 @@ import pytest
 from logs import GOOD
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.extensions.report.page import advice
 from qurl_megatron.report.console import FINITE, WINDOW, Watch
-from qurl_megatron.report.page import advice
-from qurl_megatron.report.plots import RunRecord
+from qurl_megatron.report.record import RunRecord
 
 BAD: dict[str, dict[str, Any]] = {
     "no reward signal: every completion scores -1": {"reward_counts": [(-1.0, 8)]},

@@ -1,0 +1,1 @@
+"""`qurl report`: an HTML page about a run, or several, with plots."""
