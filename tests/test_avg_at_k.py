@@ -254,6 +254,7 @@ def test_a_run_ends_with_a_command_that_reads_its_data_as_it_did(
     rollout = RolloutConfig(agent="a.py:play", max_turns=3, max_prompt_length=7)
     rollout.max_completion_length = 9
     fields: dict[str, Any] = {"question_key": "text", "chat_template_options": options}
+    fields["data_options"] = {"min_digits": 1, "operators": ["+", "-"]}
     run_log(tmp_path / "run", data="a.jsonl", rollout=rollout, **fields).say_results()
     command = capsys.readouterr().out.replace("\n", " ").rpartition("its answers: ")[2]
     _, *words = shlex.split(command)

@@ -100,6 +100,8 @@ class EvalConfig(AgentConfig):
     """Hugging Face directory, or a checkpoint of a run."""
     data: list[Place] = dataclasses.field(default_factory=list)
     """Files, dataset directories or reasoning_gym:TASK, each measured separately."""
+    data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
+    """Options of the reasoning-gym tasks, by name, as a run has them."""
     reward: RewardName = "math"
     """Verifier of the answers, as in a run. Avg@1 and Avg@k are averages of its `accuracy`; with a
     reward function that gives no such number, of the reward itself."""
@@ -607,7 +609,8 @@ def _load_prompts(
         columns=() if config.agent else columns,
     )
     sources = {
-        data: read_problems(data, {}, seed=config.seed, fields=fields) for data in config.data
+        data: read_problems(data, config.data_options, seed=config.seed, fields=fields)
+        for data in config.data
     }
     if not config.agent:
         keep_verifiable(sources, reward)

@@ -62,7 +62,7 @@ def run(config: EvalConfig, count: int) -> None:
         ignores_media=config.ignore_media,
         for_function=True,
     )
-    source = read_problems(config.data[0], {}, seed=config.seed, fields=fields)
+    source = read_problems(config.data[0], config.data_options, seed=config.seed, fields=fields)
     prompts = tokenize(
         source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, stops=stops
     )[:count]
