@@ -232,6 +232,20 @@ def test_what_else_openais_api_has_is_answered_with_a_sentence() -> None:
     play(agent)
 
 
+def test_each_of_two_turns_at_once_counts_its_own_tokens() -> None:
+    async def agent(policy: Policy, client: AsyncOpenAI) -> None:
+        async def count(text: str) -> tuple[int, int]:
+            messages: Any = [{"role": "user", "content": text}]
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            assert answer.usage is not None
+            return answer.usage.prompt_tokens, answer.usage.total_tokens
+
+        at_once = await asyncio.gather(*map(count, ("short", "long" * 50)))
+        assert at_once == [await count("short"), await count("long" * 50)]
+
+    play(agent, *"abcd", limits=dataclasses.replace(LIMITS, max_turns=0))
+
+
 def test_what_has_no_effect_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     say_once.cache_clear()
     strict: Any = {**LOOK, "function": {**LOOK["function"], "strict": True}}

@@ -16,7 +16,8 @@ from typing import Any
 from aiohttp import web
 
 from qurl_megatron.agents.chat import say_once
-from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy
+from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Turn
+from qurl_megatron.agents.tools import Message
 
 LARGEST_REQUEST_BYTES = 2**26
 TAKEN = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream"}
@@ -103,22 +104,26 @@ class Endpoint:
             return _refusal(400, unmet)
         given = {name: value for name, value in body.items() if value is not None}
         most = given.get("max_completion_tokens", given.get("max_tokens"))
-        try:
-            chat = policy.chat(
+
+        async def take() -> tuple[Message, Turn | None, int]:
+            message = await policy.chat(
                 messages, tools=given.get("tools", []), max_tokens=most, stop=given.get("stop", [])
             )
+            return message, policy.last_turn, len(policy.ids)  # before a waiting turn begins
+
+        try:
             # In the episode's context: if the code blocks or ends the process, this episode fails.
-            message = await asyncio.get_running_loop().create_task(chat, context=context)
+            message, turn, total = await asyncio.get_running_loop().create_task(
+                take(), context=context
+            )
         except EpisodeOver as error:
             return _refusal(400, str(error), code="context_length_exceeded")
         except Exception as error:  # a template refuses the messages, or a turn is running already
             return _refusal(400, f"{type(error).__name__}: {error}")
         if unmet := _not_chosen(given.get("tool_choice"), message):
             return _refusal(400, unmet)
-        turn = policy.last_turn
         assert turn is not None
         reason = "tool_calls" if message.get("tool_calls") else turn.finish
-        number = len(policy.ids) - len(turn.ids)
         answer: dict[str, Any] = {
             "id": f"chatcmpl-{policy.num_turns}",
             "object": "chat.completion",
@@ -126,9 +131,9 @@ class Endpoint:
             "model": body.get("model", "policy"),
             "choices": [{"index": 0, "message": message, "finish_reason": reason}],
             "usage": {
-                "prompt_tokens": number,
+                "prompt_tokens": total - len(turn.ids),
                 "completion_tokens": len(turn.ids),
-                "total_tokens": len(policy.ids),
+                "total_tokens": total,
             },
         }
         if not body.get("stream"):
