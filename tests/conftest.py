@@ -71,6 +71,7 @@ hypothesis.settings.register_profile("qurl", deadline=None)
 hypothesis.settings.load_profile("qurl")
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest runs without xdist too
 def pytest_xdist_setupnodes() -> None:
     """Have workers, and the ranks that they start, be forks of one process, unless there is a GPU.
 

@@ -59,6 +59,7 @@ def work(stdin: Connection, stdout: Connection, environment: dict[str, str]) -> 
     """Do what `python -c` does for execnet, in a fresh fork with its starter's environment."""
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # as in a fresh process; not this one's
     # Python would start another server for what this worker starts.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     os.dup2(stdin.fileno(), 0)

@@ -15,7 +15,7 @@ from qurl_megatron.process import NO_THREADS
 
 # What starts programs here is a process of its own, because a fork needs one without threads.
 STARTER = """
-import os, signal, sys, threading, time
+import os, signal, sys, tempfile, threading, time
 from pathlib import Path
 from qurl_megatron.rollout import preload
 
@@ -116,6 +116,18 @@ cpus = [min(os.sched_getaffinity(0))]
 started = start("describe", environment={"COLOUR": "green"}, cpus=cpus, **signals)
 print(wait(started), preload.exit_code(started.pid))
 """
+
+
+KEEP = """
+made = tempfile.TemporaryDirectory()
+print(wait(start("describe", environment={"COLOUR": ""})), Path(made.name).exists())
+"""
+
+
+def test_a_program_deletes_no_temporary_directory_of_its_starter(
+    starter: Starter, how: str
+) -> None:
+    assert starter.run(KEEP, how) == ["7 True"]
 
 
 def test_a_program_has_its_own_session_environment_log_cpus_signals_and_exit_code(

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -215,6 +216,9 @@ def run_in_fork(program: Program, parent: int) -> None:
     setproctitle(program.title)  # before the environment changes, which it needs to find its place
     device.extend_environment(program.environment, program.without)
     tempfile.tempdir = None  # TMPDIR may have changed
+    # What imports made before the fork is the starter's to delete: W&B's temporary directories.
+    for inherited in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        inherited.detach()
     sys.argv = [program.module, *program.arguments]
     try:
         import_module(program.module).main(*program.arguments)

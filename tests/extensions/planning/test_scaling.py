@@ -138,7 +138,10 @@ def test_a_reader_that_leaves_early_gets_the_files_and_no_error(tmp_path: Path) 
     assert (tmp_path / "plan.csv").exists()
 
 
-def test_a_table_of_plans_is_a_sweep_over_its_layouts() -> None:
+def test_a_table_of_plans_is_a_sweep_over_its_layouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     rows = [Row(plan(KNOWN_MODELS["Qwen2.5-0.5B"], Config(), gpus)) for gpus in (8, 16)]
     write(rows, table := Path("study.csv"))
     small, large = named_runs("grpo", ["name=study", "steps=5"], ["seed=1"], table)
