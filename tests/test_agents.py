@@ -28,6 +28,7 @@ from tiny import EOS_TOKEN_ID, build_tiny_model
 AGENT = """
 import asyncio, contextlib, itertools, os, subprocess, sys, time
 from pathlib import Path
+import anyio
 import numpy as np
 
 class Unsayable(Exception):
@@ -111,6 +112,11 @@ async def each(policy, problem):
         cancelled = asyncio.create_task(asyncio.sleep(60))
         cancelled.cancel()
         await cancelled
+    elif how == "cancels a group":
+        async with anyio.create_task_group() as group:  # as httpx and openai's client do
+            group.start_soon(anyio.sleep, 60)
+            await anyio.sleep(0.1)
+            group.cancel_scope.cancel()
     elif how == "leaves":
         async def leave():
             sys.exit(3)
@@ -317,6 +323,7 @@ ENDS = {  # what an episode does -> how it ends, the reward, and what went wrong
     "no room": ("error", -1.0, "ValueError: max_tokens=0: expected at least 1"),
     "swallows": ("deadline", -1.0, "took longer than agent_turn_timeout_s 1.5 between two turns"),
     "cancels": ("error", -1.0, "asyncio.exceptions.CancelledError"),
+    "cancels a group": ("answered", 1.0, ""),
     "leaves": ("error", -1.0, "RuntimeError: SystemExit: 3"),
     "cannot say why": ("error", -1.0, "agent.Unsayable: <exception str() failed>"),
     "says odd things": ("error", -1.0, "ValueError: \ud800"),

@@ -248,6 +248,9 @@ class _Marked(Coroutine[Any, Any, Any]):
     def __init__(self, inner: Coroutine[Any, Any, Any], key: int, marks: Marks) -> None:
         self._inner, self._key, self._marks = inner, key, marks
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)  # anyio reads `cr_running` and the like before it cancels
+
     def send(self, value: Any) -> Any:
         return self._run(self._inner.send, value)
 
