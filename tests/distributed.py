@@ -25,7 +25,6 @@ PRELOADED = [
     "pytest",
     "qurl_megatron.cli",
     "qurl_megatron.learner.checkpoint",
-    "qurl_megatron.extensions.ppo.critic",
     "qurl_megatron.weight_sync.export",
     "qurl_megatron.weight_sync.publish",
     "qurl_megatron.sglang_plugin.weights",

@@ -11,7 +11,9 @@ the policy's.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ class Critic:
             ArchitectureError: the model or the layout cannot be used; one line.
         """
         self._config = config.critic
-        self._parallel_state = _EMPTY
+        self._parallel_state = _without_layout()
         with self._own_parallel_state():
             self._learner = Learner(
                 Path(config.critic.model or config.model),
@@ -182,12 +184,18 @@ class ValueModel(PolicyModel):
         return (torch.where(rows.loss_mask, values.view(1, -1), 0.0),)
 
 
-def _parallel_state() -> dict[str, Any]:
+def _parallel_state(module: ModuleType = parallel_state) -> dict[str, Any]:
     return {
         name: value
-        for name, value in vars(parallel_state).items()
+        for name, value in vars(module).items()
         if name.startswith("_") and not name.startswith("__") and not callable(value)
     }
 
 
-_EMPTY = _parallel_state()  # at import, before any layout is set
+def _without_layout() -> dict[str, Any]:
+    """Return the globals of a fresh copy of Megatron's module: the policy has set its layout."""
+    spec = find_spec(parallel_state.__name__)
+    assert spec and spec.loader
+    fresh = module_from_spec(spec)
+    spec.loader.exec_module(fresh)
+    return _parallel_state(fresh)
