@@ -162,6 +162,7 @@ SETTINGS = {
             "optimizer.minibatches_per_step=4",
             "optimizer.learning_rate=1e-5",
             "optimizer.warmup_steps=4",
+            "optimizer.schedule=constant",
             "checkpoint.every_steps=8",
         ],
         recipe="smollm2",

@@ -118,7 +118,6 @@ FIELDS = rows(r"""
     steps=0                                 steps=0: input should be greater than or equal to 1
     steps=1\n2                              'steps=1\n2': input should be a valid integer
     optimizer.minibatches_per_step=7        do not divide into minibatches
-    optimizer.warmup_steps=9999 & optimizer.schedule=linear  optimizer steps, so its learning rate
     optimizer.min_learning_rate=1           is above learning_rate=
     objective.objective=ppo                 no such objective; there are naive, on_policy, decoupled
     objective.aggregation=mean              'sequence_mean' or 'token_mean'

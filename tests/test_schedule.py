@@ -25,7 +25,8 @@ def rates(steps: int, *, done: int = 0, **fields: Any) -> list[float]:
 
 def test_it_is_constant_after_the_warmup_by_default() -> None:
     assert rates(3, minibatches_per_step=2, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
-    assert rates(2, warmup_steps=4) == [0.25, 0.5]  # a run may be shorter
+    for schedule in ("constant", "linear"):
+        assert rates(2, warmup_steps=4, schedule=schedule) == [0.25, 0.5]  # a run may be shorter
 
 
 def test_it_falls_to_the_end_of_the_run_and_wastes_no_update_at_the_end() -> None:

@@ -482,7 +482,7 @@ def check_base(config: Config, architecture: Architecture) -> None:
 def _validate_fields(config: Config) -> None:
     """Check the fields that must fit each other whatever the model is."""
     rollout, quantization = config.rollout, config.quantization
-    _check_schedule(config.optimizer, config.steps, "optimizer")
+    _check_schedule(config.optimizer, "optimizer")
     num_servers = rollout.servers + len(rollout.servers_at)
     if not num_servers:
         raise ConfigError("rollout.servers=0: no server samples; give some, or rollout.servers_at")
@@ -593,13 +593,7 @@ def _validate_stage(config: Config, first_step: int) -> int:
     return completions
 
 
-def _check_schedule(optimizer: OptimizerConfig, steps: int, section: str) -> None:
-    updates = steps * optimizer.minibatches_per_step
-    if optimizer.schedule != "constant" and optimizer.warmup_steps >= updates:
-        raise ConfigError(
-            f"{section}.warmup_steps={optimizer.warmup_steps}: the run has {updates} optimizer "
-            f"steps, so its learning rate would not fall (schedule={optimizer.schedule}); lower it"
-        )
+def _check_schedule(optimizer: OptimizerConfig, section: str) -> None:
     if optimizer.min_learning_rate > optimizer.learning_rate:
         raise ConfigError(
             f"{section}.min_learning_rate={optimizer.min_learning_rate}: is above "
@@ -672,7 +666,7 @@ def _validate_critic(config: Config, policy: Architecture, completions_per_step:
             f"{layout.pipeline_parallel_size} pipeline stages it does not divide the policy's "
             f"{config.learner.world_size} ranks"
         )
-    _check_schedule(critic.optimizer, config.steps, "critic.optimizer")
+    _check_schedule(critic.optimizer, "critic.optimizer")
     parts = critic.optimizer.minibatches_per_step * layout.data_parallel_size
     uneven = next((count for count in completions_per_step if count % parts), None)
     if uneven is not None:
