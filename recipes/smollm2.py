@@ -16,13 +16,20 @@ may be, in other words. With adapters (LoRA) over an INT4 base, which need a hig
 
 Sources of the settings:
 
-- The recipe `grpo`, with fewer and shorter completions, twenty times its learning rate and no KL
+- The recipe `grpo`, with fewer and shorter completions, ten times its learning rate and no KL
   penalty, which would need a reference in memory.
 - Two ranks and two servers, each with one thread, use two cores.
-- 16 steps: in a run of 32 the accuracy fell again, from 76.6 to 71.9 %, and the entropy to 0.05.
+- A rate of 1e-5 with four minibatches, which falls in the second half. With 2e-5 and two, seed 0
+  ended at 55.9 %, and seed 1 fell from 76.6 % after 16 steps to 71.9 % after 32.
 """
 
-from qurl_megatron.config.schema import Config, EvaluationConfig, LearnerConfig, ServerConfig
+from qurl_megatron.config.schema import (
+    Config,
+    EvaluationConfig,
+    LearnerConfig,
+    OptimizerConfig,
+    ServerConfig,
+)
 from qurl_megatron.recipes import grpo
 
 
@@ -44,14 +51,20 @@ def recipe() -> Config:
         "size": 3000,
     }
     config.reward = "gsm8k_flexible"
-    config.steps = 16
+    config.steps = 28
     config.learner = LearnerConfig(
         # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.
         data_parallel_size=1 if device.num_gpus() == 1 else 2,
         dtype="float32",
         micro_batch_size=8,
     )
-    config.optimizer.learning_rate, config.optimizer.warmup_steps = 2e-5, 4
+    config.optimizer = OptimizerConfig(
+        learning_rate=1e-5,
+        warmup_steps=4,
+        schedule="linear",
+        decay_fraction=0.5,
+        minibatches_per_step=4,
+    )
     config.objective.kl_coefficient = 0.0
     rollout = config.rollout
     rollout.servers = 1 if device.num_gpus() else 2
