@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qurl_megatron.agents.client import AgentClient
-from qurl_megatron.algorithm.advantages import generalized_advantages
 from qurl_megatron.algorithm.batch import (
     Completion,
     Episode,
@@ -204,21 +203,6 @@ def test_what_lies_at_observed_tokens_reaches_neither_loss_nor_gradient(
     assert of_plain[batch.loss_mask].count_nonzero() > 0 or objective == "naive"
     _, of_sampled = gradient(False, True)
     assert torch.equal(of_plain[batch.loss_mask], of_sampled)
-
-
-@given(SPANS, st.randoms())
-def test_ppo_carries_an_advantage_over_observed_tokens_as_if_they_were_not_there(
-    spans: list[tuple[int, int]], random: Random
-) -> None:
-    batch = pack([RolloutGroup(PROMPT, [sequence(random, spans)], [1.0])])
-    assert batch.rewards is not None
-    values, mask = torch.randn(len(batch.tokens)), batch.loss_mask
-    settings = {"discount": 0.9, "gae_lambda": 0.8}
-    whole = generalized_advantages(batch.rewards, values, mask, batch.lengths, **settings)
-    count = torch.tensor([int(mask.sum())])
-    alone = generalized_advantages(batch.rewards[mask], values[mask], mask[mask], count, **settings)
-    for each, expected in zip(whole, alone, strict=True):
-        assert torch.equal(each[mask], expected) and not each[~mask].any()
 
 
 def episode_of(*turns: TurnTokens, end: str = "answered", **fields: Any) -> Completion:

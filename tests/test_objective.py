@@ -26,7 +26,6 @@ from qurl_megatron.algorithm.objective import (
     rollout_statistics,
     statistics_by_staleness,
     token_weights,
-    value_loss,
 )
 from qurl_megatron.config.schema import Config, Objective, ObjectiveConfig
 from qurl_megatron.config.text import with_overrides
@@ -634,31 +633,3 @@ def test_k1_and_k3_both_estimate_the_kl_from_behaviour_to_proximal() -> None:
     exact = (behaviour * (behaviour / proximal).log()).sum().item()
     assert statistics["kl_behaviour_proximal"] == pytest.approx(exact, rel=1e-12)
     assert statistics["kl_behaviour_proximal_k3"] == pytest.approx(exact, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("value", "old", "target", "loss", "gradient"),
-    [
-        (1.0, 1.0, 3.0, 2.0, -2.0),  # (1 - 3)^2 / 2
-        (1.5, 1.0, 3.0, 1.62, 0.0),  # clipped to 1.2, whose error is larger: no gradient
-        (0.5, 1.0, 3.0, 3.125, -2.5),  # clipped to 0.8, whose error is smaller
-        (1.1, 1.0, 0.0, 0.605, 1.1),  # within the clip
-    ],
-)
-def test_value_loss_is_the_larger_error_of_the_value_and_the_clipped_value(
-    value: float, old: float, target: float, loss: float, gradient: float
-) -> None:
-    values = torch.tensor([[value, math.nan]], requires_grad=True)
-    output = value_loss(
-        values,
-        torch.tensor([[old, math.nan]]),
-        torch.tensor([[target, math.inf]]),
-        torch.tensor([[1.0, 0.0]]),
-        value_clip=0.2,
-    )
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(loss)
-    assert values.grad is not None
-    assert values.grad.tolist() == [[pytest.approx(gradient), 0.0]]
-    assert output.stats["tokens"] == 1
-    assert output.stats["clipped"] == float(gradient == 0.0)

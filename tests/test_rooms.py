@@ -81,6 +81,7 @@ PURE = {
     "model/tokenizer",
     "model/weight_map",
     "extensions/planning",
+    "extensions/ppo/values",
     "memory",
     "quantization/activations",
     "quantization/checksum",

@@ -355,34 +355,6 @@ class PolicyLoss:
         return loss, stats
 
 
-def value_loss(
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    loss_weights: Tensor,
-    *,
-    value_clip: float,
-) -> ObjectiveOutput:
-    """Return PPO's clipped value loss: half the larger of two squared errors, weighted and summed.
-
-    The two errors are those of `values` and of `values` clipped to within `value_clip` of
-    `old_values`, which are the values before the update. All are float32 and of one shape.
-    Only `values` has a gradient, and positions with a loss weight of 0 contribute nothing.
-
-    `stats` are sums over the tokens of positive weight: `tokens`, their number, and `clipped`,
-    how many the clip leaves without a gradient.
-    """
-    counted = loss_weights > 0
-    values = _where(counted, values)
-    old_values, returns = _where(counted, old_values), _where(counted, returns)
-    kept = torch.minimum(torch.maximum(values, old_values - value_clip), old_values + value_clip)
-    error, kept_error = (values - returns).square(), (kept - returns).square()
-    loss = (_where(counted, loss_weights) * torch.maximum(error, kept_error)).sum() / 2
-    clipped = (kept_error > error).sum()
-    stats = {"tokens": counted.sum(), "clipped": clipped}
-    return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
-
-
 def token_weights(batch: TrainBatch, aggregation: str) -> Tensor:
     """Return the weight of each token in the loss, `[tokens]` float32.
 
