@@ -15,7 +15,7 @@ from qurl_megatron.process import NO_THREADS
 
 # What starts programs here is a process of its own, because a fork needs one without threads.
 STARTER = """
-import os, signal, sys, tempfile, threading, time
+import atexit, os, signal, sys, tempfile, threading, time
 from pathlib import Path
 from qurl_megatron.rollout import preload
 
@@ -120,6 +120,7 @@ print(wait(started), preload.exit_code(started.pid))
 
 KEEP = """
 made = tempfile.TemporaryDirectory()
+atexit.register(made.cleanup)
 print(wait(start("describe", environment={"COLOUR": ""})), Path(made.name).exists())
 """
 

@@ -218,7 +218,9 @@ def run_in_fork(program: Program, parent: int) -> None:
     tempfile.tempdir = None  # TMPDIR may have changed
     # What imports made before the fork is the starter's to delete: W&B's temporary directories.
     for inherited in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
-        inherited.detach()
+        owner, *_ = inherited.detach() or (None,)
+        if isinstance(owner, tempfile.TemporaryDirectory):
+            atexit.unregister(owner.cleanup)
     sys.argv = [program.module, *program.arguments]
     try:
         import_module(program.module).main(*program.arguments)
