@@ -25,11 +25,11 @@ from qurl_megatron import (
     cli,  # noqa: E402
     recipes,  # noqa: E402
 )
+from qurl_megatron.config import extensions  # noqa: E402
 from qurl_megatron.config.schema import Config  # noqa: E402
 from qurl_megatron.config.text import field_docs, field_meanings, first_line  # noqa: E402
 from qurl_megatron.config.values import LARGEST  # noqa: E402
 from qurl_megatron.evaluation.avg_at_k import EvalConfig  # noqa: E402
-from qurl_megatron.launch.serve import ServeConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
 
 
@@ -81,8 +81,9 @@ def configuration_page() -> Iterator[str]:
         yield from entries
     commands: dict[str, tuple[str, type]] = {
         "eval": ("MODEL DATA... [FIELD=VALUE]...", EvalConfig),
-        "serve": ("MODEL [FIELD=VALUE]...", ServeConfig),
     }
+    if elsewhere := extensions.find("elsewhere", "serve"):
+        commands["serve"] = ("MODEL [FIELD=VALUE]...", elsewhere.ServeConfig)
     for command, (words, kind) in commands.items():
         yield f"## `qurl {command}` {{ #{command} }}\n\nThe fields of `qurl {command} {words}`.\n"
         meanings = field_meanings(kind())

@@ -16,8 +16,7 @@ from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.placement import plan_here
-from qurl_megatron.launch.serve import release_servers_at, save_servers_at
-from qurl_megatron.launch.servers import Attempt
+from qurl_megatron.launch.servers import Attempt, claims
 from qurl_megatron.launch.status import claim, how_to_resume
 from qurl_megatron.launch.supervisor import Signals, supervise
 from qurl_megatron.process import NO_THREADS, ending_signals, outlive_output
@@ -70,16 +69,14 @@ def launch(config: Config) -> int:
 def _launch(config: Config) -> int:
     signals = Signals(ending_signals(), {signal.SIGUSR1})
     print(f"run directory {config.run_dir}", flush=True)
-    save_servers_at(config)
-    try:
+    with claims(config):
         attempt = Attempt.create(config)
         plan = plan_here(config, device.num_gpus(), attempt.number)
-        return supervise(attempt, plan, plan.nodes[0], signals)
-    except (PreloadFailed, ServerFailed) as failure:
-        print(f"\nqurl: {failure}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        release_servers_at(config)
+        try:
+            return supervise(attempt, plan, plan.nodes[0], signals)
+        except (PreloadFailed, ServerFailed) as failure:
+            print(f"\nqurl: {failure}", file=sys.stderr, flush=True)
+            return 1
 
 
 if __name__ == "__main__":

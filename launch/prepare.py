@@ -31,7 +31,6 @@ from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import list_checkpoints, read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
-from qurl_megatron.launch.serve import check_servers_at
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.memory.colocation import plan_colocation, releases
 from qurl_megatron.memory.host import (
@@ -421,8 +420,8 @@ def _check(
     elif num_gpus:
         check_shared_gpus(config, placed, memory_bytes)
     check_disk(config)
-    if asks_servers:
-        check_servers_at(config, resumes=resumes)
+    if asks_servers and config.rollout.servers_at:
+        needed("elsewhere", "claims", by="rollout.servers_at").check(config, resumes=resumes)
     prompts = load_prompts(config, tokenizer, columns)
     available = len(prompts.train)
     if config.rollout.prompts_per_step > available:

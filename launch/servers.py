@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import AdaptersConfig, Config
 from qurl_megatron.launch.status import logs_of, newest_attempt
@@ -262,3 +264,12 @@ class Servers:
             for other in self._slots
             if other is not slot and not other.waits and not other.is_ready
         )
+
+
+def claims(config: Config) -> AbstractContextManager[None]:
+    """Return a context in which the run has claimed the servers of `rollout.servers_at`, if any."""
+    if not config.rollout.servers_at:
+        return nullcontext()
+    elsewhere = needed("elsewhere", "claims", by="rollout.servers_at")
+    claimed: AbstractContextManager[None] = elsewhere.claimed(config)
+    return claimed

@@ -52,8 +52,7 @@ from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
 from qurl_megatron.launch.preflight import limit_s, summarize
 from qurl_megatron.launch.prepare import prepare_resume_or_new
-from qurl_megatron.launch.serve import release_servers_at, save_servers_at
-from qurl_megatron.launch.servers import Attempt, RestartLimit
+from qurl_megatron.launch.servers import Attempt, RestartLimit, claims
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.launch.supervisor import START_FAILED
 from qurl_megatron.model.architecture import Architecture
@@ -110,7 +109,6 @@ def _run(config: Config, max_restarts: int) -> int:
             free_port(),
             learner_group.gpus,
         )
-        save_servers_at(config)
     plan.save(attempt.logs / "plan.json")
     job = {
         "id": os.environ["SLURM_JOB_ID"],
@@ -125,7 +123,8 @@ def _run(config: Config, max_restarts: int) -> int:
     with exit_on_bad_input():
         save_s = expected_save_s(config)
     with contextlib.ExitStack() as stack:
-        stack.callback(release_servers_at, config)
+        with exit_on_bad_input():
+            stack.enter_context(claims(config))
         rollout = RolloutSide(attempt, groups)
         stack.callback(rollout.end)
         learner = JobStep(attempt, "learner", srun(learner_group, task("supervisor", attempt.logs)))

@@ -44,7 +44,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "export": models.export,
     "eval": models.evaluate,
     "agent": models.agent,
-    "serve": models.serve,
     "quantize": models.quantize,
     "uaq": models.uaq,
 }

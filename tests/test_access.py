@@ -18,9 +18,9 @@ from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
 from distributed import run_ranks
-from elsewhere import KEY
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.control import RELEASED, ServerControl
+from qurl_megatron.rollout.server import Server
 from qurl_megatron.sglang_plugin import access
 from qurl_megatron.sglang_plugin import routes as plugin
 from qurl_megatron.sglang_plugin.access import ROUTES
@@ -30,10 +30,10 @@ from qurl_megatron.weight_sync.bucket import (
     announce_in_place,
     model_tensors,
 )
-from qurl_megatron.weight_sync.elsewhere.servers import remote_server
 from sent import packed
 from tiny import build_tiny_model, quantized
 
+SERVER = Server("http://a", "0123456789abcdef", is_remote=True, run="first")
 OWN = {("GET", "/qurl"), ("POST", "/qurl/weights"), ("DELETE", "/qurl/run")}
 WITH_METRICS = {("GET", "/metrics")}  # SGLang adds it if a run sets `enable_metrics`
 
@@ -74,7 +74,7 @@ def http(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     app = FastAPI()
     held = model_tensors(Architecture.from_directory(model_dir), "int8", [])
     monkeypatch.setattr(plugin, "_held", lambda: held)
-    plugin.add_routes(add_api_key_middleware, app, api_key=KEY, admin_api_key=None)
+    plugin.add_routes(add_api_key_middleware, app, api_key=SERVER.api_key, admin_api_key=None)
 
     @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
     async def echo(request: Request) -> Any:
@@ -84,7 +84,7 @@ def http(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     async def speak(socket: WebSocket) -> None:
         await socket.accept()
 
-    return TestClient(app, headers=remote_server("http://a", KEY, "first").headers)
+    return TestClient(app, headers=SERVER.headers)
 
 
 def test_a_route_that_is_not_in_the_table_answers_nobody_whatever_key_or_run_is_given(
@@ -121,7 +121,7 @@ class Recorded(ServerControl):
     """Keeps what a learner would send."""
 
     def __init__(self) -> None:
-        super().__init__(remote_server("http://a", KEY, "first"))
+        super().__init__(SERVER)
         self.posted: list[tuple[str, dict[str, Any]]] = []
 
     async def _post(self, path: str, body: dict[str, Any], **_: Any) -> Any:

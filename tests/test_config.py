@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
+from command_configs import COMMAND_CONFIGS
 from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.other_names import OTHER_NAMES
 from qurl_megatron.config.schema import (
@@ -40,9 +41,7 @@ from qurl_megatron.config.text import (
     with_overrides,
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
-from qurl_megatron.evaluation.avg_at_k import EvalConfig
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
-from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.memory.colocation import plan_colocation, releases
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
@@ -486,7 +485,7 @@ def test_overrides_between_two_configurations_turn_one_into_the_other() -> None:
 
 def test_every_field_has_a_docstring_that_names_the_unit_of_a_size_or_a_time() -> None:
     units = {"_s": "seconds", "_bytes": "bytes", "_length": "tokens", "_tokens": "tokens"}
-    for kind in (Config, EvalConfig, ServeConfig):
+    for kind in (Config, *COMMAND_CONFIGS.values()):
         for path, meaning in field_meanings(kind()).items():
             assert len(meaning.split()) > 1, path
             unit = next((unit for end, unit in units.items() if path.endswith(end)), "")
@@ -511,7 +510,7 @@ def numbers(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 NUMBERS = [
     (kind, path, hint)
-    for kind in (Config, EvalConfig, ServeConfig)
+    for kind in (Config, *COMMAND_CONFIGS.values())
     for path, hint in numbers(kind)
     if (path, hint) != ("quantization.uaq.layer_scales", int)  # `validate` asks the model
 ]

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from command_configs import COMMAND_CONFIGS
 from qurl_megatron import recipes
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import leaf_values
-from qurl_megatron.evaluation.avg_at_k import EvalConfig
-from qurl_megatron.launch.serve import ServeConfig
 from qurl_megatron.report.metrics import RunSummary, StepMetrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -59,7 +58,7 @@ def test_everything_has_a_section_or_an_entry(site: Path) -> None:
     names = {module.name for module in pkgutil.iter_modules(recipes.__path__)}
     assert names <= anchors(site / "recipes.html")
     fields = {*leaf_values(Config())}
-    for command, kind in {"eval": EvalConfig, "serve": ServeConfig}.items():
+    for command, kind in COMMAND_CONFIGS.items():
         fields |= {f"{command}.{field}" for field in leaf_values(kind())}
     assert fields <= anchors(site / "configuration.html")
     metrics = {

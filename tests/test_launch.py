@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -496,8 +496,16 @@ def test_a_signal_to_a_launcher_or_its_closed_terminal_ends_a_run_in_order(
     config = Config(output_dir=str(tmp_path), name="first")
     config.run_dir.mkdir()
     released: list[Config] = []
+
+    @contextlib.contextmanager
+    def claims(config: Config) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            released.append(config)
+
     monkeypatch.setattr(supervisor, "preload", lambda *_: os.kill(os.getpid(), number))
-    monkeypatch.setattr(local, "release_servers_at", released.append)
+    monkeypatch.setattr(local, "claims", claims)
     with contextlib.suppress(OSError), (tmp_path / terminal).open("w") as errors:
         monkeypatch.setattr(sys, "stderr", errors)
         monkeypatch.setattr(sys, "stdout", sys.stdout)  # restored after the test

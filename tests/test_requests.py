@@ -1,97 +1,28 @@
 """What a server that stalls, floods, or says anything costs the run that asks it: little."""
 
 import asyncio
-import contextlib
 import json
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from elsewhere import KEY, config_of, description
+from answering import HEAD, Answering, flood, nothing, saying, server_that, trickle
 from fleets import make_fleet, make_server, wait_for
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout import requests
-from qurl_megatron.rollout import server as server_module
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused
 from qurl_megatron.rollout.requests import NoAnswer, ask
 from qurl_megatron.rollout.server import Server, ServerFailed, answers
 from qurl_megatron.rollout.wire import escaped, read_json
-from qurl_megatron.weight_sync.elsewhere import servers as elsewhere
-from qurl_megatron.weight_sync.elsewhere.transport import post_weights
-from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
-from tiny import build_tiny_model
 
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 CLEARS_THE_SCREEN = "\x1b[2J\x07\u202e"
-Answering = Callable[[socket.socket], None]
-
-
-@contextlib.contextmanager
-def server_that(answer: Answering) -> Iterator[Server]:
-    """Listen, and answer each connection by hand once a request has come."""
-    ended = threading.Event()
-
-    def serve(connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            connection.recv(2**16)
-            answer(connection)
-            ended.wait(20)
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection = listening.accept()[0]
-                threading.Thread(target=serve, args=(connection,), daemon=True).start()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        threading.Thread(target=accept, daemon=True).start()
-        port = listening.getsockname()[1]
-        try:
-            yield elsewhere.remote_server(f"http://127.0.0.1:{port}", KEY, "first")
-        finally:
-            ended.set()
-            listening.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-
-
-def saying(text: str, status: str = "200 OK") -> Answering:
-    content = text.encode("utf-8", "surrogatepass")
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    return lambda connection: connection.sendall(f"{head}\r\n\r\n".encode() + content)
-
-
-def trickle(first: bytes) -> Answering:
-    """Send these bytes, and then one more now and then, without an end."""
-
-    def answer(connection: socket.socket) -> None:
-        connection.sendall(first)
-        while True:
-            connection.sendall(b" ")
-            time.sleep(0.05)
-
-    return answer
-
-
-def flood(connection: socket.socket) -> None:
-    connection.sendall(HEAD + b"\r\n[")
-    while True:
-        connection.sendall(b"0," * 2**15)
-
-
-def nothing(connection: socket.socket) -> None:
-    """Keep the connection open."""
-
 
 STALLS = {
     "nothing": nothing,
@@ -118,23 +49,6 @@ def test_an_answer_that_may_begin_at_any_time_has_a_limit_once_it_has_begun(
     with server_that(trickle(HEAD + b"\r\n")) as server:
         with pytest.raises(NoAnswer, match="did not answer /x in"):
             asyncio.run(server.ask("GET", "/x", timeout_s=None, most_bytes=1000))
-
-
-def test_a_server_that_reads_weights_too_slowly_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(requests, "LATENCY_S", 0.1)
-    payload = torch.zeros(2**23, dtype=torch.uint8)  # more than a connection takes
-    monkeypatch.setattr(requests, "SLOWEST_BYTES_PER_S", len(payload) / 0.2)
-    header = BucketHeader(["a"], ["int8"], [[1]], 1, True, len(payload), False)
-
-    def read_little(connection: socket.socket) -> None:
-        while connection.recv(1000):
-            time.sleep(0.05)
-
-    with server_that(read_little) as server:
-        with pytest.raises(ServerFailed, match="did not answer /qurl/weights in"):
-            post_weights(server, 0.2, header, payload)
 
 
 def test_an_answer_that_is_too_large_is_not_read() -> None:
@@ -193,14 +107,6 @@ def test_checksums_that_are_none_are_a_server_that_failed(ranks: Any) -> None:
         else:
             with pytest.raises(ServerFailed):
                 asyncio.run(ServerControl(server).checksums())
-
-
-@pytest.mark.parametrize("load_s", [None, "1", float("nan"), -1.0, 1e9])
-def test_a_server_that_lies_about_its_time_is_given_up(load_s: Any) -> None:
-    header = BucketHeader(["a"], ["int8"], [[1]], 1, True, 1, False)
-    with server_that(saying(json.dumps({"success": True, "load_s": load_s}))) as server:
-        with pytest.raises(ServerFailed, match="says that it loaded weights in"):
-            post_weights(server, 1.0, header, torch.zeros(1, dtype=torch.uint8))
 
 
 # ---------------------------------------------------------------------------------- completions
@@ -311,41 +217,6 @@ def test_a_server_that_answers_health_and_no_prompt_is_lost(
         assert wait_for(fleet, "lost")
         asking.cancel()
         assert "has answered no prompt for" in fleet.last_loss
-
-
-# ------------------------------------------------------------------------------------ many servers
-
-
-def test_servers_are_asked_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elsewhere, "DESCRIBE_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(elsewhere, "RELEASE_TIMEOUT_S", 1.0)
-    monkeypatch.setattr(server_module, "REVIVE_TIMEOUT_S", 1.0)
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(server_that(nothing)) for _ in range(8)]
-        urls = json.dumps([server.url for server in servers])
-        config = config_of(build_tiny_model(tmp_path / "model"), f"rollout.servers_at={urls}")
-        begin = time.monotonic()
-        with pytest.raises(ConfigError, match=f"{servers[0].url} did not answer /qurl in 1 s"):
-            elsewhere.check_servers(config, KEY)
-        left_out: list[elsewhere.Unreachable] = []
-        elsewhere.check_servers(config, KEY, without=left_out.append)
-        assert len(left_out) == 8
-        elsewhere.release(servers)
-        assert server_module.revive(servers) == []
-        assert time.monotonic() - begin < 8
-
-
-def test_what_a_server_says_of_itself_is_shown_escaped(tmp_path: Path) -> None:
-    model = build_tiny_model(tmp_path / "model")
-    config = config_of(model)
-    said = {**vars(description(model)), "version": CLEARS_THE_SCREEN}
-    with server_that(saying(json.dumps(said))) as server:
-        config.rollout.servers_at = [server.url]
-        with pytest.raises(
-            ConfigError, match=r"runs qurl-megatron \\x1b\[2J\\x07\\u202e"
-        ) as caught:
-            elsewhere.check_servers(config, KEY)
-    assert str(caught.value).isprintable()
 
 
 def test_a_server_that_does_not_exist_or_says_no_http_has_no_answer() -> None:

@@ -48,11 +48,6 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # of OpenEnv; no file of this repository does.
 FENCES = {
     "agents/openenv": set[str](),
-    "weight_sync/elsewhere": {
-        "launch/serve",  # starts such servers, and claims them for a run
-        "sglang_plugin/routes",  # gives a server its routes
-        "weight_sync/link",  # chooses the transport to a server
-    },
 }
 
 EXTENSIONS = [path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py")]
@@ -94,8 +89,8 @@ PURE = {
     "weight_sync/bucket",
     "weight_sync/delta",
     "weight_sync/direct",
-    "weight_sync/elsewhere/routes",
-    "weight_sync/elsewhere/wire",
+    "extensions/elsewhere/routes",
+    "extensions/elsewhere/wire",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"huggingface_hub", "httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
@@ -104,9 +99,9 @@ HTTP_SPEAKERS = {
     "agents/openenv",
     "model/hub",
     "rollout",
-    "weight_sync/elsewhere/servers",  # reads URLs and statuses; it asks through `rollout`
+    "extensions/elsewhere/servers",  # reads URLs and statuses; it asks through `rollout`
 }
-ENVIRONMENT_READERS = {"device", "cli", "launch", "rollout/toolkit"}
+ENVIRONMENT_READERS = {"device", "cli", "extensions/elsewhere/key", "launch", "rollout/toolkit"}
 
 
 def name_of(path: Path) -> str:
@@ -196,7 +191,8 @@ def test_an_extension_has_its_tests_in_a_folder_of_its_own(extension: str) -> No
     tests = REPOSITORY / "tests"
     for path in tests.glob("**/*.py"):
         found = {name.split(".")[2] for name in imported_modules(path) if is_extension(name)}
-        assert extension not in found or path.parent == tests / "extensions" / extension, path
+        is_in_folder = path.parent.parts[-2:] == ("extensions", extension)  # in `e2e` too
+        assert extension not in found or is_in_folder, path
 
 
 def test_extensions_can_be_deleted(tmp_path: Path) -> None:
@@ -215,6 +211,8 @@ def test_extensions_can_be_deleted(tmp_path: Path) -> None:
     planned = qurl("train", "quickstart", "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert set(COMMANDS) & set(qurl("--help").stdout.split()) == set()
+    refused = qurl("train", "quickstart", "--dry-run", "rollout.servers_at=[https://a]")
+    assert refused.returncode == 2 and refused.stderr.startswith("qurl: rollout.servers_at: needs ")
     with pytest.raises(ConfigError, match="^--x: needs qurl_megatron/extensions/y, which was del"):
         needed("y", "page", by="--x")
 

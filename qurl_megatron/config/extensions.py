@@ -11,6 +11,7 @@ from qurl_megatron.config.schema import ConfigError
 
 FOLDER = "qurl_megatron.extensions"
 COMMANDS = {
+    "serve": "elsewhere",
     "report": "report",
     "mismatch": "mismatch",
     "plan": "planning",

@@ -492,6 +492,8 @@ def _validate_fields(config: Config) -> None:
             f"rollout.min_servers={rollout.min_servers}: must be at most "
             f"rollout.servers={rollout.servers}{elsewhere}"
         )
+    if rollout.servers_at:
+        extensions.check("elsewhere", by="rollout.servers_at")
     if len(set(rollout.servers_at)) < len(rollout.servers_at):
         raise ConfigError("rollout.servers_at: lists a server twice")
     minutes = config.checkpoint.every_minutes

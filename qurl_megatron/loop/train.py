@@ -160,7 +160,9 @@ def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
     signal.signal(signal.SIGUSR2, lambda number, _: sys.exit(128 + number))
     device.initialize_distributed()
     try:
-        config, rosters = load(run_dir / "config.yaml"), [*rosters, run_dir / SERVERS_AT]
+        config = load(run_dir / "config.yaml")
+        if config.rollout.servers_at:
+            rosters = [*rosters, run_dir / SERVERS_AT]
         is_complete = train(config, rosters, lambda: bool(stop_signals))
     except (NonFinite, NothingScored) as error:  # on every rank
         print(f"\nqurl: {error}: {qurl_command('resume', run_dir)}", flush=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pydantic
 
-DESCRIPTION_PATH = "/qurl"  # the three paths: see `weight_sync/elsewhere/wire.py`
+DESCRIPTION_PATH = "/qurl"  # the three paths: see `extensions/elsewhere/wire.py`
 WEIGHTS_PATH = "/qurl/weights"
 RUN_PATH = "/qurl/run"
 RUN_HEADER = "Qurl-Run"

@@ -1,7 +1,7 @@
 """The routes of this package on a server, and access control before all of them (`access.py`).
 
 `add_routes` also gives a server the routes by which weights reach it over HTTP
-(`weight_sync/elsewhere/routes.py`). `without_key` keeps the key out of the log.
+(`extensions/elsewhere/routes.py`). `without_key` keeps the key out of the log.
 """
 
 import dataclasses
@@ -11,22 +11,23 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from qurl_megatron.config.extensions import find
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.wire import DESCRIPTION_PATH, RUN_PATH, WEIGHTS_PATH
 from qurl_megatron.sglang_plugin.access import AccessControl
 from qurl_megatron.weight_sync.bucket import SentTensor, model_tensors
-from qurl_megatron.weight_sync.elsewhere.routes import Routes
 
 
 def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     """Add the routes before SGLang's `add_api_key_middleware`, which then protects them too."""
     tempfile.tempdir = None  # a fork has its parent's: TMPDIR now names another
     access = AccessControl(_held)
-    routes = Routes(access, _arguments, _kept, _held, _update)
-    app.add_route(DESCRIPTION_PATH, routes.describe, methods=["GET"])
-    app.add_route(WEIGHTS_PATH, routes.receive, methods=["POST"])
-    app.add_route(RUN_PATH, routes.release, methods=["DELETE"])
+    if elsewhere := find("elsewhere", "routes"):
+        routes = elsewhere.Routes(access, _arguments, _kept, _held, _update)
+        app.add_route(DESCRIPTION_PATH, routes.describe, methods=["GET"])
+        app.add_route(WEIGHTS_PATH, routes.receive, methods=["POST"])
+        app.add_route(RUN_PATH, routes.release, methods=["DELETE"])
     app.add_middleware(access.guard)
     original(app, **keys)
 

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import PauseMode, Releases
 from qurl_megatron.device import SharedError
 from qurl_megatron.quantization import checksum
@@ -14,7 +15,6 @@ from qurl_megatron.rollout.fleet import Fleet, Member
 from qurl_megatron.rollout.server import POLL_S, Server
 from qurl_megatron.rollout.wire import escaped
 from qurl_megatron.weight_sync.broadcast import Broadcast
-from qurl_megatron.weight_sync.elsewhere.transport import Http
 from qurl_megatron.weight_sync.in_place import InPlace
 from qurl_megatron.weight_sync.transport import Destination, Transport, Update
 
@@ -32,7 +32,10 @@ def transport_to(server: Server, *, in_place: bool) -> type[Transport]:
     """Return the transport to a server; with `in_place`, ranks write into its parameters."""
     if in_place:
         return InPlace
-    return Http if server.is_remote else Broadcast
+    if server.is_remote:
+        http: type[Transport] = needed("elsewhere", "transport", by="rollout.servers_at").Http
+        return http
+    return Broadcast
 
 
 class Link:

@@ -2,7 +2,7 @@
 
     broadcast.py              a process group of each sender and the server
     in_place.py, direct.py    the server's memory, which the ranks of its machine write
-    elsewhere/transport.py    HTTP requests, to a server that somebody started elsewhere
+    extensions/elsewhere/     HTTP requests, to a server that somebody started elsewhere
 
 Global rank 0 has a `Transport` for each server. Its `destination` says how the other ranks reach
 it: there each sender opens a `Channel`, which sends buckets in order. A transport does the same

@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import from_tree
+from qurl_megatron.extensions.elsewhere.wire import Description
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.requests import NoAnswer
 from qurl_megatron.rollout.server import Server, those_that
 from qurl_megatron.rollout.wire import DESCRIPTION_PATH, RUN_PATH, escaped
-from qurl_megatron.weight_sync.elsewhere.wire import Description
 
 DESCRIBE_TIMEOUT_S = 30.0
 RELEASE_TIMEOUT_S = 5.0

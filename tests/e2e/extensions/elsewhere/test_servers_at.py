@@ -16,11 +16,11 @@ from e2e.running import QUICK, Command, metrics_of
 from e2e.shaped_link import ShapedLink
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.extensions.elsewhere.servers import check_servers, remote_server
 from qurl_megatron.process import free_port
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout import requests
 from qurl_megatron.rollout.control import ServerControl
-from qurl_megatron.weight_sync.elsewhere.servers import check_servers, remote_server
 
 KEY = "the-key-of-the-test"
 SLOW = 4e6  # bytes per second, at which deltas are compressed

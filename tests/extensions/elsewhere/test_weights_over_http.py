@@ -19,13 +19,18 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from described import KEPT, KEY, description
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 from torch import Tensor
 
 import sglang_loader
-from elsewhere import KEPT, KEY, description
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
+from qurl_megatron.extensions.elsewhere import routes
+from qurl_megatron.extensions.elsewhere import transport as channels
+from qurl_megatron.extensions.elsewhere.servers import remote_server
+from qurl_megatron.extensions.elsewhere.transport import HttpChannel, HttpDestination
+from qurl_megatron.extensions.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.requests import Answer
 from qurl_megatron.sglang_plugin import access, weights
@@ -34,11 +39,6 @@ from qurl_megatron.sglang_plugin.access import AccessControl
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, SentTensor
 from qurl_megatron.weight_sync.delta import Change
-from qurl_megatron.weight_sync.elsewhere import routes
-from qurl_megatron.weight_sync.elsewhere import transport as channels
-from qurl_megatron.weight_sync.elsewhere.servers import remote_server
-from qurl_megatron.weight_sync.elsewhere.transport import HttpChannel, HttpDestination
-from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.weight_sync.gather import delta_bucket
 from sent import packed
 from tiny import quantized

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qurl_megatron.extensions.elsewhere.wire import BucketHeader
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.requests import NoAnswer, ask, transfer_s
 from qurl_megatron.rollout.server import Server
 from qurl_megatron.rollout.wire import WEIGHTS_PATH, dtype_names, escaped
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.delta import base_version
-from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport, Update
 
 # A core takes about as long to compress and read a delta of a 32B model as a link of this rate

@@ -21,11 +21,11 @@ from starlette.responses import JSONResponse
 from torch import Tensor
 
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
+from qurl_megatron.extensions.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, RUN_HEADER, escaped
 from qurl_megatron.weight_sync.bucket import FILE_PREFIX, SentTensor, check_manifest, read_file
 from qurl_megatron.weight_sync.delta import base_version, unpack
-from qurl_megatron.weight_sync.elsewhere.wire import BucketHeader, Description
 
 
 class Claimed(Protocol):

@@ -4,15 +4,18 @@ SGLang's server is not started here; `tests/e2e/test_servers_at.py` does that.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,28 +24,26 @@ from urllib.request import proxy_bypass
 import httpx
 import psutil
 import pytest
+import torch
+from described import KEPT, KEY, config_of, description
 
-from answering import Address
-from elsewhere import KEPT, KEY, config_of, description
+from answering import Address, nothing, saying, server_that
 from fleets import wait_for
 from qurl_megatron import cli
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.launch import serve
-from qurl_megatron.launch.serve import (
-    KEY_VARIABLE,
-    check_servers_at,
-    read_key,
-    save_servers_at,
-)
+from qurl_megatron.extensions.elsewhere import claims, key, serve
+from qurl_megatron.extensions.elsewhere import servers as elsewhere
+from qurl_megatron.extensions.elsewhere.transport import post_weights
+from qurl_megatron.extensions.elsewhere.wire import BucketHeader
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout import fleet as fleets
-from qurl_megatron.rollout import preload, server
+from qurl_megatron.rollout import preload, requests, server
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
 from qurl_megatron.rollout.server import ServerFailed, ServerPlan, answers, revive
-from qurl_megatron.weight_sync.elsewhere import servers as elsewhere
+from tiny import build_tiny_model
 
 
 @pytest.fixture
@@ -59,10 +60,10 @@ def key_file(tmp_path: Path) -> Path:
 def test_a_key_comes_from_a_file_or_from_the_environment(
     key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert read_key(str(key_file), "field") == KEY
-    monkeypatch.setenv(KEY_VARIABLE, f"{KEY}x")
-    assert read_key("", "field") == f"{KEY}x"
-    assert read_key(str(key_file), "field") == KEY
+    assert key.read_key(str(key_file), "field") == KEY
+    monkeypatch.setenv(key.VARIABLE, f"{KEY}x")
+    assert key.read_key("", "field") == f"{KEY}x"
+    assert key.read_key(str(key_file), "field") == KEY
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_what_is_no_key_is_refused_on_one_line_that_does_not_show_it(
         path.write_text(text, encoding="latin-1")
         path.chmod(mode)
     with pytest.raises(ConfigError, match=message) as refused:
-        read_key(str(path), "key_file")
+        key.read_key(str(path), "key_file")
     assert str(refused.value).startswith(f"key_file={path}: ")
     assert "\n" not in str(refused.value) and KEY not in str(refused.value)
 
@@ -92,15 +93,14 @@ def test_what_is_no_key_is_refused_on_one_line_that_does_not_show_it(
 def test_without_any_key_nothing_starts(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(key.VARIABLE, raising=False)
     config = config_of(model_dir, "rollout.servers_at=[http://127.0.0.1:1]")
     with pytest.raises(ConfigError, match=r"^rollout.servers_key_file: missing; servers elsewhere"):
-        check_servers_at(config)
+        claims.check(config)
     with pytest.raises(SystemExit) as ended:
         cli.app(["serve", str(model_dir)])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("qurl: key_file: missing; servers elsewhere need a")
-    check_servers_at(config_of(model_dir))  # without servers elsewhere none is needed
 
 
 def test_the_roster_of_servers_elsewhere_is_written_for_this_user_only(
@@ -110,23 +110,21 @@ def test_the_roster_of_servers_elsewhere_is_written_for_this_user_only(
     at = "rollout.servers_at=[http://10.0.0.1:2, 'https://host/a/b']"
     config = config_of(model_dir, *words, "rollout.servers=3", at)
     config.run_dir.mkdir()
-    save_servers_at(config)
     path = config.run_dir / SERVERS_AT
+    with claims.claimed(config):
+        servers = read_roster(path)["rollout"]
     assert path.stat().st_mode & 0o777 == 0o600
-    servers = read_roster(path)["rollout"]
     assert {index: server.url for index, server in servers.items()} == {
         3: "http://10.0.0.1:2",
         4: "https://host/a/b",
     }
     assert all(server.is_remote and server.api_key == KEY for server in servers.values())
-    save_servers_at(config)  # when the run resumes
+    with claims.claimed(config):  # when the run resumes
+        pass
     assert read_roster(path)["rollout"] == servers
     (run,) = {server.run for server in servers.values()}
     assert re.fullmatch(r"gr\\xf6\\xdfe-[0-9a-f]{8}", run)  # a header takes ASCII only
     httpx.Headers(servers[3].headers)  # raises what no header can be
-    config.rollout.servers_at = []
-    save_servers_at(config)
-    assert not path.exists()
 
 
 # ------------------------------------------------------------------------------- what is refused
@@ -287,8 +285,8 @@ def test_a_new_run_needs_every_server_and_one_that_resumes_goes_on_without_some(
     words = ["rollout.servers_at=[http://127.0.0.1:9]", f"rollout.servers_key_file={key_file}"]
     config = config_of(model_dir, *words)
     with pytest.raises(ConfigError, match="http://127.0.0.1:9 cannot be reached"):
-        check_servers_at(config)
-    check_servers_at(config, resumes=True)
+        claims.check(config)
+    claims.check(config, resumes=True)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("start it with qurl serve; the run goes on without it")
 
@@ -432,3 +430,60 @@ def test_an_answer_that_is_none_is_told_from_a_refusal_and_from_a_busy_server(
     with pytest.raises(error, match=message) as failed:
         client.fleet.controller.wait(client._post(ONE_PROMPT, server))
     assert failed.type is error
+
+
+def test_a_server_that_reads_weights_too_slowly_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(requests, "LATENCY_S", 0.1)
+    payload = torch.zeros(2**23, dtype=torch.uint8)  # more than a connection takes
+    monkeypatch.setattr(requests, "SLOWEST_BYTES_PER_S", len(payload) / 0.2)
+    header = BucketHeader(["a"], ["int8"], [[1]], 1, True, len(payload), False)
+
+    def read_little(connection: socket.socket) -> None:
+        while connection.recv(1000):
+            time.sleep(0.05)
+
+    with server_that(read_little) as server:
+        with pytest.raises(ServerFailed, match="did not answer /qurl/weights in"):
+            post_weights(server, 0.2, header, payload)
+
+
+@pytest.mark.parametrize("load_s", [None, "1", float("nan"), -1.0, 1e9])
+def test_a_server_that_lies_about_its_time_is_given_up(load_s: Any) -> None:
+    header = BucketHeader(["a"], ["int8"], [[1]], 1, True, 1, False)
+    with server_that(saying(json.dumps({"success": True, "load_s": load_s}))) as server:
+        with pytest.raises(ServerFailed, match="says that it loaded weights in"):
+            post_weights(server, 1.0, header, torch.zeros(1, dtype=torch.uint8))
+
+
+def test_servers_are_asked_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "DESCRIBE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(elsewhere, "RELEASE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(server, "REVIVE_TIMEOUT_S", 1.0)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(server_that(nothing)) for _ in range(8)]
+        urls = json.dumps([server.url for server in servers])
+        config = config_of(build_tiny_model(tmp_path / "model"), f"rollout.servers_at={urls}")
+        begin = time.monotonic()
+        with pytest.raises(ConfigError, match=f"{servers[0].url} did not answer /qurl in 1 s"):
+            elsewhere.check_servers(config, KEY)
+        left_out: list[elsewhere.Unreachable] = []
+        elsewhere.check_servers(config, KEY, without=left_out.append)
+        assert len(left_out) == 8
+        elsewhere.release(servers)
+        assert server.revive(servers) == []
+        assert time.monotonic() - begin < 8
+
+
+def test_what_a_server_says_of_itself_is_shown_escaped(tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    config = config_of(model)
+    said = {**vars(description(model)), "version": "\x1b[2J\x07\u202e"}
+    with server_that(saying(json.dumps(said))) as server:
+        config.rollout.servers_at = [server.url]
+        with pytest.raises(
+            ConfigError, match=r"runs qurl-megatron \\x1b\[2J\\x07\\u202e"
+        ) as caught:
+            elsewhere.check_servers(config, KEY)
+    assert str(caught.value).isprintable()

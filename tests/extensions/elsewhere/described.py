@@ -6,9 +6,9 @@ from typing import Any
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.extensions.elsewhere import servers
+from qurl_megatron.extensions.elsewhere.wire import Description
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.weight_sync.elsewhere import servers
-from qurl_megatron.weight_sync.elsewhere.wire import Description
 
 KEY = "0123456789abcdef"
 KEPT = "model.layers.0.mlp.down_proj"
