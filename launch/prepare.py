@@ -32,7 +32,6 @@ from qurl_megatron.files import list_checkpoints, read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
-from qurl_megatron.memory.colocation import plan_colocation, releases
 from qurl_megatron.memory.host import (
     check_host,
     check_shared_memory,
@@ -412,11 +411,8 @@ def _check(
         gpu = dataclasses.replace(H100, memory_bytes=memory_bytes)
         node = Node(gpu, num_gpus, machine_memory_bytes())
     if config.rollout.placement == "colocated":
-        config.rollout.server.releases = releases(architecture, config, node)
-        if config.evaluation.server.releases == "auto":
-            config.evaluation.server.releases = "all"
-        if node:
-            plan_colocation(architecture, config, node)
+        colocated = needed("colocated", "fit", by="rollout.placement=colocated")
+        colocated.settle(architecture, config, node)
     elif num_gpus:
         check_shared_gpus(config, placed, memory_bytes)
     check_disk(config)

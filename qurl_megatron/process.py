@@ -447,7 +447,7 @@ def ended_by(numbers: Collection[signal.Signals]) -> Iterator[None]:
 
 
 class GpuLock:
-    """A lock between processes of this machine; see `weight_sync/colocation.py`.
+    """A lock between processes of this machine; see `extensions/colocated/turns.py`.
 
     A fork does not hold it, and the kernel releases it when its process ends.
     """

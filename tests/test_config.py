@@ -18,10 +18,9 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Qwen2Config
 
 from command_configs import COMMAND_CONFIGS
-from qurl_megatron.config.gpus import H100, Node
+from qurl_megatron.config.gpus import H100
 from qurl_megatron.config.other_names import OTHER_NAMES
 from qurl_megatron.config.schema import (
     Config,
@@ -42,12 +41,11 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
-from qurl_megatron.memory.colocation import plan_colocation, releases
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
 from recipe_inputs import RECIPES
-from tiny import build_tiny_model
+from tiny import build_tiny_model, write_7b
 
 STAGES = [
     "rollout.stages.4={max_completion_length: 12, completions_per_prompt: 4}",
@@ -355,39 +353,6 @@ def test_learner_and_servers_take_turns_where_gpus_are_too_few(
     assert said.endswith("they take turns (rollout.placement=colocated)") == (
         placement == "colocated"
     )
-
-
-def write_7b(directory: Path) -> None:
-    """Write the config.json of a model of the size of Qwen2.5-7B."""
-    model = Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
-        num_attention_heads=28, num_key_value_heads=4, dtype="bfloat16",
-    )  # fmt: skip
-    model.architectures = ["Qwen2ForCausalLM"]
-    model.save_pretrained(directory)
-
-
-def test_turns_that_do_not_fit_are_refused_with_what_would(tmp_path: Path) -> None:
-    write_7b(tmp_path)
-    words = ["rollout.placement=colocated", f"model={tmp_path}", "learner.dtype=bfloat16"]
-    words += ["rollout.server.mem_fraction_static=0.8", "evaluation.server.mem_fraction_static=0.8"]
-
-    def check(*more: str, host_gb: int = 2000) -> str:
-        config = with_overrides(Config(), [*words, *more])
-        architecture = Architecture.from_directory(tmp_path)
-        node = Node(H100, 8, host_gb * 10**9)
-        config.rollout.server.releases = releases(architecture, config, node)
-        plan_colocation(architecture, config, node)
-        return config.rollout.server.releases
-
-    eight = ["learner.tensor_parallel_size=8", "rollout.server.tensor_parallel_size=8"]
-    assert check(*eight) == "cache"
-    with pytest.raises(ConfigError, match=r"while learner rank 0 trains, .* of its GPU"):
-        check()
-    with pytest.raises(ConfigError, match=r"^rollout.server.mem_.*=0.95: .* at most 0\.8"):
-        check(*eight, "rollout.server.mem_fraction_static=0.95")
-    with pytest.raises(ConfigError, match=r"of host memory, and a node has 100 GB"):
-        check(*eight, host_gb=100)
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

@@ -53,6 +53,7 @@ FENCES = {
 EXTENSIONS = [path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py")]
 # Extensions that import others, and why.
 EXTENSIONS_OF_EXTENSIONS = {
+    ("planning", "colocated"): "it plans layouts whose servers are colocated",
     ("rehearsal", "planning"): "it plays the subjects of a plan, and prints what the plan says",
 }
 
@@ -75,6 +76,7 @@ PURE = {
     "model/delta_rule",
     "model/tokenizer",
     "model/weight_map",
+    "extensions/colocated/fit",
     "extensions/planning",
     "extensions/ppo/values",
     "memory",
@@ -191,8 +193,9 @@ def test_an_extension_has_its_tests_in_a_folder_of_its_own(extension: str) -> No
     tests = REPOSITORY / "tests"
     for path in tests.glob("**/*.py"):
         found = {name.split(".")[2] for name in imported_modules(path) if is_extension(name)}
-        is_in_folder = path.parent.parts[-2:] == ("extensions", extension)  # in `e2e` too
-        assert extension not in found or is_in_folder, path
+        *_, extensions, own = path.parent.parts  # in `e2e` too
+        may = own == extension or (own, extension) in EXTENSIONS_OF_EXTENSIONS
+        assert extension not in found or (extensions == "extensions" and may), path
 
 
 def test_extensions_can_be_deleted(tmp_path: Path) -> None:
@@ -211,8 +214,9 @@ def test_extensions_can_be_deleted(tmp_path: Path) -> None:
     planned = qurl("train", "quickstart", "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert set(COMMANDS) & set(qurl("--help").stdout.split()) == set()
-    refused = qurl("train", "quickstart", "--dry-run", "rollout.servers_at=[https://a]")
-    assert refused.returncode == 2 and refused.stderr.startswith("qurl: rollout.servers_at: needs ")
+    for word in ("rollout.servers_at=[https://a]", "rollout.placement=colocated"):
+        refused = qurl("train", "quickstart", "--dry-run", word)
+        assert refused.returncode == 2 and ": needs qurl_megatron/extensions/" in refused.stderr
     with pytest.raises(ConfigError, match="^--x: needs qurl_megatron/extensions/y, which was del"):
         needed("y", "page", by="--x")
 

@@ -228,3 +228,15 @@ def _build_tokenizer(vocab_size: int) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
     )
+
+
+def write_7b(directory: Path) -> None:
+    """Write the config.json of a model of the size of Qwen2.5-7B."""
+    from transformers import Qwen2Config
+
+    model = Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4, dtype="bfloat16",
+    )  # fmt: skip
+    model.architectures = ["Qwen2ForCausalLM"]
+    model.save_pretrained(directory)

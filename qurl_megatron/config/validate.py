@@ -376,30 +376,6 @@ def validate_resume(saved: Config, config: Config) -> None:
             raise ConfigError(f"{field}={value}: the run has {own}, and {reason}; start a new run")
 
 
-def validate_colocated(config: Config) -> None:
-    """Check that colocated learner and servers can do what a run asks for.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    rollout = config.rollout
-    if rollout.max_staleness:
-        raise ConfigError(
-            f"rollout.max_staleness={rollout.max_staleness}: with rollout.placement=colocated the "
-            "servers sleep while the learner trains; set it to 0, or use separate"
-        )
-    if rollout.servers_at or not rollout.servers:
-        raise ConfigError(
-            "rollout.servers_at: with rollout.placement=colocated all servers are on the learner's "
-            "GPUs; leave it empty and set rollout.servers, or use separate"
-        )
-    if config.quantization.publish != "full":
-        raise ConfigError(
-            f"quantization.publish={config.quantization.publish}: with rollout.placement=colocated "
-            "nothing is sent, but written where it lies; set it to full, or use separate"
-        )
-
-
 def validate_adapters(config: Config) -> None:
     """Check that a learner of adapters can do what a run asks for.
 
@@ -503,7 +479,7 @@ def _validate_fields(config: Config) -> None:
             "give it a number of steps too, such as 1000"
         )
     if rollout.placement == "colocated":
-        validate_colocated(config)
+        extensions.needed("colocated", "fit", by="rollout.placement=colocated").check_fields(config)
     if config.adapters.rank:
         validate_adapters(config)
     elif config.adapters.targets:

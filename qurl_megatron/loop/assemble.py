@@ -40,15 +40,20 @@ from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, revive, wait_ready
-from qurl_megatron.weight_sync.colocation import ColocatedPublisher, Colocation, Resident
 from qurl_megatron.weight_sync.publish import Publisher
 
 
-class Critic(Saved, Resident, Protocol):
+class Critic(Saved, Protocol):
     """PPO's value model (`extensions/ppo`)."""
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """Train on a batch, and set its advantages; return the critic's metrics."""
+
+    def leave(self) -> None:
+        """Move to the host's memory."""
+
+    def come_back(self) -> None:
+        """Move back, bit for bit."""
 
     def close(self) -> None:
         """Destroy its process groups."""
@@ -174,9 +179,12 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             drawn = config.rollout.temperature, config.rollout.top_p
             agents = keep(Agents(config.rollout, length, config.model, logs, template, *drawn))
             score = prefer_agent_scores(score)
-    colocation = None
+    colocation: Any = None
+    make: Callable[..., Publisher] = Publisher
     if config.rollout.placement == "colocated":
-        colocation = keep(closing(Colocation(rosters[0].parent)))
+        turns = needed("colocated", "turns", by="rollout.placement=colocated")
+        colocation = keep(closing(turns.Colocation(rosters[0].parent)))
+        make = partial(turns.ColocatedPublisher, colocation)
     learner = keep(closing(_load_learner(config)))
     critic = make_critic(config)
     if critic:
@@ -202,7 +210,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             can_attach = device.can_attach(stays=releases == "cache")
             transport: Transport = "direct" if can_attach else "broadcast"
             quantization = replace(quantization, transport=transport)
-        make = partial(ColocatedPublisher, colocation) if colocation else Publisher
         pause_mode = config.rollout.pause_mode
         publisher = make(learner, fleet, quantization, pause_mode=pause_mode, releases=releases)
         publishers[name] = keep(closing(publisher))

@@ -34,8 +34,8 @@ channel (`transport.py`).
 With transport `direct`, for servers on the learner's machines, nothing is sent: every rank writes
 into the parameters of the servers on its own machine (`direct.py`).
 
-The servers of a `ColocatedPublisher` (`colocation.py`) share its GPUs: they sleep outside of
-`serving`.
+The servers of a `ColocatedPublisher` (`extensions/colocated/`) share its GPUs: they sleep outside
+of `serving`.
 
 Example, on every learner rank:
 

@@ -8,10 +8,10 @@ from qurl_megatron.config.gpus import Node
 from qurl_megatron.config.nodes import gpus_of_run, nodes_of_run
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.validate import check_weight_format
+from qurl_megatron.extensions.colocated.fit import DoesNotFit
 from qurl_megatron.extensions.planning.lengths import Workload
 from qurl_megatron.extensions.planning.plan import Plan, most_servers, plan_run
 from qurl_megatron.files import read_json_lines
-from qurl_megatron.memory.colocation import DoesNotFit
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
 

@@ -33,7 +33,15 @@ from qurl_megatron.config.validate import (
     check_layout,
     check_routing,
     check_scales,
-    validate_colocated,
+)
+from qurl_megatron.extensions.colocated.fit import (
+    LEFT_BYTES,
+    ColocationPlan,
+    DoesNotFit,
+    check_fields,
+    num_sets,
+    plan_colocation,
+    releases,
 )
 from qurl_megatron.extensions.planning.lengths import Workload
 from qurl_megatron.extensions.planning.rollout_time import (
@@ -49,14 +57,6 @@ from qurl_megatron.extensions.planning.step_time import (
     is_direct,
     learner_time,
     plan_publish,
-)
-from qurl_megatron.memory.colocation import (
-    LEFT_BYTES,
-    ColocationPlan,
-    DoesNotFit,
-    num_sets,
-    plan_colocation,
-    releases,
 )
 from qurl_megatron.memory.estimate import (
     kv_bytes_per_token,
@@ -283,7 +283,7 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
     check_routing(config, architecture)
     check_base(config, architecture)
     if rollout.placement == "colocated":
-        validate_colocated(config)
+        check_fields(config)
     if config.advantage_estimator == "gae":
         raise ConfigError(
             "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from qurl_megatron.config.gpus import Node
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.validate import validate_colocated
+from qurl_megatron.extensions.colocated.fit import check_fields
 from qurl_megatron.extensions.planning.lengths import Workload
 from qurl_megatron.extensions.planning.page import describe_workload, print_layout
 from qurl_megatron.extensions.planning.plan import (
@@ -71,7 +71,7 @@ def planned_row(
         return Row(plan_or_suggest(architecture, config, gpus, workload, node))
     candidates = placements(config, given)
     if not candidates:
-        validate_colocated(config)  # all else has a placement
+        check_fields(config)  # all else has a placement
     plans: dict[str, Plan | None] = {}
     refusals = []
     for name, candidate in candidates.items():

@@ -14,6 +14,7 @@ from qurl_megatron.config.gpus import DGX_H100, GIB, H100, node_of
 from qurl_megatron.config.nodes import nodes_of_run
 from qurl_megatron.config.schema import Config, ConfigError, FormatName
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.extensions.colocated.fit import LEFT_BYTES
 from qurl_megatron.extensions.planning import plan, step_time
 from qurl_megatron.extensions.planning.command import plan_input
 from qurl_megatron.extensions.planning.lengths import Workload
@@ -22,7 +23,6 @@ from qurl_megatron.extensions.planning.plan import REMEDIES, Plan, largest_part
 from qurl_megatron.extensions.planning.scaling import planned_row
 from qurl_megatron.extensions.planning.step_time import GLOO_BYTES_PER_S
 from qurl_megatron.launch.placement import smallest_plan
-from qurl_megatron.memory.colocation import LEFT_BYTES
 from qurl_megatron.memory.estimate import published_by_stage, rollout_weights, total_bytes
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.model.weight_map import num_parameters

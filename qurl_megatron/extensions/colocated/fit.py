@@ -1,4 +1,4 @@
-"""Estimate the memory and time of a colocated learner and servers, which share GPUs in turn.
+"""What a colocated run may ask for, and estimates of its memory and time.
 
 The parts are those of `memory`. On each GPU there are:
 
@@ -51,6 +51,30 @@ class ColocationPlan:
     waiting_bytes: int  # most that a rank keeps in host memory while the servers sample
     node_bytes: int  # the same of all ranks of a node
     copies_s: float  # per step, for the learner to leave and come back
+
+
+def check_fields(config: Config) -> None:
+    """Check that colocated learner and servers can do what a run asks for.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    rollout = config.rollout
+    if rollout.max_staleness:
+        raise ConfigError(
+            f"rollout.max_staleness={rollout.max_staleness}: with rollout.placement=colocated the "
+            "servers sleep while the learner trains; set it to 0, or use separate"
+        )
+    if rollout.servers_at or not rollout.servers:
+        raise ConfigError(
+            "rollout.servers_at: with rollout.placement=colocated all servers are on the learner's "
+            "GPUs; leave it empty and set rollout.servers, or use separate"
+        )
+    if config.quantization.publish != "full":
+        raise ConfigError(
+            f"quantization.publish={config.quantization.publish}: with rollout.placement=colocated "
+            "nothing is sent, but written where it lies; set it to full, or use separate"
+        )
 
 
 def num_sets(config: Config) -> int:
@@ -161,3 +185,19 @@ def plan_colocation(architecture: Architecture, config: Config, node: Node) -> C
         node_bytes=of_node,
         copies_s=2 * waiting / node.gpu.host_bytes_per_s,
     )
+
+
+def settle(architecture: Architecture, config: Config, node: Node | None) -> None:
+    """Set what servers give back while they sleep, where the run says auto.
+
+    Args:
+        node: one of the learner's nodes; None: they have no GPUs.
+
+    Raises:
+        DoesNotFit: the run needs more memory than the node has.
+    """
+    config.rollout.server.releases = releases(architecture, config, node)
+    if config.evaluation.server.releases == "auto":
+        config.evaluation.server.releases = "all"
+    if node:
+        plan_colocation(architecture, config, node)

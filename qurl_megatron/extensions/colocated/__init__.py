@@ -1,0 +1,1 @@
+"""Learner and servers that share GPUs in turn."""
