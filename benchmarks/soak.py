@@ -64,14 +64,14 @@ from benchmarks.deployment import (
 )
 from benchmarks.process_memory import growth_of
 from qurl_megatron import device
-from qurl_megatron.agents.client import AgentClient
-from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.advantages import grpo_advantages
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import AgentConfig, RolloutConfig
+from qurl_megatron.config.schema import RolloutConfig, SamplingConfig
 from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.extensions.agents.client import AgentClient
+from qurl_megatron.extensions.agents.pool import Agents
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.process import trim_heap
 from qurl_megatron.recipes import quickstart
@@ -505,10 +505,12 @@ def main() -> None:
         with ExitStack() as stack:
             agents = None
             if arguments.agents:
-                config = AgentConfig(agent="benchmarks.soak_agent:play", agent_workers=2)
-                agents = stack.enter_context(
-                    Agents(config, PROMPT_LENGTH + COMPLETION_LENGTH, str(model))
+                config = SamplingConfig(
+                    agent="benchmarks.soak_agent:play",
+                    agent_workers=2,
+                    max_episode_tokens=PROMPT_LENGTH + COMPLETION_LENGTH,
                 )
+                agents = stack.enter_context(Agents(config, model))
             outcome = Soak(
                 Deployment(directory, model, stack),
                 publishes=arguments.publishes,

@@ -362,9 +362,6 @@ def _check(
     `words` are the given fields; a placement among them is not changed. Return the summary of the
     data.
     """
-    from qurl_megatron.agents.calls import form_of
-    from qurl_megatron.agents.chat import check_template
-    from qurl_megatron.agents.pool import check_agent
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
     from qurl_megatron.device import (
@@ -373,7 +370,6 @@ def _check(
         machine_memory_bytes,
         unusable_gpus,
     )
-    from qurl_megatron.model.chat_template import TemplateError
     from qurl_megatron.model.huggingface import check_model
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
@@ -400,10 +396,10 @@ def _check(
     tokenizer = load_tokenizer(Path(config.model), *template)
     stops = config.rollout.stop_token_ids
     config.rollout.stop_token_ids = stops or stop_token_ids(architecture, tokenizer)
-    try:
-        check_agent(config.rollout, config.model)
-    except ConfigError as error:  # it names the field `agent`
-        raise ConfigError(f"rollout.{error}") from None
+    of_agent = ""
+    if config.rollout.agent:
+        checks = needed("agents", "checks", by="rollout.agent")
+        of_agent = checks.load(config.rollout, config.model, tokenizer, "rollout.")
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(hub.local_model(config.critic.model)))
     if num_gpus:
@@ -425,12 +421,4 @@ def _check(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
             f"{available} problems to train on; a step must not repeat a prompt"
         )
-    summary = summarize(config, prompts, tokenizer)
-    if config.rollout.agent:
-        try:
-            check_template(tokenizer)
-            limit = "" if form_of(tokenizer) else ", without tools: it writes none that are read"
-            summary += f"policy.chat: can be used with this chat template{limit}\n"
-        except TemplateError as error:
-            summary += f"policy.chat: cannot be used: {error}\n"
-    return summary
+    return summarize(config, prompts, tokenizer) + of_agent

@@ -33,7 +33,7 @@ from qurl_megatron.config.text import (
     overrides_between,
     with_overrides,
 )
-from qurl_megatron.data.rewards import one_line
+from qurl_megatron.data.rewards import why
 
 RECIPES = "qurl_megatron.recipes"
 BASIS = "grpo"  # what a file's words change if it begins with no recipe of the package
@@ -94,8 +94,7 @@ def is_own(recipe: str) -> bool:
 
 def recipe_names() -> list[str]:
     """Return the names of all recipes of the package, sorted."""
-    from qurl_megatron import recipes
-
+    recipes = importlib.import_module(RECIPES)
     return sorted(module.name for module in pkgutil.iter_modules(recipes.__path__))
 
 
@@ -138,8 +137,7 @@ def run_function(function: str, *given: Any) -> Any:
     except (Exception, SystemExit) as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f", line {frame.lineno}" for frame in frames if frame.filename == place]
-        reason = one_line(f"{type(error).__name__}: {error}")
-        raise ConfigError(f"{function}{lines[-1] if lines else ''}: {reason}") from None
+        raise ConfigError(f"{function}{lines[-1] if lines else ''}: {why(error)}") from None
     finally:
         sys.path[:] = found
 

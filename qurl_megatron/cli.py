@@ -43,7 +43,6 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "logs": runs.logs,
     "export": models.export,
     "eval": models.evaluate,
-    "agent": models.agent,
     "quantize": models.quantize,
     "uaq": models.uaq,
 }

@@ -30,7 +30,6 @@ import sys
 import tempfile
 from typing import Any
 
-from qurl_megatron.agents.tools import call_tools
 from qurl_megatron.config.schema import Config, LearnerConfig
 from qurl_megatron.recipes import grpo
 
@@ -58,6 +57,8 @@ def recipe() -> Config:
 
 async def solve(policy: Any, problem: Any) -> None:
     """Play one problem; the run's `reward` compares the last turn with the answer."""
+    from qurl_megatron.extensions.agents.tools import call_tools  # where agents are played, it is
+
     messages = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": problem.question},

@@ -43,6 +43,8 @@ def sampler_of(
         publisher: Any = SimpleNamespace(admit=admit, serving=nullcontext)
         controller = stack.enter_context(closing(Controller()))
         client = client or SimpleNamespace()
+        if not hasattr(client, "metrics"):
+            client.metrics = lambda groups: {}
         client.fleet = SimpleNamespace(has_joining=servers_join, controller=controller)
         sampler = Sampler(config, client, publisher, score, prompts, tokenizer, say)
         yield stack.enter_context(closing(sampler))

@@ -32,7 +32,7 @@ PACKAGE = Path(qurl_megatron.__file__).parent
 # The files that write in other ways than `write_whole` and `append_lines`, and what they write.
 OWN_WAYS = {
     "files": "this is where those are",
-    "agents/pool": "the logs of processes",
+    "extensions/agents/pool": "the logs of processes",
     "config/text": "YAML in memory",
     "config/yaml_text": "YAML in memory",
     "config/disk": "256 MiB to see how fast this machine writes; it deletes them",

@@ -30,16 +30,15 @@ LEVELS = [
     {"config"},
     {"algorithm", "quantization", "report"},
     {"data", "memory", "rollout"},
-    {"agents"},
     {"learner"},
     {"weight_sync"},
     {"sglang_plugin"},
     {"evaluation"},
     {"loop"},
-    {"recipes"},
     {"launch"},
     {"commands"},
     {"extensions"},
+    {"recipes"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -47,23 +46,19 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 # What stands behind a fence, and the only files that import it. Agents of users import the client
 # of OpenEnv; no file of this repository does.
 FENCES = {
-    "agents/openenv": set[str](),
+    "extensions/agents/openenv": set[str](),
 }
 
 EXTENSIONS = [path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py")]
-# Extensions that import others, and why.
-EXTENSIONS_OF_EXTENSIONS = {
+# Who imports an extension of another, and why.
+USERS_OF_EXTENSIONS = {
     ("planning", "colocated"): "it plans layouts whose servers are colocated",
     ("rehearsal", "planning"): "it plays the subjects of a plan, and prints what the plan says",
+    ("recipes/math_tools", "agents"): "its agent, which only their processes call, has their tools",
 }
 
 # Folders and files that import no engine, no collectives and no network.
 PURE = {
-    "agents/calls",
-    "agents/chat",
-    "agents/policy",
-    "agents/tools",
-    "agents/worker",
     "algorithm",
     "config",
     "data/deepscaler",
@@ -76,6 +71,11 @@ PURE = {
     "model/delta_rule",
     "model/tokenizer",
     "model/weight_map",
+    "extensions/agents/calls",
+    "extensions/agents/chat",
+    "extensions/agents/policy",
+    "extensions/agents/tools",
+    "extensions/agents/worker",
     "extensions/colocated/fit",
     "extensions/planning",
     "extensions/ppo/values",
@@ -97,8 +97,8 @@ PURE = {
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}
 HTTP_CLIENTS = {"huggingface_hub", "httpx", "requests", "aiohttp", "urllib", "urllib3", "http"}
 HTTP_SPEAKERS = {
-    "agents/endpoint",
-    "agents/openenv",
+    "extensions/agents/endpoint",
+    "extensions/agents/openenv",
     "model/hub",
     "rollout",
     "extensions/elsewhere/servers",  # reads URLs and statuses; it asks through `rollout`
@@ -179,12 +179,12 @@ def test_imports_between_folders_go_one_way(name: str) -> None:
 
 def test_no_file_of_the_core_imports_an_extension() -> None:
     arrows = {
-        (extension_of(name), extension_of(imported))
+        (name if room_of(name) == "recipes" else extension_of(name), extension_of(imported))
         for name, path in NAMES.items()
         for imported in imported_names(path)
     }
     between = {(own, other) for own, other in arrows if other not in ("", own)}
-    assert between == set(EXTENSIONS_OF_EXTENSIONS)
+    assert between == set(USERS_OF_EXTENSIONS)
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)
@@ -194,7 +194,7 @@ def test_an_extension_has_its_tests_in_a_folder_of_its_own(extension: str) -> No
     for path in tests.glob("**/*.py"):
         found = {name.split(".")[2] for name in imported_modules(path) if is_extension(name)}
         *_, extensions, own = path.parent.parts  # in `e2e` too
-        may = own == extension or (own, extension) in EXTENSIONS_OF_EXTENSIONS
+        may = own == extension or (own, extension) in USERS_OF_EXTENSIONS
         assert extension not in found or (extensions == "extensions" and may), path
 
 
@@ -203,7 +203,9 @@ def test_extensions_can_be_deleted(tmp_path: Path) -> None:
     for folder in ("qurl_megatron", "recipes", "launch"):
         shutil.copytree(REPOSITORY / folder, tree / folder, symlinks=True)
     for extension in EXTENSIONS:
-        shutil.rmtree(tree / "qurl_megatron" / "extensions" / extension)
+        deleted = tree / "qurl_megatron" / "extensions" / extension
+        shutil.rmtree(deleted)
+        (deleted / "__pycache__").mkdir(parents=True)  # git leaves it
 
     def qurl(*words: str) -> subprocess.CompletedProcess[str]:
         program = ["-c", "from qurl_megatron.cli import main; main()"]
@@ -214,9 +216,11 @@ def test_extensions_can_be_deleted(tmp_path: Path) -> None:
     planned = qurl("train", "quickstart", "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert set(COMMANDS) & set(qurl("--help").stdout.split()) == set()
-    for word in ("rollout.servers_at=[https://a]", "rollout.placement=colocated"):
-        refused = qurl("train", "quickstart", "--dry-run", word)
+    of_extensions = ("servers_at=[https://a]", "placement=colocated", "agent=json:dumps")
+    for word in of_extensions:
+        refused = qurl("train", "quickstart", "--dry-run", f"rollout.{word}")
         assert refused.returncode == 2 and ": needs qurl_megatron/extensions/" in refused.stderr
+    assert "math_tools" in qurl("config").stdout
     with pytest.raises(ConfigError, match="^--x: needs qurl_megatron/extensions/y, which was del"):
         needed("y", "page", by="--x")
 

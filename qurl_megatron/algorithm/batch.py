@@ -19,11 +19,6 @@ from torch import Tensor
 
 from qurl_megatron.algorithm.score import Question, Score
 
-ENDS = ("answered", "turns", "tokens", "deadline", "error")
-"""What ends an agent's episode: its function returned; it asked for more turns, or for more tokens,
-than there may be; it took too long; it raised or lost its process. The last two are `FAILURES`."""
-FAILURES = ("deadline", "error")
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -54,9 +49,8 @@ class SamplingMasks(NamedTuple):
 class Completion:
     """What follows a prompt: a sampled answer, or an episode of an agent.
 
-    An answer is produced by `rollout/client.py`, and all its tokens are sampled. An episode is
-    produced by `agents/client.py`. Its sampled tokens are in several spans; the tokens between them
-    were only read by the policy.
+    All tokens of an answer are sampled. The sampled tokens of an episode are in several spans; the
+    tokens between them were only read by the policy. Produced by `rollout/client.py`.
     """
 
     token_ids: list[int]  # with a sampled end-of-sequence token; the last token is always sampled
@@ -69,6 +63,7 @@ class Completion:
     routed_experts: Tensor | None = None
     sampling_masks: SamplingMasks | None = None  # of the sampled tokens; None: not recorded
     cached_tokens: int = 0  # tokens before it whose keys and values the server had cached
+    score: Score | None = None  # that it comes with; None: the run's reward scores its text
     episode: Episode | None = None  # None: an answer
 
     @property
@@ -88,9 +83,9 @@ class Completion:
         return min(min(sequence.token_versions) for sequence in self.sequences())
 
     @property
-    def has_failed(self) -> bool:
-        """True for an episode without a reward, which is not trained on."""
-        return self.episode is not None and self.episode.end in FAILURES
+    def failure(self) -> str:
+        """Why it comes without a reward, and is not trained on; empty if it does not."""
+        return self.score.failure if self.score else ""
 
     @property
     def longest_turn(self) -> int:
@@ -121,8 +116,7 @@ class Episode:
 
     prompt_ids: list[int]  # before the first sampled token
     sampled: list[bool]  # one per token of the completion
-    end: str = ""  # what ended the episode, of `ENDS`; empty in a branch
-    score: Score | None = None  # from the agent; None: the run's reward scores the last turn
+    end: str = ""  # what ended the episode; empty in a branch
     turns: list[TurnTokens] = field(default_factory=list)  # over all branches, in order
     # Sequences that the agent left for one with another history; each is trained on too.
     branches: list[Completion] = field(default_factory=list)
@@ -133,11 +127,11 @@ class RolloutGroup:
     """All completions of a prompt. Produced by `loop/producer.py`, scores by `data/rewards.py`."""
 
     prompt: Prompt
-    completions: list[Completion]  # without failed episodes
+    completions: list[Completion]  # without failed ones
     rewards: list[float]  # one per completion
     scores: list[Score] = field(default_factory=list)  # one per completion; rewards come from them
     sampled_at_s: float = 0.0  # time.perf_counter() after the last completion
-    failed: list[Completion] = field(default_factory=list)  # episodes without a reward
+    failed: list[Completion] = field(default_factory=list)  # completions without a reward
 
 
 @dataclass

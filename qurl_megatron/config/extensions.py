@@ -11,6 +11,7 @@ from qurl_megatron.config.schema import ConfigError
 
 FOLDER = "qurl_megatron.extensions"
 COMMANDS = {
+    "agent": "agents",
     "serve": "elsewhere",
     "report": "report",
     "mismatch": "mismatch",
@@ -48,4 +49,5 @@ def check(extension: str, by: str) -> None:
 
 
 def _is_there(extension: str) -> bool:
-    return find_spec(f"{FOLDER}.{extension}") is not None
+    spec = find_spec(f"{FOLDER}.{extension}")
+    return spec is not None and spec.origin is not None  # else only its __pycache__ is left

@@ -476,8 +476,29 @@ class StageConfig:
 
 
 @dataclasses.dataclass
-class AgentConfig:
-    """An agent: a function of the user that plays episodes of several turns."""
+class SamplingConfig:
+    """Completions: single answers, or episodes of several turns that an agent plays."""
+
+    temperature: Temperature = 1.0
+    """Sampling temperature: of training, or of the sampled answers of `qurl eval`."""
+
+    top_p: TopP = 1.0
+    """Draw each token only from the likeliest ones, which have this probability together. In
+    training, below 1 a token carries the ids of its candidates, at most 512, and all its log-probs
+    are over these. 1: from the whole vocabulary."""
+
+    stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
+    """Tokens that end an answer, by number; a `model_builder` may teach the first. Empty: the token
+    with which the chat template ends an assistant's turn, the tokenizer's end token, and the
+    eos_token_id of generation_config.json and config.json. A run keeps what it began with."""
+
+    max_prompt_length: Count = 1024
+    """Maximum prompt length, in tokens. A run's `overlong_prompts` says what becomes of longer
+    ones; `qurl eval` refuses them."""
+
+    max_completion_length: Count = 1024
+    """Maximum completion length, in tokens. Longer completions are truncated. With an `agent`, the
+    maximum length of a turn."""
 
     agent: FunctionName = ""
     """FILE.py:NAME or MODULE:NAME of an `async def NAME(policy, problem)` that plays an episode of
@@ -502,9 +523,19 @@ class AgentConfig:
     agent_turn_timeout_s: Seconds = 60.0
     """Maximum time of an agent between two turns, in seconds, such as for a tool."""
 
+    @property
+    def longest_completion(self) -> int:
+        """Maximum completion length, in tokens."""
+        return self.max_completion_length
+
+    @property
+    def max_length(self) -> int:
+        """Maximum length of a sequence, in tokens."""
+        return self.max_episode_tokens or self.max_prompt_length + self.longest_completion
+
 
 @dataclasses.dataclass
-class RolloutConfig(AgentConfig):
+class RolloutConfig(SamplingConfig):
     """Sampling at each rollout step, and the servers that sample."""
 
     prompts_per_step: Count = 64
@@ -512,26 +543,6 @@ class RolloutConfig(AgentConfig):
 
     completions_per_prompt: Sequences = 8
     """Number of completions to each prompt: GRPO's group size."""
-
-    temperature: Temperature = 1.0
-    """Sampling temperature in training."""
-
-    stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
-    """Tokens that end an answer, by number; a `model_builder` may teach the first. Empty: the token
-    with which the chat template ends an assistant's turn, the tokenizer's end token, and the
-    eos_token_id of generation_config.json and config.json. A run keeps what it began with."""
-
-    top_p: TopP = 1.0
-    """In training, draw each token only from the likeliest ones, which have this probability
-    together. Below 1 a token carries the ids of its candidates, at most 512, and all its log-probs
-    are over these. 1: from the whole vocabulary."""
-
-    max_prompt_length: Count = 1024
-    """Maximum prompt length, in tokens. `overlong_prompts` says what becomes of longer ones."""
-
-    max_completion_length: Count = 1024
-    """Maximum completion length, in tokens. Longer completions are truncated. With an `agent`, the
-    maximum length of a turn."""
 
     dynamic_sampling_tries: CountOrZero = 0
     """Maximum number of times per step that zero-variance groups (all rewards equal) are replaced
@@ -608,11 +619,6 @@ class RolloutConfig(AgentConfig):
         """Maximum completion length over all stages, in tokens."""
         later = [stage.max_completion_length for stage in self.stages.values()]
         return max([self.max_completion_length, *later])
-
-    @property
-    def max_length(self) -> int:
-        """Maximum length of a sequence over all stages, in tokens."""
-        return self.max_episode_tokens or self.max_prompt_length + self.longest_completion
 
     def at(self, step: int) -> RolloutConfig:
         """Return the configuration of the stage that `step` is in, without later stages."""

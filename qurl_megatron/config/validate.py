@@ -9,13 +9,13 @@ from qurl_megatron.config import extensions
 from qurl_megatron.config.keep import adapted_layers, kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
-    AgentConfig,
     Config,
     ConfigError,
     FormatName,
     LearnerConfig,
     OptimizerConfig,
     RolloutConfig,
+    SamplingConfig,
     ServerConfig,
     UaqConfig,
     WeightFormat,
@@ -304,7 +304,7 @@ def check_lengths(rollout: RolloutConfig, architecture: Architecture) -> None:
     completions = {"rollout.": rollout.max_completion_length}
     for first, stage in rollout.stages.items():
         completions[f"rollout.stages.{first}."] = stage.max_completion_length
-    validate_agent(rollout, architecture, rollout.max_prompt_length, "rollout.")
+    check_agent(rollout, architecture, "rollout.")
     for section, length in completions.items():
         validate_lengths(architecture, rollout.max_prompt_length, length, "rollout.", section)
 
@@ -325,34 +325,19 @@ def validate_stop_tokens(
             )
 
 
-def validate_agent(
-    agent: AgentConfig, architecture: Architecture, max_prompt_length: int, section: str = ""
-) -> None:
-    """Check that settings of agents come with an agent, and that its episodes have room.
+def check_agent(config: SamplingConfig, architecture: Architecture, section: str = "") -> None:
+    """Check the settings of an agent, if any is given.
 
     `section` stands before its fields in error messages, such as `rollout.`.
 
     Raises:
-        ConfigError: the agent is missing or a length is wrong; the message names the field.
+        ConfigError: one is wrong; the message names the field.
     """
-    of_agents = ("max_turns", "max_episode_tokens", "agent_workers", "agent_episodes")
-    idle = next((name for name in of_agents if getattr(agent, name)), None)
-    if idle and not agent.agent:
-        raise ConfigError(
-            f"{section}{idle}={getattr(agent, idle)}: there is no agent; give {section}agent, or "
-            "leave it out"
-        )
-    positions, longest = architecture.max_position_embeddings, agent.max_episode_tokens
-    if longest > positions:
-        raise ConfigError(
-            f"{section}max_episode_tokens={longest}: the model has {positions} positions; set it "
-            f"to {positions} or less"
-        )
-    if 0 < longest <= max_prompt_length:
-        raise ConfigError(
-            f"{section}max_episode_tokens={longest}: a prompt of {section}max_prompt_length="
-            f"{max_prompt_length} leaves no room for a turn; set it higher"
-        )
+    of_agents = ("agent", "max_turns", "max_episode_tokens", "agent_workers", "agent_episodes")
+    if given := next((name for name in of_agents if getattr(config, name)), None):
+        field = f"{section}{given}={getattr(config, given)}"
+        checks = extensions.needed("agents", "checks", by=field)
+        checks.check(config, architecture, section, field)
 
 
 def validate_resume(saved: Config, config: Config) -> None:

@@ -75,6 +75,14 @@ def one_line(text: str) -> str:
     return " ".join(text.split())[:MAX_FAILURE_LENGTH]
 
 
+def why(error: BaseException) -> str:
+    """Return in one line why code of the user's own cannot be used."""
+    missing = str(error.name) if isinstance(error, ModuleNotFoundError) else ""
+    moved = missing.startswith("qurl_megatron.agents")  # what 0.2 called it
+    now = "; it is qurl_megatron.extensions.agents now" if moved else ""
+    return one_line(f"{type(error).__name__}: {error}{now}")
+
+
 class RewardFunction:
     """A reward function with its time limit."""
 

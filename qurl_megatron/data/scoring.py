@@ -67,9 +67,10 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Score the completions of one prompt; the future has one score per completion, in order.
 
-        The future raises ConfigError if the reward cannot be loaded.
+        A completion that comes with a score keeps it. The future raises ConfigError if the reward
+        cannot be loaded.
         """
-        return self.ask(prompt.asked, [completion.text for completion in completions])
+        return self._threads.submit(self._score, prompt.asked, completions)
 
     def ask(self, question: Question, texts: list[str] | list[None]) -> Future[list[Score]]:
         """Score the texts, or with `[None]` find out whether any text could be right.
@@ -96,6 +97,11 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _score(self, question: Question, completions: Sequence[Completion]) -> list[Score]:
+        texts = [each.text for each in completions if each.score is None]
+        scores = iter(self._answer(question, texts) if texts else [])
+        return [each.score or next(scores) for each in completions]
 
     def _answer(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
         """Return the scores of texts from this thread's worker, and from its successors."""
@@ -258,7 +264,7 @@ def work(descriptor: int) -> None:
         try:
             reward = rewards.load(config)
         except (Exception, SystemExit) as error:
-            connection.send((rewards.one_line(f"{type(error).__name__}: {error}"), False, []))
+            connection.send((rewards.why(error), False, []))
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send(("", reward.whole_groups, reward.columns))

@@ -34,31 +34,29 @@ from rich.console import Console
 from rich.table import Table
 
 from qurl_megatron import device
-from qurl_megatron.agents.client import AgentClient, prefer_agent_scores
-from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.proof import WrongRollouts, check_differ
 from qurl_megatron.algorithm.score import Score
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import (
-    AgentConfig,
     Config,
     ConfigError,
     FormatName,
     RewardName,
+    SamplingConfig,
     ServerConfig,
     Unusable,
     WeightFormat,
     with_group_size,
 )
 from qurl_megatron.config.validate import (
+    check_agent,
     check_group_size,
-    validate_agent,
     validate_lengths,
     validate_server,
     validate_stop_tokens,
 )
 from qurl_megatron.config.values import (
-    Count,
     CountOrZero,
     Directory,
     GroupSize,
@@ -67,10 +65,8 @@ from qurl_megatron.config.values import (
     Seconds,
     Seed,
     SequencesOrZero,
-    Temperature,
     Template,
     Text,
-    TopP,
 )
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
 from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer_lines
@@ -84,7 +80,7 @@ from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_to
 from qurl_megatron.quantization.adapter_files import check_adapters, merge_directory, read_adapters
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import show_progress, table_console
-from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.client import RolloutClient, client_type
 from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import ServerPlan
@@ -93,7 +89,7 @@ UNFINISHED = "unfinished.json"  # the settings, in the output of an evaluation t
 
 
 @dataclass
-class EvalConfig(AgentConfig):
+class EvalConfig(SamplingConfig):
     """The settings of `qurl eval`."""
 
     model: Place = ""
@@ -107,10 +103,6 @@ class EvalConfig(AgentConfig):
     reward function that gives no such number, of the reward itself."""
     k: SequencesOrZero = 0
     """Number of sampled answers per problem. 0: Avg@1 only."""
-    temperature: Temperature = 1.0
-    """Sampling temperature of the sampled answers; Avg@1 is greedy."""
-    top_p: TopP = 1.0
-    """Probability mass that nucleus sampling keeps, in the sampled answers."""
     format: FormatName = "bf16"
     """Format of the served weights."""
     adapters: Place = ""
@@ -119,10 +111,6 @@ class EvalConfig(AgentConfig):
     Empty: none."""
     group_size: GroupSize = 128
     """Input channels that share a scale in format int4: a run's `quantization.group_size`."""
-    max_prompt_length: Count = 1024
-    """Maximum prompt length in tokens; a longer prompt is refused."""
-    max_completion_length: Count = 1024
-    """Maximum completion length in tokens."""
     output: Directory = "eval"
     """Directory of the results: a new one, or that of an evaluation with these settings that was
     interrupted and continues."""
@@ -147,8 +135,6 @@ class EvalConfig(AgentConfig):
     """Leave images, audio and video out of entries. False: such entries are refused."""
     system_prompt: str = ""
     """System message put before each question that has none. Empty: none."""
-    stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
-    """Tokens that end an answer: a run's `rollout.stop_token_ids`. Empty: the model's."""
     chat_template: Template = ""
     """Chat template in place of the model's: a file, or the name of one of its several."""
     chat_template_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
@@ -165,11 +151,6 @@ class EvalConfig(AgentConfig):
     def served_format(self) -> WeightFormat:
         """The format in which the server holds weights."""
         return "bf16" if self.adapters else self.weight_format
-
-    @property
-    def max_length(self) -> int:
-        """Maximum length of a sequence, in tokens."""
-        return self.max_episode_tokens or self.max_prompt_length + self.max_completion_length
 
 
 @dataclass(frozen=True)
@@ -360,7 +341,7 @@ def check(config: EvalConfig) -> None:
         if config.keep:
             raise ConfigError("keep: a base under adapters has one format; leave it out")
         check_adapters(read_adapters(Path(config.adapters)), architecture)
-    validate_agent(config, architecture, config.max_prompt_length)
+    check_agent(config, architecture)
     validate_stop_tokens(config.stop_token_ids, architecture)
     validate_lengths(architecture, config.max_prompt_length, config.max_completion_length)
 
@@ -454,7 +435,6 @@ def run(config: EvalConfig) -> None:
     with tempfile.TemporaryDirectory(prefix="qurl-eval-") as scratch:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
-        check_agent(config, str(model_dir))
         architecture = Architecture.from_directory(model_dir)
         settle_cache(config, architecture)
         day = date.today().isoformat()
@@ -464,24 +444,17 @@ def run(config: EvalConfig) -> None:
         template = (config.chat_template_options, day, own_template)
         tokenizer = load_tokenizer(model_dir, *template)
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
+        if config.agent:
+            needed("agents", "checks", by="agent").load(config, model_dir, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer, columns)
         served = served_model(config, model_dir, Path(scratch) / "converted")
         with (
-            contextlib.ExitStack() as stack,
             unfinished(given, day, console),
             serving(config, served, console) as fleet,  # before any thread, so tests can fork it
             Scorer(reward, reward.scoring_workers) as scorer,
+            client_type(config, model_dir, template, reward.reward_wrong, output) as make_client,
         ):
-            client = RolloutClient(fleet, tokenizer, config.stop_token_ids)
-            score: StartScoring = scorer.submit
-            if config.agent:
-                drawn = config.temperature, config.top_p
-                agents = stack.enter_context(
-                    Agents(config, config.max_length, str(model_dir), output, template, *drawn)
-                )
-                parts = (fleet, tokenizer, config.stop_token_ids)
-                client = AgentClient(agents, reward.reward_wrong, *parts)
-                score = prefer_agent_scores(score)
+            client = make_client(fleet, tokenizer, config.stop_token_ids)
             for number, (data, problems) in enumerate(prompts.items()):
                 path = output / f"answers_{number}.jsonl"
                 known = read_answers(path)
@@ -492,7 +465,7 @@ def run(config: EvalConfig) -> None:
                 with show_progress(data, requests, "requests", console) as answered:
                     results = measure(
                         client,
-                        score,
+                        scorer.submit,
                         problems,
                         config.max_completion_length,
                         k=config.k,

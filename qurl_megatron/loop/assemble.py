@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qurl_megatron import device
-from qurl_megatron.agents.client import AgentClient, prefer_agent_scores, reduce_garbage_collection
-from qurl_megatron.agents.pool import Agents
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import PolicyLoss
 from qurl_megatron.config.extensions import find, needed
@@ -35,7 +33,7 @@ from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.quantization import uaq
 from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.run_log import RunLog
-from qurl_megatron.rollout.client import RolloutClient
+from qurl_megatron.rollout.client import RolloutClient, client_type
 from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet, FleetTooSmall
 from qurl_megatron.rollout.roster import read_set
@@ -170,15 +168,13 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
 
     keep = stack.enter_context
-    score: Any = None  # other ranks score nothing
-    agents: Agents | None = None
+    score: Any = None  # other ranks score nothing, and ask no servers
+    make_client: Callable[..., RolloutClient] = RolloutClient
     if is_first:
         score = keep(Scorer(config, config.scoring_workers)).submit
-        if config.rollout.agent:
-            logs, length = config.run_dir / "logs", config.rollout.max_length
-            drawn = config.rollout.temperature, config.rollout.top_p
-            agents = keep(Agents(config.rollout, length, config.model, logs, template, *drawn))
-            score = prefer_agent_scores(score)
+        logs = config.run_dir / "logs"
+        kind = client_type(config.rollout, config.model, template, config.reward_wrong, logs)
+        make_client = keep(kind)
     colocation: Any = None
     make: Callable[..., Publisher] = Publisher
     if config.rollout.placement == "colocated":
@@ -204,7 +200,9 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     clients, publishers = {}, {}
     for name, quantization in quantizations.items():
         fleet = keep(closing(_fleet(config, name, rosters, controller, log)))
-        clients[name] = _client(config, name, fleet, learner, tokenizer, agents)
+        shape = _routing_shape(config, name, learner.architecture)
+        stops = config.rollout.stop_token_ids
+        clients[name] = make_client(fleet, tokenizer, stops, routing_shape=shape)
         releases = getattr(config, name).server.releases if colocation else None
         if releases:
             can_attach = device.can_attach(stays=releases == "cache")
@@ -226,8 +224,6 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             held_out=set_aside(prompts.held_out, config.evaluation.problems)[0],
             files=prompts.files,
         )
-    if agents:
-        reduce_garbage_collection()
     return Run(
         model=config.model,
         learner=learner,
@@ -299,22 +295,11 @@ def _smooth(config: Config, learner: Learner, prompts: Sequence[Prompt]) -> str:
     )
 
 
-def _client(
-    config: Config,
-    name: str,
-    fleet: Fleet,
-    learner: Learner,
-    tokenizer: Any,
-    agents: Agents | None,
-) -> RolloutClient:
-    """Return the client of a set of servers; it records experts if `rollout.routing` needs them."""
-    architecture = learner.architecture
-    records = name == "rollout" and config.rollout.routing != "ignore"
-    shape = (architecture.num_layers, architecture.experts_per_token) if records else None
-    make: Callable[..., RolloutClient] = RolloutClient
-    if agents:
-        make = partial(AgentClient, agents, config.reward_wrong)
-    return make(fleet, tokenizer, config.rollout.stop_token_ids, routing_shape=shape)
+def _routing_shape(config: Config, name: str, architecture: Architecture) -> tuple[int, int] | None:
+    """Return the layers and the experts per token that servers record; None: they record none."""
+    if name != "rollout" or config.rollout.routing == "ignore":
+        return None
+    return architecture.num_layers, architecture.experts_per_token
 
 
 def _fleet(

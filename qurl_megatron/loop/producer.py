@@ -168,8 +168,8 @@ class Producer:
     async def _sample_and_score(self, prompt: Prompt, settings: RolloutConfig) -> RolloutGroup:
         sampled = await self._sample(prompt, settings)
         sampled_at_s = time.perf_counter()
-        completions = [each for each in sampled if not each.has_failed]
-        failed = [each for each in sampled if each.has_failed]
+        completions = [each for each in sampled if not each.failure]
+        failed = [each for each in sampled if each.failure]
         scores = await asyncio.wrap_future(self._score(prompt, completions))
         rewards = [score.value for score in scores]
         return RolloutGroup(prompt, completions, rewards, scores, sampled_at_s, failed)

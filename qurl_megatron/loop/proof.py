@@ -18,7 +18,7 @@ from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch, evidence
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.sampling import NothingScored, failures_of, settings_of
+from qurl_megatron.loop.sampling import NothingScored, settings_of
 from qurl_megatron.quantization.activations import activation_dtype
 from qurl_megatron.report.console import KL
 from qurl_megatron.report.run_log import RunLog
@@ -157,10 +157,10 @@ class Proof:
         groups = [
             RolloutGroup(prompt, group, [0.0])
             for prompt, group in zip(self._prompts, completions, strict=True)
-            if not group[0].has_failed
+            if not group[0].failure
         ]
         if not groups:
-            why = failures_of(each for group in completions for each in group)[0]
+            why = completions[0][0].failure
             raise NothingScored(
                 f"every episode before the first step has failed; {why}; mend that and resume"
             )

@@ -5,8 +5,7 @@ critic distribute it. Other ranks get the summary. Some completions of the batch
 people to read.
 """
 
-from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any
@@ -19,14 +18,7 @@ from qurl_megatron.algorithm.advantages import (
     is_zero_variance,
     soft_overlong_penalty,
 )
-from qurl_megatron.algorithm.batch import (
-    ENDS,
-    Completion,
-    Prompt,
-    RolloutGroup,
-    TrainBatch,
-    pack,
-)
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.proof import check_differ
 from qurl_megatron.algorithm.score import mean_parts
 from qurl_megatron.config.schema import Config, RolloutConfig
@@ -40,7 +32,6 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
 DIGITS = 3  # decimals of a ratio in a sample
-TURN_NAMES = ("1", "2", "3", "4+")
 TRIES = 3  # to get a step's completions scored
 
 Row = tuple[int, int]
@@ -184,6 +175,7 @@ class Sampler:
         self._batch = pack(self._groups, advantages, version)
         yield {
             **_summarize(sampled, chosen, self._batch),
+            **self._client.metrics(sampled),
             "groups_dropped": producer.dropped - dropped,
             "groups_in_flight": producer.in_flight,
             "time_waited_s": producer.waited_s - waited_s,
@@ -245,46 +237,7 @@ def _summarize(
         "token_staleness_mean": staleness.double().mean().item(),
         "token_staleness_max": int(staleness.max()),
         "stale_token_fraction": (staleness > 0).double().mean().item(),
-        **_summarize_episodes(sampled),
     }
-
-
-def _summarize_episodes(sampled: list[RolloutGroup]) -> dict[str, Any]:
-    """Return metrics of agents' episodes; nothing without an agent."""
-    completions = [each for group in sampled for each in group.completions]
-    episodes = [each.episode for each in completions if each.episode]
-    failed = [each.episode for group in sampled for each in group.failed if each.episode]
-    if not episodes:
-        return {}
-    branches = [each.sequences() for each in completions]
-    observed = [
-        sum(len(each.token_ids) - len(each.behaviour_logprobs) for each in sequences)
-        for sequences in branches
-    ]
-    ends = Counter(episode.end for episode in (*episodes, *failed))
-    failures = failures_of(each for group in sampled for each in group.failed)
-    cached: dict[str, Counter[str]] = {}
-    for episode in episodes:
-        for number, turn in enumerate(episode.turns):
-            sums = cached.setdefault(TURN_NAMES[min(number, len(TURN_NAMES) - 1)], Counter())
-            sums.update(context=turn.context, cached=turn.cached_tokens)
-    return {
-        "turns_mean": fmean(len(episode.turns) for episode in episodes),
-        "observed_length_mean": fmean(observed),
-        "branches_mean": fmean(map(len, branches)),
-        "episode_ends": {end: ends[end] for end in ENDS},
-        "episodes_failed": len(failures),
-        "episode_failure": failures[0] if failures else "",
-        "prefix_cached_by_turn": {
-            turn: sums["cached"] / max(1, sums["context"]) for turn, sums in cached.items()
-        },
-    }
-
-
-def failures_of(failed: Iterable[Completion]) -> list[str]:
-    """Return the failure of each failed episode."""
-    episodes = [each.episode for each in failed]
-    return [episode.score.failure for episode in episodes if episode and episode.score]
 
 
 def _why_unscored(groups: list[RolloutGroup]) -> str:
@@ -292,7 +245,7 @@ def _why_unscored(groups: list[RolloutGroup]) -> str:
     failures = [score.failure for group in groups for score in group.scores]
     if "" in failures:
         return ""
-    return [*failures, *failures_of(each for group in groups for each in group.failed)][0]
+    return [*failures, *(each.failure for group in groups for each in group.failed)][0]
 
 
 def make_samples(

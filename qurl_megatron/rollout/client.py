@@ -1,19 +1,26 @@
-"""Sample completions from the SGLang servers of a fleet."""
+"""Sample completions from the SGLang servers of a fleet.
+
+A completion is one answer, or what takes its place: an agent's episode (`extensions/agents`).
+"""
 
 import asyncio
 import itertools
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from http import HTTPStatus
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import aiohttp
 import pydantic
 import torch
 
-from qurl_megatron.algorithm.batch import Completion, Prompt, SamplingMasks
+from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, SamplingMasks
+from qurl_megatron.config.extensions import needed
+from qurl_megatron.config.schema import SamplingConfig
 from qurl_megatron.config.values import CountOrZero, Finite
 from qurl_megatron.process import raise_open_file_limit
 from qurl_megatron.rollout.controller import end
@@ -167,6 +174,10 @@ class RolloutClient:
         """Return the completions of one prompt; see `complete`."""
         completions, _ = await self.complete(prompt.token_ids, sampling)
         return completions
+
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+        """Return the fields of `StepMetrics` that only such completions have; answers have none."""
+        return {}
 
     async def complete(
         self, token_ids: list[int], sampling: dict[str, Any], prefer: Server | None = None
@@ -331,3 +342,26 @@ class RolloutClient:
             sampling_masks=meta.output_token_sampling_mask,
             cached_tokens=meta.cached_tokens,
         )
+
+
+@contextmanager
+def client_type(
+    config: SamplingConfig,
+    model: str | Path,
+    template: tuple[Mapping[str, Any], str, str],
+    reward_wrong: float,
+    logs: Path,
+) -> Iterator[Callable[..., RolloutClient]]:
+    """Yield what makes clients whose completions are answers or, with an `agent`, its episodes.
+
+    Args:
+        model, template: of the tokenizer; see `load_tokenizer`.
+        reward_wrong: the reward of an episode that fails.
+        logs: directory for what agents print.
+    """
+    if not config.agent:
+        yield RolloutClient
+        return
+    agents = needed("agents", "client", by=f"agent={config.agent}")
+    with agents.Agents(config, model, template, logs) as playing:
+        yield partial(agents.AgentClient, playing, reward_wrong)

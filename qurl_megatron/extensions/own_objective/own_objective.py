@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qurl_megatron.algorithm.objective import OwnObjective
 from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
-from qurl_megatron.data.rewards import load_function, one_line
+from qurl_megatron.data.rewards import load_function, one_line, why
 
 LOAD_LIMIT_S = 60.0
 PROGRAM = "from qurl_megatron.extensions.own_objective.own_objective import answer; answer()"
@@ -107,7 +107,7 @@ def answer() -> None:
     except ConfigError as error:
         print(f"\0{one_line(str(error))}", end="")
     except (Exception, SystemExit) as error:
-        print(f"\0{one_line(f'{type(error).__name__}: {error}')}", end="")
+        print(f"\0{why(error)}", end="")
 
 
 def _try(objective: OwnObjective) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from aiohttp import web
 
-from qurl_megatron.agents.chat import say_once
-from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Turn
-from qurl_megatron.agents.tools import Message
+from qurl_megatron.extensions.agents.chat import say_once
+from qurl_megatron.extensions.agents.policy import EpisodeOver, Limits, Policy, Turn
+from qurl_megatron.extensions.agents.tools import Message
 
 LARGEST_REQUEST_BYTES = 2**26
 TAKEN = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream"}

@@ -18,10 +18,10 @@ from openai import (
 )
 
 from conversations import KEEPS_THOUGHTS, chat_tokenizer
-from qurl_megatron.agents.chat import say_once
-from qurl_megatron.agents.endpoint import Endpoint
-from qurl_megatron.agents.openenv import Environment
-from qurl_megatron.agents.policy import Limits, Policy, Request, Turn
+from qurl_megatron.extensions.agents.chat import say_once
+from qurl_megatron.extensions.agents.endpoint import Endpoint
+from qurl_megatron.extensions.agents.openenv import Environment
+from qurl_megatron.extensions.agents.policy import Limits, Policy, Request, Turn
 from tiny import EOS_TOKEN_ID
 
 TOKENIZER = chat_tokenizer(KEEPS_THOUGHTS)

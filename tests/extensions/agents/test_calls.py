@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from conversations import BEGINS_THOUGHT, KEEPS_THOUGHTS, chat_tokenizer
-from qurl_megatron.agents.calls import HERMES, LLAMA, TAGS, form_of, parse
-from qurl_megatron.agents.tools import call_tools
+from qurl_megatron.extensions.agents.calls import HERMES, LLAMA, TAGS, form_of, parse
+from qurl_megatron.extensions.agents.tools import call_tools
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\n</tool_call>'
 

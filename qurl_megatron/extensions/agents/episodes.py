@@ -12,8 +12,6 @@ from typing import Any
 
 from rich.console import Console
 
-from qurl_megatron.agents.client import AgentClient
-from qurl_megatron.agents.pool import Agents, check_agent
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.data.problems import Fields, read_problems
@@ -26,6 +24,9 @@ from qurl_megatron.evaluation.avg_at_k import (
     serving,
     settle_cache,
 )
+from qurl_megatron.extensions.agents.checks import load
+from qurl_megatron.extensions.agents.client import AgentClient
+from qurl_megatron.extensions.agents.pool import Agents
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
@@ -47,13 +48,12 @@ def run(config: EvalConfig, count: int) -> None:
     check_format(config)
     config.agent, model = absolute(config.agent), Path(config.model)
     check_model(model)
-    check_agent(config, config.model)
     architecture = Architecture.from_directory(model)
     settle_cache(config, architecture)
     own_template = read_template(config.chat_template, model)
     template = (config.chat_template_options, date.today().isoformat(), own_template)
-    drawn = config.temperature, config.top_p
     tokenizer = load_tokenizer(model, *template)
+    load(config, model, tokenizer)
     stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
     fields = Fields(
         config.question_key,
@@ -69,7 +69,7 @@ def run(config: EvalConfig, count: int) -> None:
     console = Console(stderr=True, highlight=False)
     with (
         tempfile.TemporaryDirectory(prefix="qurl-agent-") as scratch,
-        Agents(config, config.max_length, config.model, None, template, *drawn) as agents,
+        Agents(config, model, template) as agents,
         serving(
             dataclasses.replace(config, output=scratch),
             served_model(config, model, Path(scratch) / "converted"),
@@ -94,12 +94,12 @@ def describe(number: int, prompt: Prompt, completion: Completion, tokenizer: Any
     episode = completion.episode
     assert episode is not None
     how = f"{episode.end} after {len(episode.turns)} turns"
-    if episode.score is None:
+    if completion.score is None:
         how += ", no reward of its own"
-    elif episode.score.failure:
-        how += f": {episode.score.failure}"
+    elif completion.score.failure:
+        how += f": {completion.score.failure}"
     else:
-        parts = {"reward": episode.score.value, **episode.score.parts}
+        parts = {"reward": completion.score.value, **completion.score.parts}
         how += "".join(f", {name} {value:g}" for name, value in parts.items())
     yield f"episode {number}: {how}"
     yield f"  question: {_shown(prompt.question)}"

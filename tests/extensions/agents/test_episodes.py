@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qurl_megatron.agents.client import AgentClient
 from qurl_megatron.algorithm.batch import (
     Completion,
     Episode,
@@ -23,7 +22,8 @@ from qurl_megatron.algorithm.batch import (
 from qurl_megatron.algorithm.objective import PolicyLoss, token_weights
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Objective, ObjectiveConfig, RolloutConfig
-from qurl_megatron.evaluation.episodes import describe
+from qurl_megatron.extensions.agents.client import AgentClient
+from qurl_megatron.extensions.agents.episodes import describe
 from qurl_megatron.loop.sampling import _penalize_length, _summarize, make_samples
 
 PROMPT = Prompt("0", "question", "answer", [90, 91, 92])
@@ -219,10 +219,8 @@ def test_the_penalty_for_length_is_that_of_the_longest_turn() -> None:
 
 
 def test_metrics_count_sampled_and_observed_tokens_turns_ends_and_failures() -> None:
-    failed = episode_of(TurnTokens(1, 1, 0), end="deadline")
-    assert failed.episode is not None
     failure = Score(0.0, {}, "took too long")
-    failed = dataclasses.replace(failed, episode=dataclasses.replace(failed.episode, score=failure))
+    failed = episode_of(TurnTokens(1, 1, 0), end="deadline", score=failure)
     completions = [
         episode_of(TurnTokens(3, 4, 0), TurnTokens(2, 9, 7)),  # two observed between
         episode_of(TurnTokens(5, 4, 0), end="turns", truncated=True),
@@ -230,6 +228,8 @@ def test_metrics_count_sampled_and_observed_tokens_turns_ends_and_failures() -> 
     scores = [Score(value, {}, "") for value in (1.0, 0.0)]
     group = RolloutGroup(PROMPT, completions, [1.0, 0.0], scores, failed=[failed])
     summary = _summarize([group], [group], pack([group], version=7))
+    client: Any = types.SimpleNamespace()
+    summary |= AgentClient.metrics(client, [group])
     assert summary["completion_length_mean"] == summary["sampled_tokens"] / 2 == 5
     assert summary["observed_length_mean"] == 1 and summary["turns_mean"] == 1.5
     assert summary["branches_mean"] == 1 and summary["completion_truncated_fraction"] == 0.5
@@ -267,13 +267,14 @@ def test_an_episode_is_described_token_by_token() -> None:
     first = Completion([7], [-0.5], "", False, [1], episode=Episode([5], [True]))
     turns = [TurnTokens(1, 1, 0), TurnTokens(2, 2, 1), TurnTokens(1, 4, 3), TurnTokens(1, 7, 6)]
     score = Score(0.5, {"guesses": 3.0}, "")
-    episode = Episode([5, 6], [True, True, True, False, False, True], "answered", score, turns)
+    episode = Episode([5, 6], [True, True, True, False, False, True], "answered", turns)
     last = Completion(
         [8, 9, 8, 30, 31, 9],
         [-1.0, -2.0, -3.0, -4.0],
         "",
         False,
         [1] * 4,
+        score=score,
         episode=dataclasses.replace(episode, branches=[first]),
     )
     assert list(describe(3, PROMPT, last, Tokenizer())) == [

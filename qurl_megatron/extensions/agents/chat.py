@@ -20,8 +20,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qurl_megatron.agents.calls import HERMES, form_of, parse
-from qurl_megatron.agents.tools import Tool, schema
+from qurl_megatron.extensions.agents.calls import HERMES, form_of, parse
+from qurl_megatron.extensions.agents.tools import Tool, schema
 from qurl_megatron.model.chat_template import (
     CALLED,
     Message,

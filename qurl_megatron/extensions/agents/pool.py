@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import os
 import signal
@@ -21,13 +20,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.agents.policy import Limits, Request, Turn
-from qurl_megatron.agents.worker import LOAD_LIMIT_S, NOBODY, Ended, Marks, Settings
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import AgentConfig, ConfigError
+from qurl_megatron.config.schema import ConfigError, SamplingConfig
+from qurl_megatron.extensions.agents.policy import Limits, Request, Turn
+from qurl_megatron.extensions.agents.worker import (
+    LOAD_LIMIT_S,
+    NOBODY,
+    Ended,
+    Marks,
+    Settings,
+    work,
+)
 from qurl_megatron.process import END_CONTAINED, raise_open_file_limit, start_worker
 
-PROGRAM = "import sys; from qurl_megatron.agents.worker import work; work(*map(int, sys.argv[1:]))"
+PROGRAM = f"import sys; from {work.__module__} import work; work(*map(int, sys.argv[1:]))"
 CORES_PER_WORKER = 4
 MAX_DEFAULT_WORKERS = 16
 WATCH_S = 1.0  # between two looks at the sign of life of a process
@@ -41,28 +47,22 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
 
     def __init__(
         self,
-        config: AgentConfig,
-        max_length: int,
-        model: str,
-        logs: Path | None = None,
+        config: SamplingConfig,
+        model: str | Path,
         template: tuple[Mapping[str, Any], str, str] = ({}, "", ""),
-        temperature: float = 1.0,
-        top_p: float = 1.0,
+        logs: Path | None = None,
     ) -> None:
         """Start the processes, which load the agent in the background.
 
         Args:
-            max_length: maximum length of a sequence, in tokens.
             model: directory of the tokenizer.
-            logs: directory for what they print; None: this process's standard error.
             template: the options of the chat template, the day that it prints, and its text if it
                 is not the model's.
-            temperature, top_p: the run's; a request of an agent may name no others.
+            logs: directory for what they print; None: this process's standard error.
         """
         cores = len(os.sched_getaffinity(0)) // CORES_PER_WORKER
         count = config.agent_workers or max(1, min(MAX_DEFAULT_WORKERS, cores))
-        self._config, self._max_length = config, max_length
-        self._drawn = temperature, top_p
+        self._config = config
         self._settings = Settings(
             config.agent,
             (Path(model), *template),
@@ -93,7 +93,9 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
             ConfigError: the agent cannot be loaded.
             Exception: what sampling raised.
         """
-        limits = Limits(self._config.max_turns, max_turn_tokens, self._max_length, *self._drawn)
+        config = self._config
+        drawn = config.temperature, config.top_p
+        limits = Limits(config.max_turns, max_turn_tokens, config.max_length, *drawn)
         for _ in range(MOST_PROCESSES):
             process = min(self._processes, key=lambda each: each.num_episodes)
             key = next(self._keys)
@@ -312,15 +314,3 @@ class _Process:
                 # A lone episode is the culprit even if it left no mark.
                 is_culprit = key == culprit or (culprit == NOBODY and len(self._playing) == 1)
                 playing.deliver("end", Ended(end, None, why) if is_culprit else None)
-
-
-def check_agent(config: AgentConfig, model: str) -> None:
-    """Check that the agent can be loaded, if there is one.
-
-    Raises:
-        ConfigError: it cannot; the text says why.
-    """
-    if config.agent:
-        only = dataclasses.replace(config, agent_workers=1)
-        with Agents(only, max_length=0, model=model) as agents:
-            agents.wait_ready()

@@ -26,9 +26,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
 from qurl_megatron.algorithm.score import Question, Score
-from qurl_megatron.data.rewards import load_function, one_line, score_of
+from qurl_megatron.data.rewards import load_function, one_line, score_of, why
+from qurl_megatron.extensions.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
 from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.process import contain, die_with_parent
 
@@ -36,6 +36,11 @@ TICK_S = 0.5  # between two signs of life of an idle loop
 LOAD_LIMIT_S = 60.0  # for the import of an agent
 TIDY_UP_S = 2.0  # for an agent that is cancelled
 NOBODY = -1  # in place of the key of an episode
+
+
+ENDS = ("answered", "turns", "tokens", "deadline", "error")
+"""What ends an episode: the agent's function returned; it asked for more turns, or for more tokens,
+than there may be; it took too long; it raised or lost its process. The last two are failures."""
 
 
 class Settings(NamedTuple):
@@ -51,7 +56,7 @@ class Settings(NamedTuple):
 class Ended(NamedTuple):
     """How an episode ended, as its process reports it."""
 
-    end: str  # of `ENDS` in algorithm/batch.py
+    end: str  # of `ENDS`
     score: Score | None  # None: the run's reward scores the last turn
     failure: str  # why the episode failed; empty if it did not
 
@@ -227,7 +232,7 @@ class _Worker:
 
     def _base_url(self, policy: Policy) -> str:
         if self._endpoint is None:
-            from qurl_megatron.agents.endpoint import Endpoint
+            from qurl_megatron.extensions.agents.endpoint import Endpoint
 
             self._endpoint = Endpoint()
         url: str = self._endpoint.add(policy)
@@ -334,7 +339,7 @@ def work(descriptor: int, marks: int) -> None:
         try:
             agent, tokenizer = load_agent(settings)
         except BaseException as error:
-            connection.send(one_line(f"{type(error).__name__}: {error}"))
+            connection.send(why(error))
             return
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send("")

@@ -16,19 +16,19 @@ import torch
 from transformers import AutoTokenizer
 
 from conversations import DROPS_THOUGHTS, VOCABULARY, chat_tokenizer
-from e2e import talker
-from qurl_megatron.agents.client import AgentClient
-from qurl_megatron.agents.pool import Agents
+from e2e.extensions.agents import talker
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, pack
 from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.config.schema import (
-    AgentConfig,
     FormatName,
     LearnerConfig,
     OptimizerConfig,
     QuantizationConfig,
+    SamplingConfig,
     ServerConfig,
 )
+from qurl_megatron.extensions.agents.client import AgentClient
+from qurl_megatron.extensions.agents.pool import Agents
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
@@ -73,11 +73,13 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         directory / "model", vocab_size=VOCABULARY, max_position_embeddings=4096
     )
     chat_tokenizer(DROPS_THOUGHTS, model)
-    config = AgentConfig(agent=f"{talker.__file__}:talk", agent_workers=1)
+    config = SamplingConfig(
+        agent=f"{talker.__file__}:talk", agent_workers=1, max_episode_tokens=CONTEXT_LENGTH
+    )
     formats: dict[str, tuple[FormatName, int]] = {"int8": ("int8", 2), "bf16": ("bf16", 1)}
     with ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("GLOO_SOCKET_IFNAME", "lo")
-        agents = stack.enter_context(Agents(config, CONTEXT_LENGTH, str(model), directory))
+        agents = stack.enter_context(Agents(config, model, logs=directory))
         servers: dict[str, list[Server]] = {}
         for name, (weight_format, count) in formats.items():
             plans = [

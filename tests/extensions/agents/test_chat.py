@@ -18,9 +18,9 @@ from conversations import (
     VOCABULARY,
     chat_tokenizer,
 )
-from qurl_megatron.agents.chat import check_template, say_once
-from qurl_megatron.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
-from qurl_megatron.agents.tools import call_tools, schema
+from qurl_megatron.extensions.agents.chat import check_template, say_once
+from qurl_megatron.extensions.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
+from qurl_megatron.extensions.agents.tools import call_tools, schema
 from qurl_megatron.model.chat_template import TemplateError, read_message, render
 from tiny import EOS_TOKEN_ID
 

@@ -12,23 +12,32 @@ import asyncio
 import bisect
 import dataclasses
 import gc
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import torch
 
-from qurl_megatron.agents import policy
-from qurl_megatron.agents.policy import Request
-from qurl_megatron.agents.pool import Agents
-from qurl_megatron.algorithm.batch import Completion, Episode, Prompt, SamplingMasks, TurnTokens
+from qurl_megatron.algorithm.batch import (
+    Completion,
+    Episode,
+    Prompt,
+    RolloutGroup,
+    SamplingMasks,
+    TurnTokens,
+)
 from qurl_megatron.algorithm.score import ACCURACY, Score
-from qurl_megatron.data.scoring import StartScoring
+from qurl_megatron.extensions.agents import policy
+from qurl_megatron.extensions.agents.policy import Request
+from qurl_megatron.extensions.agents.pool import Agents
+from qurl_megatron.extensions.agents.worker import ENDS
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.server import Server
 
 COLLECT_AT = 50_000  # new objects between two collections
+TURN_NAMES = ("1", "2", "3", "4+")
 
 
 @dataclass
@@ -129,27 +138,64 @@ class _Record:
         *branches, last = whole
         completion = last.completion(
             end=end,
-            score=score,
             turns=self.turns,
             branches=[branch.completion() for branch in branches],
         )
         is_cut = end in ("turns", "tokens")
-        return dataclasses.replace(completion, text=self.text, truncated=is_cut)
+        return dataclasses.replace(completion, text=self.text, truncated=is_cut, score=score)
 
 
 class AgentClient(RolloutClient):
     """Samples episodes from a fleet of servers."""
 
     def __init__(self, agents: Agents, reward_wrong: float, *parts: Any, **named: Any) -> None:
-        """Store the agents and the reward of a failed episode; `RolloutClient` takes the rest."""
+        """Store the agents and the reward of a failed episode; `RolloutClient` takes the rest.
+
+        Python's garbage collector would visit all imported modules and all that thousands of
+        episodes hold again and again, which is more than a third of the cost of a turn. From now on
+        it visits fewer objects; episodes make many, but few cycles.
+        """
         super().__init__(*parts, **named)
         self._agents = agents
         self._reward_wrong = reward_wrong
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(COLLECT_AT)
 
     async def group(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Completion]:
         """Play all episodes of one prompt at the same time, and return them."""
         episodes = (self._episode(prompt, sampling) for _ in range(sampling["n"]))
         return list(await asyncio.gather(*episodes))
+
+    def metrics(self, groups: Sequence[RolloutGroup]) -> dict[str, Any]:
+        """Return the metrics of episodes; nothing if all have failed."""
+        completions = [each for group in groups for each in group.completions]
+        failed = [each for group in groups for each in group.failed]
+        episodes = [each.episode for each in completions if each.episode]
+        if not episodes:
+            return {}
+        branches = [each.sequences() for each in completions]
+        observed = [
+            sum(len(each.token_ids) - len(each.behaviour_logprobs) for each in sequences)
+            for sequences in branches
+        ]
+        ends = Counter(each.episode.end for each in (*completions, *failed) if each.episode)
+        cached: dict[str, Counter[str]] = {}
+        for episode in episodes:
+            for number, turn in enumerate(episode.turns):
+                sums = cached.setdefault(TURN_NAMES[min(number, len(TURN_NAMES) - 1)], Counter())
+                sums.update(context=turn.context, cached=turn.cached_tokens)
+        return {
+            "turns_mean": fmean(len(episode.turns) for episode in episodes),
+            "observed_length_mean": fmean(observed),
+            "branches_mean": fmean(map(len, branches)),
+            "episode_ends": {end: ends[end] for end in ENDS},
+            "episodes_failed": len(failed),
+            "episode_failure": failed[0].failure if failed else "",
+            "prefix_cached_by_turn": {
+                turn: sums["cached"] / max(1, sums["context"]) for turn, sums in cached.items()
+            },
+        }
 
     def until(self, turn: Completion, stops: Sequence[str], context: int) -> Completion:
         """Return a turn up to the token with which one of the texts `stops` is complete.
@@ -195,40 +241,3 @@ class AgentClient(RolloutClient):
         if ended.failure or (score is None and ended.end in ("turns", "tokens")):
             score = Score(self._reward_wrong, {ACCURACY: 0.0}, ended.failure)
         return records[-1].completion(ended.end, score)
-
-
-def reduce_garbage_collection() -> None:
-    """Make Python's garbage collector visit fewer objects; episodes make many, but few cycles.
-
-    Otherwise it visits all imported modules and all that thousands of episodes hold again and
-    again, which is more than a third of the cost of a turn.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AT)
-
-
-def prefer_agent_scores(score: StartScoring) -> StartScoring:
-    """Return a function that keeps the scores that agents gave, and asks `score` for the others."""
-
-    def submit(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
-        own = [each.episode.score if each.episode else None for each in completions]
-        missing = [each for each, known in zip(completions, own, strict=True) if known is None]
-        scores: Future[list[Score]] = Future()
-        if not missing:
-            scores.set_result([known for known in own if known])
-            return scores
-
-        def fill(scored: Future[list[Score]]) -> None:
-            if scored.cancelled():
-                scores.cancel()
-            elif error := scored.exception():
-                scores.set_exception(error)
-            else:
-                others = iter(scored.result())
-                scores.set_result([known or next(others) for known in own])
-
-        score(prompt, missing).add_done_callback(fill)
-        return scores
-
-    return submit

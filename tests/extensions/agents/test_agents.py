@@ -13,16 +13,18 @@ import pytest
 import torch
 
 from conversations import VOCABULARY, chat_tokenizer
-from qurl_megatron.agents.client import AgentClient, _Sequence, prefer_agent_scores
-from qurl_megatron.agents.policy import Request
-from qurl_megatron.agents.pool import Agents, _Playing, check_agent
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import AgentConfig, Config, ConfigError
-from qurl_megatron.evaluation import episodes
+from qurl_megatron.config.schema import Config, ConfigError, SamplingConfig
+from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation.avg_at_k import EvalConfig
+from qurl_megatron.extensions.agents import episodes
+from qurl_megatron.extensions.agents.checks import load
+from qurl_megatron.extensions.agents.client import AgentClient, _Sequence
+from qurl_megatron.extensions.agents.policy import Request
+from qurl_megatron.extensions.agents.pool import Agents, _Playing
 from qurl_megatron.loop.sampling import NothingScored
-from samplers import sampler_of, scores_of
+from samplers import sampler_of
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
 AGENT = """
@@ -200,17 +202,18 @@ def play(directory: Path) -> Iterator[Play]:
     def play(
         *answers: str, delay_s: float = 0.0, max_turns: int = 0, **settings: Any
     ) -> tuple[list[Completion], Scripted]:
-        rollout = AgentConfig(
+        config = SamplingConfig(
             agent=f"{directory}/agent.py:play",
             agent_workers=1,
             max_turns=max_turns,
+            max_episode_tokens=40,
             **{"agent_turn_timeout_s": 1.5, **settings},
         )
         if str(settings) not in opened:
-            opened[str(settings)] = Agents(rollout, 40, str(directory / "model"), directory)
+            opened[str(settings)] = Agents(config, directory / "model", logs=directory)
         agents = opened[str(settings)]
         agents.wait_ready()
-        agents._config = rollout
+        agents._config = config
         client = Scripted(agents, -1.0, None, chat_tokenizer(), [EOS_TOKEN_ID])
         client.delay_s, client.contexts = delay_s, []
         prompts = [Prompt("0", "7", answer, PROMPT) for answer in answers]
@@ -232,9 +235,8 @@ def episode_of(completion: Completion) -> Episode:
 
 
 def score_of(completion: Completion) -> Score:
-    score = episode_of(completion).score
-    assert score is not None
-    return score
+    assert completion.score is not None
+    return completion.score
 
 
 def test_an_episode_has_what_was_sampled_and_what_was_observed_in_between(play: Play) -> None:
@@ -343,12 +345,12 @@ def test_each_way_to_end_costs_that_episode_only(play: Play, directory: Path) ->
         score = score_of(episode)
         assert (episode_of(episode).end, score.value) == (end, reward)
         assert score.failure.startswith(failure) and bool(score.failure) == bool(failure)
-        assert episode.has_failed == (end in ("deadline", "error"))
+        assert bool(episode.failure) == (end in ("deadline", "error"))
         assert episode.truncated == (end in ("turns", "tokens"))
     talked, filled = (episodes[[*ENDS].index(name)] for name in ("talks", "fills"))
     assert len(episode_of(talked).turns) == 6
     assert len(PROMPT + filled.token_ids) == 40
-    assert episode_of(episodes[-1]).score is None
+    assert episodes[-1].score is None
     log = (directory / "agents_0.log").read_text()
     assert re.search(r"episode (\d+): plays raises\n(.*\n)*episode \1: LookupError: no such", log)
 
@@ -394,30 +396,31 @@ def test_only_as_many_episodes_are_played_at_once_as_there_may_be(play: Play) ->
 
 def test_what_an_agent_leaves_open_the_runs_reward_scores(play: Play) -> None:
     episodes, _ = play("well", "unsure")
-    seen: list[Any] = []
-
-    def verify(prompt: Prompt, completions: Any) -> Any:
-        seen.extend(each.text for each in completions)
-        return scores_of([0.25] * len(completions))
-
-    scores = prefer_agent_scores(verify)(Prompt("", "", "", []), episodes).result()
-    assert [score.value for score in scores] == [1.0, 0.25] and seen == ["of 2"]
+    assert [each.text for each in episodes] == ["of 2", "of 2"]
+    with Scorer(Config(reward="exact", reward_right=0.25)) as scorer:
+        scores = scorer.submit(Prompt("", "", "of 2", []), episodes).result()
+    assert [score.value for score in scores] == [1.0, 0.25]
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("plain", r"TypeError: it is not async; expected `async def NAME\(policy, problem\)`"),
-        ("odd", r"TypeError: its parameters are \(policy\); expected \(policy, problem\)"),
-        ("absent", "ImportError: .*agent.py has no function absent"),
+        (
+            "agent.py:plain",
+            r"TypeError: it is not async; expected `async def NAME\(policy, problem\)`",
+        ),
+        ("agent.py:odd", r"TypeError: its parameters are \(policy\); expected \(policy, problem\)"),
+        ("agent.py:absent", "ImportError: .*agent.py has no function absent"),
+        ("old.py:play", "ModuleNotFoundError: .*; it is qurl_megatron.extensions.agents now"),
     ],
 )
 def test_an_agent_that_cannot_be_used_is_refused_in_one_line(
     directory: Path, name: str, why: str
 ) -> None:
-    config = AgentConfig(agent=f"{directory}/agent.py:{name}")
-    with pytest.raises(ConfigError, match=f"^agent=.*{name}: {why}$"):
-        check_agent(config, str(directory / "model"))
+    (directory / "old.py").write_text("from qurl_megatron.agents.tools import call_tools")
+    config = SamplingConfig(agent=f"{directory}/{name}")
+    with pytest.raises(ConfigError, match=f"^rollout.agent=.*{name}: {why}$"):
+        load(config, directory / "model", chat_tokenizer(), "rollout.")
 
 
 def test_a_command_that_plays_episodes_serves_the_weights_in_the_format(
@@ -462,13 +465,8 @@ def test_a_step_trains_on_episodes_with_a_reward_and_counts_the_others(
     config = Config()
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, 4
     prompts = [Prompt("0", "7", answer, PROMPT)]
-
-    def never(prompt: Prompt, completions: Any) -> Any:
-        raise AssertionError("an agent gives its own rewards")
-
-    with sampler_of(
-        config, client, prefer_agent_scores(never), prompts, chat_tokenizer()
-    ) as sampler:
+    own = Scorer(Config(reward="no_such_module:own"))  # an agent gives its own rewards
+    with own, sampler_of(config, client, own.submit, prompts, chat_tokenizer()) as sampler:
         if answer == "raises":
             with pytest.raises(
                 NothingScored, match="of step 1 .* try 3 of 3; LookupError: no such"

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from operator import index
 from typing import Any, NoReturn
 
-from qurl_megatron.agents.chat import Chat
-from qurl_megatron.agents.tools import Message, Tool
+from qurl_megatron.extensions.agents.chat import Chat
+from qurl_megatron.extensions.agents.tools import Message, Tool
 
 
 class EpisodeOver(Exception):

@@ -1,1 +1,0 @@
-"""Episodes of several turns, played by the user's own functions."""

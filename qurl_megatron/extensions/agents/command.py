@@ -1,0 +1,38 @@
+"""The command `qurl agent`."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from qurl_megatron.commands.as_job import may_be_job
+from qurl_megatron.commands.models import found_model
+
+
+@may_be_job
+def agent(
+    function: Annotated[
+        str, typer.Argument(metavar="AGENT", help="The agent: FILE.py:NAME or MODULE:NAME.")
+    ],
+    model: Annotated[
+        str, typer.Option(help="Hugging Face directory of the policy, or a name of the Hub.")
+    ],
+    data: Annotated[str, typer.Option(help="Problems: a file, directory or reasoning_gym:TASK.")],
+    episodes: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Number of problems, one episode each.")
+    ] = 2,
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FIELD=VALUE", help="Settings of qurl eval, such as max_turns=4."),
+    ] = None,
+) -> Iterator[int]:
+    """Play a few episodes of an agent, and print every turn with its tokens and log-probs."""
+    from qurl_megatron.config.text import with_overrides
+    from qurl_megatron.evaluation import avg_at_k
+    from qurl_megatron.extensions.agents import episodes as played
+
+    given = avg_at_k.EvalConfig(model=found_model(model), data=[data], agent=function)
+    config = with_overrides(given, settings or [])
+    avg_at_k.check(config)
+    yield config.server.tensor_parallel_size
+    played.run(config, episodes)
