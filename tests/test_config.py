@@ -123,13 +123,15 @@ def test_a_file_of_an_older_version_loads_with_todays_fields(tmp_path: Path) -> 
     path.write_text(f"rollout: {{max_response_length: 5, stages: {stage}}}\n")
     assert load(path).rollout.max_completion_length == 5
     assert load(path).rollout.stages[2].max_completion_length == 6
-    path.write_text("learner: {recompute_activations: false}\n")
+    path.write_text("learner: {recompute_activations: false, fp8: null}\n")
     assert load(path) == Config()
-    path.write_text("rollout: {top_k: 16}\n")
-    with pytest.raises(
-        ConfigError, match=rf"^{path}: rollout.top_k=16: not supported; set rollout"
-    ):
-        load(path)
+    for gone, message in {
+        "rollout: {top_k: 16}": "rollout.top_k=16: not supported; set rollout",
+        "learner: {fp8: blockwise}": "learner.fp8=blockwise: not supported any more",
+    }.items():
+        path.write_text(f"{gone}\n")
+        with pytest.raises(ConfigError, match=rf"^{path}: {message}"):
+            load(path)
 
 
 def test_a_day_in_a_file_needs_no_quotes(tmp_path: Path) -> None:
@@ -256,7 +258,6 @@ def test_a_package_is_required_only_if_the_run_uses_it(
 ) -> None:
     for installed, word, refusal in (
         ("wandb", "wandb_project=project", "wandb_project=project: the package wandb is not inst"),
-        ("transformer_engine", "learner.fp8=blockwise", "learner.fp8=blockwise: needs Transformer"),
     ):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         validate(runnable(model_dir))

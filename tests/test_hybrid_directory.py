@@ -126,7 +126,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "80 channels of the shared expert are not divisible by tensor_parallel_size=3": {
         "tensor_parallel_size": 3
     },
-    "learner.fp8=blockwise: not supported with linear attention": {"fp8": "blockwise"},
 }
 
 

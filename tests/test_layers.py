@@ -16,9 +16,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
 
-from qurl_megatron.config.schema import ConfigError, LearnerConfig
 from qurl_megatron.learner import layers
-from qurl_megatron.model.known import KNOWN_MODELS
 
 HEADS, KEY_VALUE_HEADS, HEAD_DIM = 6, 2, 8
 BOUNDS = [0, 3, 4, 11]
@@ -92,8 +90,3 @@ def test_a_pack_in_bfloat16_goes_to_flash_attention_whole(
     assert flash.call_args.args[0].shape == (BOUNDS[-1], HEADS, HEAD_DIM)
     attention(*pack(torch.bfloat16, "cpu"))
     assert flash.call_count == 1
-
-
-def test_local_layers_do_not_leave_fp8_out_silently() -> None:
-    with pytest.raises(ConfigError, match="learner.fp8=tensorwise: needs Transformer Engine"):
-        layers.transformer_config_fields(LearnerConfig(fp8="tensorwise"), KNOWN_MODELS["Qwen3-32B"])

@@ -149,16 +149,6 @@ def test_a_parameter_takes_6_bytes_and_its_share_of_12_for_adam() -> None:
     assert parts["optimizer"] == 12 * numel // 4
 
 
-def test_fp8_keeps_two_codes_beside_every_weight_of_the_linear_layers() -> None:
-    config = study("", 64, "int8")
-    without = memory.learner_memory(QWEN2, config, 1)
-    config.learner.fp8 = "blockwise"
-    parts = memory.learner_memory(QWEN2, config, 1)
-    layers = memory.stage_layers(QWEN2, config.learner)[1]
-    weights = layers * LAYER_WEIGHTS // config.learner.tensor_parallel_size
-    assert parts == {**without, "fp8 codes": 2 * weights}
-
-
 def test_training_as_served_takes_codes_of_the_linear_layers_and_values_of_one_weight() -> None:
     config = study("", 64, "int8")
     without = memory.learner_memory(QWEN2, config, 1)

@@ -135,7 +135,6 @@ FIELDS = rows(r"""
     adapters.rank=4 & quantization.keep=[*.o_proj]  all linear layers of the base are quantized
     adapters.rank=4 & quantization.smoothing=0.5  the base under adapters (adapters.rank=4) is
     adapters.rank=4 & quantization.publish=delta  sends nothing but adapters
-    adapters.rank=4 & learner.fp8=blockwise   the base is quantized already
     adapters.rank=4 & advantage_estimator=gae  critic is a whole model
     adapters.targets=[q_proj]  with adapters.rank=0 the whole model is trained
     adapters.rank=4 & rollout.servers_at=["http://localhost:1"]  servers elsewhere hold no adapters
@@ -162,7 +161,6 @@ FIELDS = rows(r"""
     learner.dtype=float8                    'float32' or 'bfloat16'
     learner.quantized_forward=both          'weights' or 'all'
     learner.quantized_forward=all & quantization.format=bf16  bf16 quantizes nothing
-    learner.quantized_forward=all & learner.fp8=blockwise  would round what is quantized already
     rollout.prompts_per_step=1000000000     problems to train on
     rollout.completions_per_prompt=1        needs at least two; advantage_estimator=gae takes one
     rollout.stop_token_ids=[1,256]          rollout.stop_token_ids: the model has no token 256

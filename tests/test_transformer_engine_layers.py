@@ -1,10 +1,9 @@
-"""Transformer Engine's layers in the learner: parameters, checkpoints, FP8. No GPU is needed.
+"""Transformer Engine's layers in the learner: parameters, checkpoints. No GPU is needed.
 
 What Transformer Engine would build is found by `tests/transformer_engine_program.py`, in a process
 that can import it.
 """
 
-import math
 import os
 import subprocess
 import sys
@@ -16,14 +15,11 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from qurl_megatron.learner.packing import round_up
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
 from transformer_engine_models import (
-    LENGTH,
     MODELS,
-    RECIPES,
     batch_of,
     checkpoint_of,
     config_of,
@@ -144,22 +140,3 @@ def test_local_layers_resume_from_transformer_engines_as_if_they_had_never_stopp
         ((resumed_loss, resumed_norm, resumed_masters),) = resumed[name]
         assert (resumed_loss, resumed_norm) == (loss, grad_norm)
         assert all(torch.equal(resumed_masters[key], masters[key]) for key in masters)
-
-
-@pytest.mark.parametrize("fp8", RECIPES)
-def test_fp8_is_a_recipe_of_transformer_engine_over_parameters_in_bfloat16(
-    fp8: str, reports: dict[str, Any]
-) -> None:
-    recipe, multiple = RECIPES[fp8]
-    assert reports[fp8]["recipe"] == recipe
-    assert reports[fp8]["dtypes"] == {torch.bfloat16}
-    tokens = len(batch_of(1)) * (LENGTH - 1)
-    assert reports[fp8]["tokens"] == round_up(tokens, multiple)
-    assert math.gcd(tokens, 16) < 16, "the pack is a multiple without padding"
-
-
-def test_transformer_engine_gathers_whole_blocks_of_blockwise_activations(
-    reports: dict[str, Any],
-) -> None:
-    _, multiple = RECIPES["blockwise"]
-    assert reports["quantizable"] == [multiple, 2 * multiple]

@@ -15,8 +15,6 @@ MODELS: dict[str, dict[str, Any]] = {
     for architecture in ("qwen2", "qwen3")
     for tied in (True, False)
 } | {"qwen3_moe, untied": {"architecture": "qwen3_moe", "tied": False}}
-# What Transformer Engine calls a recipe, and the tokens of which it takes multiples.
-RECIPES = {"tensorwise": ("Float8CurrentScaling", 16), "blockwise": ("Float8BlockScaling", 128)}
 LENGTH = 12  # of a sequence
 
 

@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 
 import transformer_engine_models as models
-from qurl_megatron.config.schema import LearnerConfig
 
 
 class StandIn(ModuleType):
@@ -99,36 +98,6 @@ def report_model(directory: Path) -> dict[str, Any]:
     return report
 
 
-def report_fp8(directory: Path, fp8: Any) -> dict[str, Any]:
-    """Return what Transformer Engine makes of `learner.fp8`, and a pack's number of tokens."""
-    from megatron.core.fp8_utils import get_fp8_recipe
-
-    config = models.config_of(directory)
-    config.learner = LearnerConfig(fp8=fp8)
-    with gpu_is_claimed():
-        learner = models.learner_of(config)
-    (chunk,) = learner.chunks
-    (micro,) = learner.share(models.batch_of(1)).micro_batches
-    report = {
-        "recipe": type(get_fp8_recipe(chunk.config)).__name__,
-        "dtypes": {parameter.dtype for parameter in chunk.parameters()},
-        "tokens": micro.inputs.shape[1],
-    }
-    learner.close()
-    return report
-
-
-def quantizable_tokens(most: int) -> list[int]:
-    """Return the numbers of tokens whose blockwise activations Transformer Engine gathers."""
-    import transformer_engine_torch as extension
-    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
-
-    quantizer = Float8BlockQuantizer(
-        fp8_dtype=extension.DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=1
-    )
-    return [n for n in range(1, most + 1) if quantizer.is_quantizable(torch.empty(n, 128))]
-
-
 def main(directory: Path) -> None:
     """Write the reports to DIRECTORY/reports.pt."""
     from qurl_megatron import device
@@ -141,9 +110,6 @@ def main(directory: Path) -> None:
         reports: dict[str, Any] = {
             name: report_model(directory / name) for name in sorted(models.MODELS)
         }
-        some_model = directory / min(models.MODELS)
-        reports |= {fp8: report_fp8(some_model, fp8) for fp8 in models.RECIPES}
-    reports["quantizable"] = quantizable_tokens(300)
     torch.save(reports, directory / "reports.pt")
 
 

@@ -160,12 +160,6 @@ class LearnerConfig:
     """Keep master weights and Adam's moments in the host's memory while activations use the GPU's.
     They are copied to the host and back once per optimizer step."""
 
-    fp8: Literal["tensorwise", "blockwise"] | None = None
-    """Recipe of Transformer Engine by which layers multiply in FP8; parameters keep `dtype`.
-    tensorwise: one scale per tensor, E4M3 forward and E5M2 backward. blockwise: one scale per
-    128 x 128 weights or 128 activations, E4M3. Both need Transformer Engine and a GPU, and have
-    never been run. None: no FP8."""
-
     expert_parallel_size: Ranks = 1
     """Number of ranks over which the experts of a layer are divided, as whole experts. They are
     ranks of tensor, context and data parallelism, not additional ones."""

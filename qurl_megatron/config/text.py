@@ -185,6 +185,8 @@ def _in_todays_fields(tree: Any) -> Any:
     learner, rollout = (sections.get(name) for name in ("learner", "rollout"))
     if isinstance(learner, dict) and learner.pop("recompute_activations", False):
         learner["recompute"] = "full"
+    if isinstance(learner, dict) and (fp8 := learner.pop("fp8", None)):
+        raise ConfigError(f"learner.fp8={fp8}: not supported any more; leave it out")
     if isinstance(rollout, dict) and (top_k := rollout.get("top_k", -1)) != -1:
         raise ConfigError(f"rollout.top_k={top_k}: not supported; set rollout.top_p instead")
     return tree

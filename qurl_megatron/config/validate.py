@@ -78,25 +78,11 @@ def validate(config: Config) -> Architecture:
     """
     _validate_fields(config)
     completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
-    check_fp8(config.learner, importlib.util.find_spec("transformer_engine") is not None)
     architecture = _validate_model(config)
     if config.advantage_estimator == "gae":
         extensions.check("ppo", by="advantage_estimator=gae")
         _validate_critic(config, architecture, completions_per_step)
     return architecture
-
-
-def check_fp8(learner: LearnerConfig, has_transformer_engine: bool) -> None:
-    """Check that `learner.fp8` is set only where Transformer Engine is installed.
-
-    Raises:
-        ConfigError: it is set, but Transformer Engine is missing.
-    """
-    if learner.fp8 and not has_transformer_engine:
-        raise ConfigError(
-            f"learner.fp8={learner.fp8}: needs Transformer Engine on a GPU, which is not installed "
-            "here; install requirements-gpu.txt, or leave learner.fp8 out"
-        )
 
 
 def check_context_parallel(learner: LearnerConfig, has_transformer_engine: bool) -> None:
@@ -178,13 +164,7 @@ def check_layout(architecture: Architecture, layout: LearnerConfig) -> None:
         layout.expert_tensor_parallel_size,
         layout.world_size // layout.pipeline_parallel_size,
     )
-    is_hybrid = architecture.is_hybrid
-    if (architecture.num_experts or is_hybrid) and layout.fp8:
-        what = "linear attention" if is_hybrid else "experts"
-        raise ArchitectureError(
-            f"learner.fp8={layout.fp8}: not supported with {what}; leave learner.fp8 out"
-        )
-    if is_hybrid and layout.context_parallel_size > 1:
+    if architecture.is_hybrid and layout.context_parallel_size > 1:
         raise ArchitectureError(
             f"learner.context_parallel_size={layout.context_parallel_size}: not supported with "
             "linear attention, whose state goes from token to token; set it to 1, and give "
@@ -393,11 +373,6 @@ def validate_adapters(config: Config) -> None:
             f"quantization.publish={quantization.publish}: {rank} sends nothing but adapters to "
             "servers that hold the base; leave it at full"
         )
-    if config.learner.fp8:
-        raise ConfigError(
-            f"learner.fp8={config.learner.fp8}: the base is quantized already with {rank}; leave "
-            "it out"
-        )
     if config.advantage_estimator == "gae":
         raise ConfigError(
             f"advantage_estimator=gae: PPO's critic is a whole model, which {rank} has no room "
@@ -491,11 +466,6 @@ def _validate_fields(config: Config) -> None:
             raise ConfigError(
                 f"{field}: quantization.format=bf16 quantizes nothing; choose int8, int4 or an fp8 "
                 "format, or leave it out"
-            )
-        if config.learner.fp8:
-            raise ConfigError(
-                f"{field}: learner.fp8={config.learner.fp8} would round what is quantized already; "
-                "leave one of them out"
             )
     if quantization.transport == "direct" and quantization.publish != "full":
         raise ConfigError(

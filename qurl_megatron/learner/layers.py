@@ -33,7 +33,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.config.validate import check_context_parallel, check_fp8
+from qurl_megatron.config.validate import check_context_parallel
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.adapters import freeze
 from qurl_megatron.learner.cpu_runtime import import_layer_specs
@@ -46,17 +46,6 @@ gpt_layer_specs = import_layer_specs()
 
 # All of torch's but cuDNN, which makes a plan for every new shape: packs rarely repeat one.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-# Megatron's fields for each recipe of Transformer Engine.
-_FP8: dict[str | None, dict[str, Any]] = {
-    None: {},
-    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-}
-
-# A tensor-parallel rank's tokens must be a multiple of this: matrix products need 16, and the
-# gather of blockwise activations needs whole blocks.
-FP8_TOKENS = {None: 1, "tensorwise": 16, "blockwise": 128}
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -416,7 +405,6 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
     Raises:
         ConfigError: `learner` needs Transformer Engine, which is not there.
     """
-    check_fp8(learner, has_transformer_engine())
     if accelerator() == "cuda":
         check_context_parallel(learner, has_transformer_engine())
         if architecture.delta_net and not has_fla() and dist.get_rank() == 0:
@@ -426,7 +414,6 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
                 file=sys.stderr,
             )
     return {
-        **_FP8[learner.fp8],
         **_recompute_fields(learner, architecture),
         "use_cpu_initialization": accelerator() == "cpu",
         "bias_activation_fusion": accelerator() == "cuda",

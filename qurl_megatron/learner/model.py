@@ -261,8 +261,8 @@ class PolicyModel(GPTModel):
     def sharded_state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
         """Return the parameters as Megatron's checkpoints take them, the same for all layers.
 
-        Transformer Engine's layers also keep FP8 settings, which local layers lack. No recipe of
-        `learner.fp8` needs their earlier values, so they are left out.
+        Transformer Engine's layers also keep FP8 settings, which local layers lack. They are left
+        out.
         """
         state = super().sharded_state_dict(*arguments, **keywords)
         return {name: value for name, value in state.items() if _is_saved(self, name)}

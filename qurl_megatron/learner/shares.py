@@ -28,7 +28,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.learner import packing
-from qurl_megatron.learner.layers import FP8_TOKENS, context_index, uses_transformer_engine
+from qurl_megatron.learner.layers import context_index, uses_transformer_engine
 from qurl_megatron.learner.model import virtual_stages
 from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model.architecture import Architecture
@@ -150,9 +150,9 @@ def _lay_out(
 ) -> list[MicroBatch]:
     """Pack each micro batch of a replica, with its sequences in their order."""
     pieces = _pieces(layout)
-    # Sequence and context parallelism divide the tokens of a micro batch, and FP8 recipes need
-    # whole blocks of them. A rank without sequences computes padding, to enter the collectives.
-    multiple = pieces * layout.tensor_parallel_size * FP8_TOKENS[layout.fp8]
+    # Sequence and context parallelism divide the tokens of a micro batch. A rank without sequences
+    # computes padding, to enter the collectives.
+    multiple = pieces * layout.tensor_parallel_size
     inputs = [_inputs(batch, layout) for batch in batches]
     totals = []
     for of_batch in inputs:

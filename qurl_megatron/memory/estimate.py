@@ -8,8 +8,6 @@ pipeline stage, whose parts are:
     optimizer    Adam's two moments, and a float32 master if the weights are bfloat16, divided by
                  the ranks that hold the same parameters. With learner.offload_optimizer it is in
                  host memory while activations, backward and logits are on the GPU.
-    fp8 codes    with learner.fp8: Transformer Engine keeps the codes of linear layers by rows and
-                 by columns. It also keeps some activations as codes; that saving is not counted.
     served codes with learner.quantized_forward, during passes: what linear layers multiply
     reference    a copy of the weights if objective.kl_coefficient is not 0
     activations  `layer_activation_bytes` of a layer, times the layers of a stage and its micro
@@ -548,7 +546,6 @@ def learner_memory(
     intermediate = architecture.active_intermediate_size
     gathered = element * tokens * hidden if size > 1 else 0
     backward = element * tokens * (3 * intermediate // size + 2 * hidden) - gathered
-    linear = sum(n * count for rule, n, count in parameters if rule.quantized)
     experts = architecture.num_experts > 0
     weights, largest = element * numel, max(n for _, n, _ in parameters)
     if architecture.adapter_rank:
@@ -583,7 +580,6 @@ def learner_memory(
         "backward": backward + element * largest,
         "logits": logits,
         **({"exchange": _exchange_bytes(architecture, learner, tokens)} if experts else {}),
-        **({"fp8 codes": 2 * linear} if learner.fp8 else {}),
         **({"served codes": served} if served else {}),
         "buckets": bucket_bytes(architecture, config, stage),
     }

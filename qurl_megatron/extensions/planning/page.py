@@ -135,8 +135,6 @@ def _describe(plan: Plan) -> Iterator[str]:
 def _not_counted(plan: Plan) -> Iterator[str]:
     """Yield what the configuration sets and the plan leaves out."""
     config, rollout = plan.config, plan.config.rollout
-    if config.learner.fp8:
-        yield f"the speed of learner.fp8={config.learner.fp8}, planned as BF16"
     if rollout.dynamic_sampling_tries:
         yield "prompts that rollout.dynamic_sampling_tries samples again"
     if rollout.agent:

@@ -51,11 +51,6 @@ def play_and_print(rehearsal: Rehearsal, *, as_json: bool = False) -> int:
     """
     learner = rehearsal.config.learner
     check_layout(rehearsal.architecture, learner)
-    if learner.fp8:
-        raise ConfigError(
-            f"learner.fp8={learner.fp8}: cannot be rehearsed, since nothing stands for Transformer "
-            "Engine's FP8 kernels; leave it out, and add the plan's fp8 codes to what is traced"
-        )
     start, played = time.monotonic(), []
     for each in play([rehearsal]):
         played.append(each)
