@@ -28,7 +28,7 @@ from qurl_megatron.config.text import leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM, local_data, parts_of
 from qurl_megatron.data.rewards import absolute
-from qurl_megatron.files import list_checkpoints, read_json_object, write_whole
+from qurl_megatron.files import list_checkpoints, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
@@ -172,32 +172,13 @@ def prepare_resume(
             raise ConfigError(f"steps={config.steps}: the run has done {done}; give more")
         data_summary = _check(config, overrides, num_gpus, node, asks_servers, resumes=True)
         if newest and config.adapters.rank and asks_servers:
-            _check_base(config, newest, saved.model)
+            files = needed("adapters", "files", by=f"adapters.rank={config.adapters.rank}")
+            files.check_base(config, newest, saved.model)
         if writes:
             if num_gpus == 0:
                 check_host(config)
             _write(config, data_summary)
     return config, data_summary
-
-
-def _check_base(config: Config, checkpoint: Path, model: str) -> None:
-    """Check that the model is the one, then at `model`, under a checkpoint's adapters.
-
-    Its files are read only if one was written, renamed or linked after the checkpoint. If the
-    checkpoint is younger than the change, only the learner finds out, which always compares.
-    """
-    from qurl_megatron.quantization.adapter_files import base_hash
-
-    state, files = checkpoint / "state.json", [f for f in Path(model).glob("*") if f.exists()]
-    dates = [each.st_ctime for file in files for each in (file.stat(), file.lstat())]
-    if model == config.model and max(dates) <= state.stat().st_ctime:
-        return
-    base = read_json_object(state).get("base")
-    if base and base != base_hash(Path(config.model), config.quantization.weight_format):
-        raise ConfigError(
-            f"model={config.model}: the adapters of {checkpoint} were trained over another base; "
-            "put that model back, or start a new run"
-        )
 
 
 def prepare_resume_or_new(

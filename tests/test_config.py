@@ -246,13 +246,6 @@ def test_resume_refuses_changes_that_contradict_the_checkpoints() -> None:
     assert refused == _FIXED.keys()
 
 
-def test_a_learner_of_adapters_has_whole_groups_of_the_base(model_dir: Path) -> None:
-    words = "adapters.rank=4 quantization.format=int4 quantization.group_size=32".split()
-    validate(runnable(model_dir, *words))
-    with pytest.raises(ConfigError, match=r"^learner.tensor_parallel_size=4: .*groups of int4"):
-        validate(runnable(model_dir, *words, "learner.tensor_parallel_size=4"))
-
-
 def test_a_package_is_required_only_if_the_run_uses_it(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,13 +10,11 @@ import torch
 
 from published import HYBRID_MODELS
 from qurl_megatron.config.schema import (
-    AdaptersConfig,
-    Config,
     ConfigError,
     LearnerConfig,
     UaqConfig,
 )
-from qurl_megatron.config.validate import check_base, check_layout, check_scales
+from qurl_megatron.config.validate import check_layout, check_scales
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError, Family
 from qurl_megatron.model.huggingface import (
@@ -141,14 +139,6 @@ def test_a_layout_that_linear_attention_does_not_have_is_refused(
     with pytest.raises(ArchitectureError) as refusal:
         check_layout(architecture, LearnerConfig(**LAYOUTS[words]))
     assert words in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_adapters_over_a_hybrid_are_refused(tmp_path: Path) -> None:
-    architecture = Architecture.from_directory(build_tiny_model(tmp_path / "m", "qwen3_5_text"))
-    check_base(Config(), architecture)
-    config = Config(adapters=AdaptersConfig(rank=8))
-    with pytest.raises(ConfigError, match="adapters over linear attention are not supported"):
-        check_base(config, architecture)
 
 
 def test_a_hybrid_with_experts_has_no_scales_but_1(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
 """A run asks for the disk it needs; its directory and what it reads can be moved."""
 
 import errno
-import json
 import shutil
 import stat
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from qurl_megatron import files
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
@@ -17,7 +15,6 @@ from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.memory import host
 from qurl_megatron.process import qurl_command
-from qurl_megatron.quantization.adapter_files import base_hash
 from recipe_inputs import write_inputs
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")
@@ -140,29 +137,6 @@ def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_done() -> None:
         prepare_resume(config.run_dir, ["steps=20"])
     assert load(config.run_dir / "config.yaml").steps == 40
     assert prepare_resume(config.run_dir, ["steps=30"])[0].steps == 30
-
-
-def test_adapters_are_resumed_over_their_own_base_only() -> None:
-    config, _ = prepare_new("quickstart_adapters", ["name=first"])
-    prepare_resume(config.run_dir, [])  # without a checkpoint, there is nothing to compare
-    checkpoint = config.run_dir / "checkpoints" / "step_000030"
-    checkpoint.mkdir(parents=True)
-    base = base_hash(Path(config.model), "int4-g32")
-    (checkpoint / "state.json").write_text(json.dumps({"base": "another"}))
-    prepare_resume(config.run_dir, [])  # no file is younger than the checkpoint
-    (Path(config.model) / "config.json").touch()
-    message = f"^model={config.model}: the adapters of {checkpoint} were trained over another base"
-    with pytest.raises(ConfigError, match=message):
-        prepare_resume(config.run_dir, [])
-    (checkpoint / "state.json").write_text(json.dumps({"base": base}))
-    (Path(config.model) / "config.json").touch()
-    prepare_resume(config.run_dir, [])
-    weights = Path(config.model) / "model.safetensors"
-    other = {name: tensor + 0.01 for name, tensor in load_file(weights).items()}
-    save_file(other, weights, {"format": "pt"})
-    with pytest.raises(ConfigError, match=message):
-        prepare_resume(config.run_dir, [], writes=False)
-    prepare_resume(config.run_dir, [], asks_servers=False)  # a submission leaves it to the job
 
 
 def test_without_a_gpu_a_real_model_uses_the_cores_unless_fields_say_otherwise(

@@ -10,7 +10,6 @@ quantized.
 
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from adapters_reference import ALPHA, PLAIN, RANK, adapt, write_b
 from batches import negative_log_likelihood, ragged, score, share_of
 from distributed import run_ranks
 from learner_reference import (
@@ -35,26 +33,22 @@ from learner_reference import (
     VPP2,
     gathered,
     learner_config,
-    logprobs_and_entropy_of,
     make_batch,
     make_rows,
     of_optimizer,
     parts_of,
     policy_gradient,
 )
+from quantized_reference import GROUPS, as_sent, scores_and_gradient, with_quantized_layers
 from qurl_megatron.algorithm.objective import mismatch_sums
 from qurl_megatron.config.schema import OptimizerConfig, ServerConfig, WeightFormat
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import checkpoint_tensors
-from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.activations import activation_dtype, in_groups, quantize_tokens
-from qurl_megatron.quantization.rounding import write_rounded
+from qurl_megatron.quantization.activations import activation_dtype
 from qurl_megatron.quantization.smoothing import Maxima, Smoothing
 from tiny import build_tiny_model
 
-# Groups of 32 channels fit every layer; those of o_proj lie on both of two ranks.
-GROUPS: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 128, "head_dim": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"architecture": "qwen3", **DIMS, **GROUPS},
     "llama": {"architecture": "llama", "tied": True, **DIMS, **GROUPS},
@@ -138,30 +132,6 @@ def served_scores(
     return results
 
 
-class _With(torch.autograd.Function):
-    """Other values in place of a tensor's, which gets their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor) -> Tensor:
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def scores_and_gradient(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the log-probs and the gradient of a transformers model, named as in a checkpoint."""
-    rows = make_rows()
-    logprobs, entropy = logprobs_and_entropy_of(model, rows.tokens, 1.0)
-    weights = rows.loss_mask / rows.loss_mask.sum()
-    model.zero_grad()
-    policy_gradient(logprobs, entropy, rows, weights)[0].backward()
-    of = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    names: Any = SimpleNamespace(named_parameters=of.items, config=model.config)
-    return logprobs.detach(), dict(checkpoint_tensors(names))
-
-
 def smoothing_of(model: Any, directory: Path, tokens: Tensor, exponent: float) -> Smoothing:
     """Return the scales that the inputs of a transformers model give."""
     maxima = Maxima(Architecture.from_directory(directory), torch.device("cpu"))
@@ -200,42 +170,6 @@ def assert_same_scales(one: Smoothing, other: Smoothing) -> None:
         for name, scales in expected.items():
             assert torch.equal(own[name], scales), name
     assert len(torch.cat([*one.columns.values()]).unique()) > 2
-
-
-def with_quantized_layers(model: Any, weight_format: WeightFormat, ranks_of_server: int) -> Any:
-    """Quantize the weights of a transformers model, and what its linear layers multiply."""
-    code_dtype = activation_dtype(weight_format)
-
-    def quantized(weight: Tensor) -> Tensor:
-        values = quantize.dequantize(quantize.quantize(weight, weight_format))
-        return values.bfloat16().float() if weight_format.startswith("int4") else values
-
-    def round_input(columns: int, _: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
-        x = inputs[0].detach()
-        assert code_dtype
-        codes, scale = quantize_tokens(in_groups(x.flatten(0, -2), columns), code_dtype)
-        values = (codes * scale).view(x.shape[0] * x.shape[1], -1)[:, : x.shape[-1]].view_as(x)
-        return (_With.apply(inputs[0], values.to(x.dtype)),)
-
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, Tensor):
-                for experts in (module.gate_up_proj, module.down_proj):
-                    experts.copy_(quantized(experts.flatten(0, 1)).view_as(experts))
-            if not isinstance(module, torch.nn.Linear) or name.endswith(
-                ("lm_head", "in_proj_a", "in_proj_b")
-            ):
-                continue
-            module.weight.copy_(quantized(module.weight))
-            is_divided = name.endswith(("o_proj", "down_proj", "out_proj"))
-            columns = module.in_features // (ranks_of_server if is_divided else 1)
-            if weight_format == "fp8-block":
-                columns = 128
-            if code_dtype:
-                module.register_forward_pre_hook(
-                    lambda *args, columns=columns: round_input(columns, *args)
-                )
-    return model
 
 
 @pytest.mark.parametrize("layout", CASES)
@@ -281,14 +215,6 @@ def test_log_probs_and_gradients_are_those_of_quantized_layers(
             assert error < bound * (exact_gradient[tensor] - value).norm(), (name, tensor)
 
 
-def as_sent(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return unquantized weights as servers get them, in BF16."""
-    sent = {name: weight.bfloat16() for name, weight in weights.items()}
-    for name, weight in weights.items():
-        write_rounded(sent[name], weight, name, "unbiased")
-    return {name: weight.float() for name, weight in sent.items()}
-
-
 def train(directory: Path) -> list[Any]:
     """Train in full precision and as served; return losses, log-probs and weights afterwards."""
     from qurl_megatron import device
@@ -327,46 +253,3 @@ def test_what_was_trained_as_served_is_what_servers_compute(models: dict[str, Pa
         k3.append(float(sums["kl_behaviour_proximal_k3"] / sums["tokens"]))
     plain, aware = k3
     assert aware < 1e-9 < 1e-3 < plain, k3
-
-
-def adapters_and_gradient(directory: Path) -> list[list[weight_map.TensorPart]]:
-    """Return this rank's parts of adapters over INT8, and of their gradient as servers compute."""
-    from qurl_megatron import device
-    from qurl_megatron.learner.adapters import Adapters
-    from qurl_megatron.learner.learner import Learner
-    from qurl_megatron.weight_sync.reshard import Converter
-
-    device.initialize_distributed()
-    adapters = Adapters(RANK, ALPHA, "int8")
-    learner = Learner(directory, learner_config(TP2 | FULL), PLAIN, adapters=adapters)
-    write_b(learner)
-    held = parts_of(learner, (each for each in learner.shards() if each[0].is_adapter))
-    with learner.as_served(Converter(learner, "int8", 2**20), ServerConfig()):
-        learner.update(share_of(learner, make_batch()), policy_gradient, temperature=1.0)
-    parameters: Any = learner._parameters()
-    gradients = ((r, n, p.main_grad) for _, r, n, p in parameters if r.is_adapter)
-    parts = [held, parts_of(learner, gradients)]
-    learner.close()
-    return parts
-
-
-def test_adapters_learn_over_a_base_that_rounds_its_inputs(models: dict[str, Path]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    by_rank = run_ranks(adapters_and_gradient, 2, models["dense"])
-    adapters, found = (gathered(list(parts)) for parts in zip(*by_rank, strict=True))
-    gradients: list[dict[str, Any]] = []
-    for rounds_inputs in (False, True):
-        model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32)
-        model = with_quantized_layers(model, "int8", 1)
-        if not rounds_inputs:
-            for module in model.modules():
-                module._forward_pre_hooks.clear()
-        held = adapt(model.double().requires_grad_(False), as_sent(adapters))
-        scores_and_gradient(model)
-        gradients.append({name: parameter.grad for name, parameter in held.items()})
-    exact, expected = gradients
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        error = (found[name] - value).norm()
-        assert error < 0.2 * (exact[name] - value).norm(), name

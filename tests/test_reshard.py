@@ -28,7 +28,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
 )
 from qurl_megatron.launch.placement import sending_ranks
-from qurl_megatron.learner.learner import Learner, NonFinite
+from qurl_megatron.learner.learner import Learner, NonFinite, Source
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
@@ -243,7 +243,7 @@ def count_exchanged(
         converter.convert(lambda bucket: None)
         with Exchanged() as exchanged:
             converter.convert(lambda bucket: None)
-        plan = converter._plan(converter.teams[0])
+        plan = converter._plan(converter.teams[0], changing=False)
         num_bytes = sum(planned.manifest_on(dist.get_rank()).num_bytes for planned in plan)
         results[name] = dict(exchanged.num_bytes), num_bytes
     learner.close()
@@ -334,10 +334,9 @@ def count_host_reads(model_dir: Path, config: LearnerConfig) -> list[int]:
         chosen = [shard for shard in shards if shard[1] is None or shard[1] < layers]
         some: Any = SimpleNamespace(
             architecture=learner.architecture,
-            adapters=None,
             rounding="unbiased",
             smoothing=None,
-            shards=lambda of_experts, c=chosen: c,
+            source=lambda _, c=chosen: Source(lambda of_experts: c),
         )
         converter = Converter(some, "int8", BUCKET_BYTES)
         converter.convert(lambda bucket: None)

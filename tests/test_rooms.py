@@ -1,6 +1,7 @@
 """Check the import rules of the repository from its source."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -77,6 +78,7 @@ PURE = {
     "extensions/agents/tools",
     "extensions/agents/worker",
     "extensions/colocated/fit",
+    "extensions/adapters/checks",
     "extensions/planning",
     "extensions/ppo/values",
     "memory",
@@ -216,10 +218,15 @@ def test_extensions_can_be_deleted(tmp_path: Path) -> None:
     planned = qurl("train", "quickstart", "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert set(COMMANDS) & set(qurl("--help").stdout.split()) == set()
-    of_extensions = ("servers_at=[https://a]", "placement=colocated", "agent=json:dumps")
-    for word in of_extensions:
-        refused = qurl("train", "quickstart", "--dry-run", f"rollout.{word}")
-        assert refused.returncode == 2 and ": needs qurl_megatron/extensions/" in refused.stderr
+    for word in (
+        "adapters.rank=8",
+        "rollout.agent=json:dumps",
+        "rollout.placement=colocated",
+        "rollout.servers_at=[https://a]",
+    ):
+        refused = qurl("train", "quickstart", "--dry-run", word)
+        assert refused.returncode == 2
+        assert re.fullmatch("qurl: .*: needs .*, which was deleted\n", refused.stderr)
     assert "math_tools" in qurl("config").stdout
     with pytest.raises(ConfigError, match="^--x: needs qurl_megatron/extensions/y, which was del"):
         needed("y", "page", by="--x")

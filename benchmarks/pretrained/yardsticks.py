@@ -44,7 +44,7 @@ def measure(model: Path, format: Any, scales: str, exponent: float) -> dict[str,
         else:
             columns = int(scales.split()[0])
             # What a rank of a server shares a scale over is asked of this method alone.
-            layer = quantized_forward._QuantizedLayer
+            layer = quantized_forward.QuantizedLayer
             with patch.object(layer, "_scales", lambda *_: (columns, None)):
                 row = smoothing.distance(model, converter)
     else:

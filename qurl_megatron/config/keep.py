@@ -60,7 +60,7 @@ def kept_layers(
         return []
     groups = fused_layers(architecture)
     names = [name for group in groups for name in group]
-    kept = _matching(keep, names, f"{field}=", "embeddings, norms and lm_head are BF16 anyway")
+    kept = matching(keep, names, f"{field}=", "embeddings, norms and lm_head are BF16 anyway")
     for group in groups:
         missing = layers_of([name for name in group if name not in kept])
         if missing and len(missing) < len(layers_of(group)):
@@ -71,21 +71,12 @@ def kept_layers(
     return [name for name in names if name in kept]
 
 
-def adapted_layers(targets: Sequence[str], architecture: Architecture) -> set[str]:
-    """Return the names of the linear layers that have adapters, by `adapters.targets`.
+def matching(patterns: Sequence[str], names: Sequence[str], field: str, why: str) -> set[str]:
+    """Return the names of linear layers that match; `field` and `why` are for the message.
 
     Raises:
-        ConfigError: a pattern matches no linear layer.
+        ConfigError: a pattern matches no name.
     """
-    names = [
-        name for group in fused_layers(architecture) for name in group if ".experts" not in name
-    ]
-    why = "embeddings, norms, lm_head and experts have no adapters"
-    return _matching(targets, names, "adapters.targets=", why) if targets else set(names)
-
-
-def _matching(patterns: Sequence[str], names: Sequence[str], field: str, why: str) -> set[str]:
-    """Return the names of linear layers that match; each pattern must match one."""
     matching: set[str] = set()
     for pattern in patterns:
         matches = {name for name in names if fnmatchcase(f".{layer_of(name)}.", f"*.{pattern}.*")}

@@ -4,9 +4,10 @@ import importlib.util
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.config import extensions
-from qurl_megatron.config.keep import adapted_layers, kept_layers
+from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
     Config,
@@ -341,78 +342,19 @@ def validate_resume(saved: Config, config: Config) -> None:
             raise ConfigError(f"{field}={value}: the run has {own}, and {reason}; start a new run")
 
 
-def validate_adapters(config: Config) -> None:
-    """Check that a learner of adapters can do what a run asks for.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    rank, quantization = f"adapters.rank={config.adapters.rank}", config.quantization
-    if quantization.format not in ("int8", "int4", "fp8"):
-        raise ConfigError(
-            f"quantization.format={quantization.format}: the base under adapters ({rank}) is "
-            "quantized with scales per channel or group; choose int8, int4 or fp8"
-        )
-    if quantization.uaq != UaqConfig():
-        raise ConfigError(
-            f"quantization.uaq: {rank} trains no quantized weight, so there is no update to make "
-            "visible; set quantization.uaq.scale=1 and leave the others out"
-        )
-    if quantization.keep:
-        raise ConfigError(
-            f"quantization.keep: all linear layers of the base are quantized with {rank}; leave it "
-            "empty"
-        )
-    if quantization.smoothing:
-        raise ConfigError(
-            f"quantization.smoothing={quantization.smoothing:g}: the base under adapters ({rank}) "
-            "is quantized as it is; set it to 0"
-        )
-    if quantization.publish != "full":
-        raise ConfigError(
-            f"quantization.publish={quantization.publish}: {rank} sends nothing but adapters to "
-            "servers that hold the base; leave it at full"
-        )
-    if config.advantage_estimator == "gae":
-        raise ConfigError(
-            f"advantage_estimator=gae: PPO's critic is a whole model, which {rank} has no room "
-            "for; choose grpo"
-        )
-    if config.rollout.servers_at:
-        raise ConfigError(
-            f"rollout.servers_at: servers elsewhere hold no adapters ({rank}); use rollout.servers"
-        )
-
-
 def check_base(config: Config, architecture: Architecture) -> None:
-    """Check that a learner of adapters can hold its part of the base, and that targets exist.
+    """Check that adapters, if a run trains them, fit the model.
 
     Raises:
-        ConfigError: a group of INT4 would lie on two ranks, a target matches no layer, the rank is
-            above the hidden size, or the base has linear attention.
+        ConfigError: they do not.
     """
-    if config.adapters.rank and architecture.delta_net:
-        raise ConfigError(
-            f"adapters.rank={config.adapters.rank}: adapters over linear attention are not "
-            "supported; set it to 0, or give another model"
-        )
-    if config.adapters.targets:
-        adapted_layers(config.adapters.targets, architecture)
-    if not config.adapters.rank:
-        return
-    if config.adapters.rank > architecture.hidden_size:
-        raise ConfigError(
-            f"adapters.rank={config.adapters.rank}: the model's hidden size is "
-            f"{architecture.hidden_size}, and no rank above it adds anything; use 8 to 64"
-        )
-    size = config.learner.tensor_parallel_size
-    try:
-        architecture.check_blocks(config.quantization.weight_format, size)
-    except ArchitectureError as error:
-        raise ConfigError(
-            f"learner.tensor_parallel_size={size}: with adapters.rank={config.adapters.rank} the "
-            f"learner divides the base as servers do: {error}"
-        ) from None
+    if config.adapters.rank:
+        _checks_of_adapters(config).check_base(config, architecture)
+
+
+def _checks_of_adapters(config: Config) -> Any:
+    by = f"adapters.rank={config.adapters.rank}" if config.adapters.rank else "adapters.targets"
+    return extensions.needed("adapters", "checks", by)
 
 
 def _validate_fields(config: Config) -> None:
@@ -440,13 +382,8 @@ def _validate_fields(config: Config) -> None:
         )
     if rollout.placement == "colocated":
         extensions.needed("colocated", "fit", by="rollout.placement=colocated").check_fields(config)
-    if config.adapters.rank:
-        validate_adapters(config)
-    elif config.adapters.targets:
-        raise ConfigError(
-            "adapters.targets: with adapters.rank=0 the whole model is trained; give a rank, or "
-            "leave out the targets"
-        )
+    if config.adapters.rank or config.adapters.targets:
+        _checks_of_adapters(config).check(config)
     if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(
             f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "

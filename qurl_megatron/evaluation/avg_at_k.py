@@ -77,7 +77,6 @@ from qurl_megatron.memory.host import ServerSet, check_workers, settle_caches
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
-from qurl_megatron.quantization.adapter_files import check_adapters, merge_directory, read_adapters
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import show_progress, table_console
 from qurl_megatron.rollout.client import RolloutClient, client_type
@@ -258,8 +257,12 @@ def measure(
 def _title(config: EvalConfig) -> str:
     if not config.adapters:
         return f"{config.model} served in {config.format}"
-    trained = read_adapters(Path(config.adapters)).weight_format
+    trained = _adapter_files(config).read_adapters(Path(config.adapters)).weight_format
     return f"{config.adapters}, trained over {trained}, merged over {config.weight_format}"
+
+
+def _adapter_files(config: EvalConfig) -> Any:
+    return needed("adapters", "files", by=f"adapters={config.adapters}")
 
 
 def served_model(config: EvalConfig, model_dir: Path, directory: Path) -> Path:
@@ -271,8 +274,9 @@ def served_model(config: EvalConfig, model_dir: Path, directory: Path) -> Path:
         pass
 
     if config.adapters:
-        adapters = read_adapters(Path(config.adapters))
-        merge_directory(model_dir, directory, adapters, config.weight_format, progress)
+        files = _adapter_files(config)
+        adapters = files.read_adapters(Path(config.adapters))
+        files.merge_directory(model_dir, directory, adapters, config.weight_format, progress)
     else:
         quantize_directory(model_dir, directory, config.weight_format, progress, config.keep)
     return directory
@@ -340,7 +344,8 @@ def check(config: EvalConfig) -> None:
     if config.adapters:
         if config.keep:
             raise ConfigError("keep: a base under adapters has one format; leave it out")
-        check_adapters(read_adapters(Path(config.adapters)), architecture)
+        files = _adapter_files(config)
+        files.check_adapters(files.read_adapters(Path(config.adapters)), architecture)
     check_agent(config, architecture)
     validate_stop_tokens(config.stop_token_ids, architecture)
     validate_lengths(architecture, config.max_prompt_length, config.max_completion_length)

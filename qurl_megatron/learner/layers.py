@@ -35,7 +35,6 @@ from torch.nn.utils.rnn import pad_sequence
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.config.validate import check_context_parallel
 from qurl_megatron.device import accelerator, device
-from qurl_megatron.learner.adapters import freeze
 from qurl_megatron.learner.cpu_runtime import import_layer_specs
 from qurl_megatron.learner.delta_net import GatedDeltaNet, has_fla
 from qurl_megatron.learner.packing import zigzag
@@ -359,10 +358,6 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
     attention = layer.submodules.self_attention.submodules
     core = attention.core_attention
     attention.core_attention = type(core.__name__, (_OfWholeSequences, core), {})
-    if getattr(config, "adapters", None):
-        freeze(layer)
-        # Transformer Engine's norms were part of the linear layers that `freeze` has replaced.
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     if config.recompute_granularity == "selective" and not config.num_moe_experts:
         layer.module = SelectiveLayer
     layers = [layer] * get_num_layers_to_build(config, virtual_stage)

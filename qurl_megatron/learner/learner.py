@@ -15,10 +15,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,9 @@ from qurl_megatron.config.schema import (
     QuantizedForward,
     Rounding,
     ServerConfig,
+    WeightFormat,
 )
 from qurl_megatron.config.validate import check_layout
-from qurl_megatron.learner.adapters import Adapters, FrozenBase, frozen_layers, initial_a
 from qurl_megatron.learner.calibration import watching
 from qurl_megatron.learner.cpu_runtime import bfloat16_products, megatron_runtime
 from qurl_megatron.learner.host_memory import HostMemory
@@ -59,9 +59,7 @@ from qurl_megatron.learner.shares import MicroBatch, Share, deal
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
-from qurl_megatron.model.weight_map import Rule
-from qurl_megatron.quantization import quantize
-from qurl_megatron.quantization.checksum import as_integers, checksum, combine, digest, part_key
+from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule
 from qurl_megatron.quantization.rounding import row_keys
 from qurl_megatron.quantization.smoothing import Largest, Maxima, Smoothing
 from qurl_megatron.quantization.uaq import Transform
@@ -77,6 +75,16 @@ model other than `PolicyModel` passes what its `score` returns in place of log-p
 
 Suspect = tuple[tuple[int, ...], str, Tensor]
 """Order, name, and a tensor whose NaN or infinity would spoil the tensors of a higher order."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a converter sends of a learner, as `Learner.shards` yields it."""
+
+    shards: Callable[..., Iterator[tuple[Rule, int | None, Tensor]]]
+    is_lasting: bool = True  # the same tensors each time, with other values
+    # What never changes, with the scales of what is codes already.
+    constants: Callable[..., Iterator[tuple[Rule, int | None, Tensor, Tensor | None]]] | None = None
 
 
 class NonFinite(device.SharedError, FloatingPointError):
@@ -106,9 +114,9 @@ class Learner:
         optimizer: OptimizerConfig,
         *,
         transform: Transform | None = None,
-        model: type[PolicyModel] = PolicyModel,
+        model: Callable[..., PolicyModel] = PolicyModel,
+        architecture: Architecture | None = None,
         replays_routing: bool = False,
-        adapters: Adapters | None = None,
         steps: int = 0,
     ) -> None:
         """Build the model and load the Hugging Face directory `model_dir` into it.
@@ -117,20 +125,18 @@ class Learner:
 
         Args:
             transform: maps the float32 master weights at load.
-            model: the class of the model.
+            model: the class of the model; it is called as `PolicyModel` is.
+            architecture: that of the model; None: that of `model_dir`.
             replays_routing: use the experts that the engine chose, as the batch recorded them.
-            adapters: train only these; the weights of `model_dir` are quantized and frozen.
             steps: of the run, at whose end the learning rate may fall.
 
         Raises:
             ArchitectureError: the model or the layout cannot be used; one line.
         """
-        self.architecture = Architecture.from_directory(model_dir)
-        check_layout(self.architecture, learner)
-        weights = Weights(model_dir, self.architecture)
-        self.adapters = adapters
-        if adapters:
-            self.architecture = replace(self.architecture, adapter_rank=adapters.rank)
+        stored = Architecture.from_directory(model_dir)
+        check_layout(stored, learner)
+        weights = Weights(model_dir, stored)
+        self.architecture = architecture or stored
         torch.set_num_threads(learner.threads_per_rank)
         self._owns_world = not dist.is_initialized()
         if self._owns_world:
@@ -144,7 +150,6 @@ class Learner:
             )
         self._config = learner
         self._host_memory = HostMemory()
-        self._base_sums: dict[str, int] = {}  # checksums of this rank's parts of the base
         self._reference: list[Tensor] = []
         self.smoothing: Smoothing | None = None  # of what servers hold of the weights, if quantized
         self._as_served: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -158,7 +163,7 @@ class Learner:
                 expert_tensor_parallel_size=learner.expert_tensor_parallel_size,
                 create_gloo_process_groups=False,
             )
-            self.chunks = self._wrap(build_chunks(self.architecture, learner, model, adapters))
+            self.chunks = self._wrap(build_chunks(self.architecture, learner, model))
             self._make_optimizer(optimizer, steps)
             self._load(weights, transform)
         self._routing = Routing(self.chunks, replays_routing)
@@ -209,20 +214,12 @@ class Learner:
         return self._total([statistics(each) for each in rows])
 
     def keep_reference(self) -> None:
-        """Copy the current policy, in the compute dtype, for `as_reference`.
-
-        With adapters the reference is the base, which needs no copy.
-        """
-        if not self.adapters:
-            self._reference = [parameter.detach().clone() for *_, parameter in self._parameters()]
+        """Copy the current policy, in the compute dtype, for `as_reference`."""
+        self._reference = [parameter.detach().clone() for *_, parameter in self._parameters()]
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
         """Score with the weights from `keep_reference` within this context."""
-        if self.adapters:
-            with self._without_adapters():
-                yield
-            return
         parameters = [parameter for *_, parameter in self._parameters()]
         current = [parameter.data for parameter in parameters]
         try:
@@ -256,25 +253,17 @@ class Learner:
             what: as in `learner.quantized_forward`; None: in full precision.
         """
         if what:
-            chunks = [chunk.module for chunk in self.chunks]
-            self._as_served = partial(
-                computing_as_served, chunks, self.architecture, served, server, what
-            )
+            self._as_served = partial(self._computing_as_served, served, server, what)
         try:
             yield
         finally:
             self._as_served = nullcontext
 
-    @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        layers = [layer for _, _, layer in self._frozen_layers() if layer.has_adapters]
-        for layer in layers:
-            layer.is_active = False
-        try:
-            yield
-        finally:
-            for layer in layers:
-                layer.is_active = True
+    def _computing_as_served(
+        self, served: Served, server: ServerConfig, what: QuantizedForward
+    ) -> AbstractContextManager[None]:
+        chunks = [chunk.module for chunk in self.chunks]
+        return computing_as_served(chunks, self.architecture, served, server, what)
 
     def update(self, share: Share, loss_function: LossFunction, *, temperature: float) -> Update:
         """Take one optimizer step on the sum of `loss_function` over a minibatch.
@@ -329,6 +318,12 @@ class Learner:
         moved, shown = sums.tolist()
         return shown / moved if moved else None
 
+    def source(self, weight_format: WeightFormat | Literal["masters"]) -> Source:
+        """Return what servers of a format hold, or the float32 masters of what is trained."""
+        if weight_format == "masters":
+            return Source(self.masters, is_lasting=False)
+        return Source(self.shards)
+
     def shards(
         self, *, of_experts: bool | None = None
     ) -> Iterator[tuple[Rule, int | None, Tensor]]:
@@ -354,42 +349,12 @@ class Learner:
         for rule, layer, parameter in self._own_parameters(of_experts):
             yield rule, layer, self._optimizer_shards.gather_master(parameter)
 
-    def frozen(
-        self, *, of_experts: bool | None = None
-    ) -> Iterator[tuple[Rule, int, Tensor, Tensor]]:
-        """Yield this rank's codes and scales of the base: rule, layer number, codes, scales."""
-        for rule, layer, module in self._frozen_layers():
-            if of_experts in (None, rule.of_experts):
-                yield rule, layer, module.codes, module.scale
-
-    def merged(
-        self, *, of_experts: bool | None = None
-    ) -> Iterator[tuple[Rule, int | None, Tensor]]:
-        """Yield this rank's shards of the policy as if it had no adapters, in float32."""
-        for rule, layer, parameter in self._own_parameters(of_experts):
-            if not rule.is_adapter:
-                yield rule, layer, parameter.detach().float()
-        for rule, layer, module in self._frozen_layers():
-            if of_experts in (None, rule.of_experts):
-                yield rule, layer, module.merged()
-
     def base_hash(self) -> str:
-        """Return a hash of the base that adapters are trained over, the same on any layout.
+        """Return a hash of what is not trained, the same on any layout; empty if all is.
 
-        Collective. Empty without adapters.
+        Collective.
         """
-        by_rank: list[dict[str, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(by_rank, self._base_sums)
-        return digest(combine(by_rank))
-
-    def _frozen_layers(self) -> Iterator[tuple[Rule, int, FrozenBase]]:
-        experts = parallel_state.get_expert_model_parallel_group()
-        first_expert = experts.rank() * (self.architecture.num_experts // experts.size())
-        for chunk in self.chunks:
-            for name, module in frozen_layers(chunk.module):
-                rule, number = weight_map.find_megatron(f"{name}.weight", first_expert)
-                assert number is not None
-                yield rule, chunk.module.decoder.layers[number].layer_number - 1, module
+        return ""
 
     def _own_parameters(
         self, of_experts: bool | None
@@ -409,17 +374,14 @@ class Learner:
             for chunk in self.chunks
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
-        weights = [buffer.param_data for buffer in buffers]
-        weights += self._frozen_tensors()
+        weights = [buffer.param_data for buffer in buffers] + self._untrained()
         gradients = [buffer.grad_data for buffer in buffers]
         optimizer = self._optimizer_shards.own_storages()
         self._host_memory.take([*optimizer, *weights, *self._reference], dropped=gradients)
 
-    def _frozen_tensors(self) -> list[Tensor]:
-        """Return the tensors that are not trained; Megatron's buffers do not hold them."""
-        layers = [module for _, _, module in self._frozen_layers()]
-        plain = [each.data for *_, each in self._parameters() if not each.requires_grad]
-        return plain + [tensor for each in layers for tensor in (each.codes, each.scale)]
+    def _untrained(self) -> list[Tensor]:
+        """Return the weights that Megatron's buffers do not hold, because they are not trained."""
+        return [each.data for *_, each in self._parameters() if not each.requires_grad]
 
     def come_back(self) -> None:
         """Move everything back, bit for bit; gradients are 0."""
@@ -524,55 +486,22 @@ class Learner:
 
     @torch.no_grad()
     def _load(self, weights: Weights, transform: Transform | None) -> None:
-        for base_rule, base_layer, module in self._frozen_layers():
-            self._load_base(weights, base_rule, base_layer, module)
         for _, rule, layer, parameter in self._parameters():
-            if rule.is_adapter and rule.megatron_names[0].endswith("lora_b"):
-                continue  # B is 0
             tp_rank, tp_size = tensor_parallel_place(rule)
             parts = []
             for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 index = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
-                if rule.is_adapter:
-                    assert self.adapters is not None
-                    shape = weight_map.full_shape(part, self.architecture)
-                    parts.append(initial_a(hf_name, shape, self.adapters.seed)[index])
-                    continue
-                master = weights.read(hf_name, index).float()
-                if self.adapters:
-                    place = [*(run.start for run in index), 0][:2]
-                    self._base_sums[part_key(hf_name, *place)] = checksum(
-                        master, row_offset=place[0], column_offset=place[1]
-                    )
+                master = self._read(weights, part, hf_name, index)
                 parts.append(transform(hf_name, master) if transform else master)
             shard = weight_map.merge(rule, parts, self.architecture, tp_size)
             self._optimizer_shards.write(parameter, shard)
         self._optimizer_shards.start_from_here()
 
-    def _load_base(self, weights: Weights, rule: Rule, layer: int, module: FrozenBase) -> None:
-        """Load this rank's part of codes and scales, which are the same on any layout."""
-        assert self.adapters is not None
-        weight_format = self.adapters.weight_format
-        packing, group = quantize.packing(weight_format), quantize.block_shape(weight_format)[1]
-        tp_rank, tp_size = tensor_parallel_place(rule)
-        codes, scales = [], []
-        for part, hf_name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
-            # Whole, because a rank's part may hold only some columns of a scale's block.
-            whole = tuple(slice(0, n) for n in weight_map.full_shape(part, self.architecture))
-            weight = weights.read(hf_name, whole).to(device.device())
-            with quantize.name_in_errors(hf_name):
-                quantized = quantize.quantize(weight, weight_format)
-            self._base_sums[part_key(hf_name, 0, 0)] = checksum(quantized.codes)
-            rows, columns = weight_map.part_index(rule, part, self.architecture, tp_rank, tp_size)
-            scale = quantize.engine_scale(quantized)[rows]
-            if group:
-                scale = scale[:, columns.start // group : columns.stop // group]
-            held = slice(columns.start // packing, columns.stop // packing)
-            codes.append(as_integers(quantized.codes[rows, held]))  # not every backend joins float8
-            scales.append(scale)
-        shard = weight_map.merge(rule, codes, self.architecture, tp_size)
-        module.codes.copy_(shard.view(module.codes.dtype))
-        module.scale.copy_(weight_map.merge(rule, scales, self.architecture, tp_size))
+    def _read(
+        self, weights: Weights, part: HuggingFaceTensor, name: str, index: tuple[slice, ...]
+    ) -> Tensor:
+        """Return the first values of a tensor at `index`, in float32."""
+        return weights.read(name, index).float()
 
     def _parameters(self) -> Iterator[tuple[str, Rule, int | None, torch.nn.Parameter]]:
         return parameters_of([chunk.module for chunk in self.chunks], self.architecture)

@@ -13,13 +13,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.config.keep import adapted_layers
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.learner.adapters import ADAPTER, Adapters, frozen_layers
 from qurl_megatron.learner.layers import (
     block_spec,
     fuse_gradients,
@@ -37,13 +36,11 @@ _EXTRA_STATE = "._extra_state"  # in the names of state that is not a parameter
 def build_chunks(
     architecture: Architecture,
     learner: LearnerConfig,
-    model: type[PolicyModel],
-    adapters: Adapters | None = None,
+    model: Callable[..., PolicyModel],
 ) -> list[PolicyModel]:
     """Build this rank's chunks of the model, one per virtual stage, without weights.
 
-    With `adapters`, nothing else is trained. Megatron's parallel state identifies the rank. Call
-    this within `megatron_runtime()`.
+    Megatron's parallel state identifies the rank. Call this within `megatron_runtime()`.
     """
     num_virtual_stages = virtual_stages(learner)
     dtype = torch.bfloat16 if learner.dtype == "bfloat16" else torch.float32
@@ -79,7 +76,6 @@ def build_chunks(
         finalize_model_grads_func=_finalize_gradients,
         **transformer_config_fields(learner, architecture),
     )
-    config.adapters = adapters  # type: ignore[attr-defined]
     # There is no dropout and no random initialization, so no random state has to be forked.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     chunks = [
@@ -87,9 +83,6 @@ def build_chunks(
         for virtual_stage in (range(num_virtual_stages) if num_virtual_stages else [None])
     ]
     for chunk in chunks:
-        if adapters:
-            chunk.requires_grad_(False)
-            _add_adapters(chunk, architecture, adapters)
         fuse_gradients(chunk)
     for _, rule, _, parameter in parameters_of(chunks, architecture):
         # Megatron marks shards only when it initializes them. The gradient norm would count an
@@ -100,38 +93,6 @@ def build_chunks(
             # every rank has all experts, though tensor-parallel ranks give them other tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
     return chunks
-
-
-def _add_adapters(chunk: PolicyModel, architecture: Architecture, adapters: Adapters) -> None:
-    """Add adapters to the linear layers of a chunk, but not to those of experts."""
-    targets = adapted_layers(adapters.targets, architecture)
-    for name, module in frozen_layers(chunk):
-        rule, number = weight_map.find_megatron(f"{name}.weight")
-        if rule.of_experts:
-            continue
-        assert number is not None
-        names = rule.hugging_face_names(chunk.decoder.layers[number].layer_number - 1)
-        rank, size = tensor_parallel_place(rule)
-        places = torch.eye(len(names), dtype=torch.bool)
-        rows = [
-            places[[each] * (part.stop - part.start)]
-            & (names[each].removesuffix(".weight") in targets)
-            for each, tensor in enumerate(rule.tensors)
-            for part in weight_map.part_index(rule, tensor, architecture, rank, size)[:1]
-        ]
-        is_row_parallel = rule.tensors[0].partition_dim == 1
-        module.add_adapters(
-            weight_map.merge(rule, rows, architecture, size),
-            replicated="lora_b" if is_row_parallel else "lora_a",
-        )
-    if chunk.pre_process:
-        # A frozen embedding's output has no gradient, and then the adapters of recomputed layers
-        # would get none either.
-        chunk.embedding.register_forward_hook(_ask_for_gradient)
-
-
-def _ask_for_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 def _finalize_gradients(chunks: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
@@ -214,16 +175,9 @@ def virtual_stages(learner: LearnerConfig) -> int | None:
     return size if size > 1 else None
 
 
-def _ignore_extra_state(model: torch.nn.Module, keys: Any) -> None:
+def _ignore_extra_state(model: PolicyModel, keys: Any) -> None:
     """Let a model load what `PolicyModel.sharded_state_dict` returns."""
-    keys.missing_keys[:] = [key for key in keys.missing_keys if _is_saved(model, key)]
-
-
-def _is_saved(model: torch.nn.Module, name: str) -> bool:
-    """Return whether checkpoints hold a tensor; the base under adapters has its own directory."""
-    if getattr(model.config, "adapters", None):
-        return f".{ADAPTER}" in name
-    return _EXTRA_STATE not in name
+    keys.missing_keys[:] = [key for key in keys.missing_keys if model.is_saved(key)]
 
 
 class PolicyModel(GPTModel):
@@ -232,12 +186,17 @@ class PolicyModel(GPTModel):
     own_parameters: frozenset[str] = frozenset()  # parameters without a Hugging Face counterpart
 
     def __init__(
-        self, config: TransformerConfig, architecture: Architecture, virtual_stage: int | None
+        self,
+        config: TransformerConfig,
+        architecture: Architecture,
+        virtual_stage: int | None,
+        layers: TransformerBlockSubmodules | None = None,
     ) -> None:
+        """Build the model; `layers` are others than those of `block_spec`."""
         stage = {"ignore_virtual": False, "vp_stage": virtual_stage}
         super().__init__(
             config,
-            block_spec(config, virtual_stage),
+            layers or block_spec(config, virtual_stage),
             vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),
@@ -265,7 +224,11 @@ class PolicyModel(GPTModel):
         out.
         """
         state = super().sharded_state_dict(*arguments, **keywords)
-        return {name: value for name, value in state.items() if _is_saved(self, name)}
+        return {name: value for name, value in state.items() if self.is_saved(name)}
+
+    def is_saved(self, name: str) -> bool:
+        """Return whether checkpoints hold a tensor of this name."""
+        return _EXTRA_STATE not in name
 
     def _preprocess(self, *, packed_seq_params: PackedSequences, **given: Any) -> tuple[Any, ...]:
         """Return what Megatron does, with the rotary table's row of each token if it needs one."""

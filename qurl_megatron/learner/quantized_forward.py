@@ -40,9 +40,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import rms_norm
 
 from qurl_megatron.config.schema import QuantizedForward, ServerConfig
-from qurl_megatron.learner.adapters import frozen_layers
 from qurl_megatron.learner.model import PolicyModel, parameters_of
-from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
 from qurl_megatron.quantization.activations import (
@@ -89,12 +87,12 @@ def computing_as_served(
     """
     with ExitStack() as stack:
         for chunk in chunks:
-            layers: dict[torch.nn.Module, _QuantizedLayer] = {}
+            layers: dict[torch.nn.Module, QuantizedLayer] = {}
             for name, rule, layer, parameter in parameters_of([chunk], architecture):
                 if served.is_quantized(rule, layer):
                     module = chunk.get_submodule(name.rpartition(".")[0])
                     quantized = layers.setdefault(
-                        module, _QuantizedLayer(rule, served.weight_format, server, what)
+                        module, QuantizedLayer(rule, served.weight_format, server, what)
                     )
                     codes = served.codes(rule, layer, parameter.data)
                     quantized.weights.append((parameter, codes))
@@ -103,15 +101,10 @@ def computing_as_served(
                     parameter.data = served.values(rule, layer, parameter.data)
             for module, quantized in layers.items():
                 quantized.attach(module, stack)
-            for name, base in frozen_layers(chunk):
-                rule, _ = weight_map.find_megatron(f"{name}.weight")
-                quantized = _QuantizedLayer(rule, served.weight_format, server, what)
-                base.round_inputs = quantized.round_inputs
-                stack.callback(setattr, base, "round_inputs", None)
         yield
 
 
-class _QuantizedLayer:
+class QuantizedLayer:
     """One linear layer: its weights are quantized while it is called, and so is its input."""
 
     def __init__(

@@ -16,7 +16,6 @@ from qurl_megatron.config.extensions import find, needed
 from qurl_megatron.config.schema import OBJECTIVES, Config, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
-from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.learner.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -181,7 +180,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         turns = needed("colocated", "turns", by="rollout.placement=colocated")
         colocation = keep(closing(turns.Colocation(rosters[0].parent)))
         make = partial(turns.ColocatedPublisher, colocation)
-    learner = keep(closing(_load_learner(config)))
+    learner = keep(closing(make_learner(config)))
     critic = make_critic(config)
     if critic:
         keep(closing(critic))
@@ -237,6 +236,26 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     )
 
 
+def make_learner(config: Config) -> Learner:
+    """Return a run's learner, with the initial model as its reference if it needs one."""
+    make: Callable[..., Learner] = Learner
+    if rank := config.adapters.rank:
+        adapters = needed("adapters", "learner", by=f"adapters.rank={rank}")
+        make = partial(adapters.AdaptedLearner, adapters=adapters.Adapters.of(config))
+    is_hybrid = Architecture.from_directory(config.model).is_hybrid
+    learner = make(
+        Path(config.model),
+        config.learner,
+        config.optimizer,
+        transform=uaq.transform(config.quantization.uaq, is_hybrid=is_hybrid),
+        replays_routing=config.rollout.routing == "replay",
+        steps=config.steps,
+    )
+    if config.objective.kl_coefficient:
+        learner.keep_reference()
+    return learner
+
+
 def make_critic(config: Config) -> Critic | None:
     """Return PPO's critic; None without PPO. A `Learner` must exist."""
     if config.advantage_estimator != "gae":
@@ -258,22 +277,6 @@ def write_report(config: Config) -> None:
     """Write the page of a finished run, where there are reports."""
     if pages := find("report", "page"):
         pages.write_report([config.run_dir], config.run_dir / "report" / "index.html")
-
-
-def _load_learner(config: Config) -> Learner:
-    is_hybrid = Architecture.from_directory(config.model).is_hybrid
-    learner = Learner(
-        Path(config.model),
-        config.learner,
-        config.optimizer,
-        transform=uaq.transform(config.quantization.uaq, is_hybrid=is_hybrid),
-        replays_routing=config.rollout.routing == "replay",
-        adapters=Adapters.of(config),
-        steps=config.steps,
-    )
-    if config.objective.kl_coefficient:
-        learner.keep_reference()  # the initial model, so before a checkpoint is restored
-    return learner
 
 
 def _smooth(config: Config, learner: Learner, prompts: Sequence[Prompt]) -> str:

@@ -95,7 +95,7 @@ class Rule:
     # and a router, which UAQ scales (QuRL Eq. 11). None for all others.
     fed_by: str | None = None
     expert: int | None = None  # number of the expert; None: not an expert's, or every expert's
-    is_adapter: bool = False  # A or B of an adapter, see `learner.adapters`
+    is_adapter: bool = False  # A or B of an adapter, see `extensions/adapters`
     of_linear: bool | None = None  # True: of layers of linear attention only; False: of others
 
     def layers(self, architecture: Architecture) -> list[int | None]:

@@ -18,7 +18,7 @@ they are by the weight's values, which are rounded to bfloat16 as SGLang's W4A16
 
     out = x @ bfloat16(codes * scale).T + bias
 
-Over a base of adapters (LoRA, `learner/adapters.py`) a layer has two more parameters, and adds
+Over a base of adapters (LoRA, `extensions/adapters`) a layer has two more parameters, and adds
 their product to `out` in float32. A layer that fuses projections has an A for each, one behind
 another. A row of B has values only in the columns of its own projection's A, and 0 elsewhere, so
 two products serve all projections:

@@ -170,8 +170,8 @@ class SentWeight:
 
     part: TensorPart
     tensors: Sequence[SentTensor]  # the weight, or its codes and then its scales
-    is_frozen: bool = False  # unchanged from pass to pass
-    is_adapter: bool = False  # over a frozen base
+    is_constant: bool = False  # the same in every pass
+    drifts: bool = False  # its drift is measured
     scales: Tensor | None = None  # if the learner holds codes, which `part` then has
 
     @classmethod
@@ -221,9 +221,9 @@ class PlannedBucket:
     weights: Sequence[SentWeight]
 
     @property
-    def is_frozen(self) -> bool:
-        """True if the bucket is the same in every pass: all of its weights are frozen."""
-        return self.weights[0].is_frozen
+    def is_constant(self) -> bool:
+        """True if the bucket is the same in every pass, as all of its weights are."""
+        return self.weights[0].is_constant
 
     @cached_property
     def tensors(self) -> list[SentTensor]:

@@ -119,11 +119,7 @@ class Measures:
     def begin(self, planned: PlannedBucket) -> None:
         """Note the tensors of a bucket, whose parts are measured next."""
         self._names += [tensor.name for tensor in planned.tensors]
-        self._drifting += [
-            each.part.name
-            for each in planned.weights
-            if (each.is_quantized or each.is_adapter) and not each.is_frozen
-        ]
+        self._drifting += [each.part.name for each in planned.weights if each.drifts]
         self._num_bytes += sum(weight.num_bytes for weight in planned.weights)
 
     def add_sums(self, names: Sequence[str], checksums: Tensor) -> None:

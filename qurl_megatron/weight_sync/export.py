@@ -1,8 +1,8 @@
-"""Write the learner's policy as a Hugging Face directory, with UAQ undone, or adapters merged.
+"""Write the learner's policy as a Hugging Face directory, with UAQ undone.
 
 UAQ (update-aware quantization) rescales weights at load; an export reverses that. `export` writes
-the policy of a live learner, `export_checkpoint` that of a checkpoint. If adapters were trained,
-both also write peft's directory; the exported model then has the adapters merged.
+the policy of a live learner, `export_checkpoint` that of a checkpoint. Where adapters were trained,
+`extensions/adapters` writes them, and the model with them merged.
 The directory is written as `<name>.partial` and renamed when it is complete.
 """
 
@@ -10,16 +10,16 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from qurl_megatron.config.keep import adapted_layers
+from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import Rounding, UaqConfig
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole
 from qurl_megatron.learner import checkpoint as checkpoints
-from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
@@ -32,17 +32,10 @@ from qurl_megatron.model.huggingface import (
     write_tensors,
 )
 from qurl_megatron.quantization import uaq
-from qurl_megatron.quantization.adapter_files import (
-    merge_directory,
-    read_adapters,
-    write_adapters,
-)
 from qurl_megatron.quantization.rounding import write_rounded
-from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.reshard import Converter
 
-ADAPTERS = "final_adapters"  # beside final_model
 BUCKET_BYTES = 512 * 1024**2  # that ranks gather at once, in float32
 FILE_BYTES = 5 * 10**9  # of a file on disk, as transformers writes them
 
@@ -59,15 +52,8 @@ def export(
     The dtype, the tokenizer and the other files beside the weights come from `source`. Collective
     over all learner ranks; every sender writes the tensors that it gathers.
     """
-    if learner.adapters:
-        tensors, base = _gather_adapters(learner), learner.base_hash()
-        of_adapters = destination.with_name(ADAPTERS)
-        if rank() == 0:
-            for earlier in (destination, of_adapters):
-                shutil.rmtree(earlier, ignore_errors=True)
-            places = source, destination, of_adapters
-            _write_merged(tensors, learner.adapters, base, *places, learner.rounding)
-            write_template(destination, chat_template)
+    if adapter_rank := learner.architecture.adapter_rank:
+        _of_adapters(adapter_rank).export(learner, source, destination, chat_template)
         return
     partial = from_rank_zero(lambda: _create_partial(destination))
     writer = _Writer(source, partial, config, learner.rounding, f"-{rank():05}")
@@ -87,27 +73,18 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
     """Write a run's checkpoint to `destination`; hold one layer and one file in memory at a time.
 
     `progress` is called with the bytes read so far and the bytes to read. Needs no process group.
-    Adapters are all held in memory.
 
     Raises:
         CheckpointError: `checkpoint` is not a checkpoint, `destination` exists, or the disk is
             too small for it.
     """
     config = checkpoints.read_config(checkpoint)
-    adapters = Adapters.of(config)
-    of_adapters = destination.with_name(f"{destination.name}_adapters")
-    for path in (destination, *([of_adapters] if adapters else [])):
-        if os.path.lexists(path):
-            raise checkpoints.CheckpointError(f"{path} exists; choose another directory")
-    if adapters:
-        layers = checkpoints.read_masters(checkpoint, progress)
-        tensors = {name: values for layer in layers for name, values in layer}
-        base = checkpoints.read_state(checkpoint).base
-        source = Path(config.model)
-        places = source, destination, of_adapters
-        _write_merged(tensors, adapters, base, *places, config.optimizer.rounding, progress)
-        write_template(destination, config.chat_template)
+    if adapter_rank := config.adapters.rank:
+        of_adapters = _of_adapters(adapter_rank)
+        of_adapters.export_checkpoint(checkpoint, config, destination, progress)
         return
+    if os.path.lexists(destination):
+        raise checkpoints.CheckpointError(f"{destination} exists; choose another directory")
     model = checkpoint / "model"
     values = weight_map.num_parameters(Architecture.from_directory(model))
     needed, free = values * stored_dtype(model).itemsize, free_bytes(destination)
@@ -127,49 +104,8 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _gather_adapters(learner: Learner) -> dict[str, Tensor]:
-    """Return the adapters' float32 A's and B's by name, on global rank 0. Collective."""
-    tensors: dict[str, Tensor] = {}
-
-    def keep(bucket: Bucket) -> None:
-        tensors.update((name, values.to("cpu", copy=True)) for name, values in bucket.tensors())
-
-    converter = Converter(learner, "masters", BUCKET_BYTES)
-    converter.convert(keep)
-    parts = to_rank_zero(tensors, converter.senders)
-    return {name: values for part in parts for name, values in part.items()}
-
-
-def _write_merged(
-    tensors: dict[str, Tensor],
-    adapters: Adapters,
-    base: str,
-    source: Path,
-    destination: Path,
-    of_adapters: Path,
-    rounding: Rounding,
-    progress: Progress = lambda done, total: None,
-) -> None:
-    """Write peft's directory, and the model in which base and adapters are merged."""
-    layers = adapted_layers(adapters.targets, Architecture.from_directory(source))
-    # A layer that fuses projections has adapters for all of them, also without a target.
-    kept = {name: values for name, values in tensors.items() if name.split(".lora_")[0] in layers}
-    partial, weight_format = partial_of(of_adapters), adapters.weight_format
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
-    try:
-        write_adapters(
-            partial,
-            kept,
-            alpha=adapters.alpha,
-            source=source,
-            weight_format=weight_format,
-            base=base,
-        )
-        read = read_adapters(partial)
-        merge_directory(source, destination, read, weight_format, progress, rounding)
-        rename_whole(partial, of_adapters)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+def _of_adapters(adapter_rank: int) -> Any:
+    return needed("adapters", "export", by=f"adapters.rank={adapter_rank}")
 
 
 def _create_partial(destination: Path) -> Path:

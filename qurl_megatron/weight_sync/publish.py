@@ -19,8 +19,7 @@ and all after a publish that no server was verified to hold. A server that refus
 not hold the right weights after it, gets a key frame in the same publish. The compared checksums
 are always those of all tensors.
 
-If the learner trains adapters over a frozen base, such a server gets the adapters: whole tensors,
-without the base, which it holds.
+What the learner does not train, such a server holds: over the base of adapters it gets these alone.
 
 Servers fail one by one. A server that dies, hangs or holds other weights is dropped, and reported
 as lost. The others do not notice, because each has channels of its own (`transport.py`). Each
@@ -48,7 +47,7 @@ Example, on every learner rank:
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -133,8 +132,8 @@ class Publisher:
         self._links: dict[Member, Link] = {}  # on global rank 0
         self._senders = Senders(self.converter)
         self._sent: dict[str, int] = {}  # checksums of the current version
-        # The version that the next delta changes: that of the codes which the converter keeps, or
-        # of the last publish over a frozen base. None until a server was verified to hold it.
+        # The version of which the next publish sends the changes. None until a server was verified
+        # to hold it, or if the converter always sends all.
         self._base: int | None = None
         self._has_served = False  # a server has held weights
 
@@ -203,16 +202,11 @@ class Publisher:
         self._links.clear()
         self._senders.close()  # while the servers still run
 
-    @cached_property
-    def _adapters(self) -> Manifest:
-        """The announcement of the adapters alone; see `_key_frame`. Collective."""
-        manifests = self.converter.manifests(without_base=True)
+    @cache  # noqa: B019  a run has few publishers, and keeps them
+    def _announcement(self, changing: bool) -> Manifest:
+        """Announce all tensors, or all but constants; on global rank 0. Collective."""
+        manifests = self.converter.manifests(changing=changing)
         return announce(to_rank_zero(manifests, self.converter.senders))
-
-    @cached_property
-    def _key_frame(self) -> Manifest:
-        """The announcement of all tensors; empty on all ranks but global rank 0. Collective."""
-        return announce(to_rank_zero(self.converter.manifests(), self.converter.senders))
 
     def _link(self, members: list[Member]) -> list[Link]:
         """Return the links to these servers; close the links to lost servers."""
@@ -234,12 +228,10 @@ class Publisher:
             if dist.get_rank() in senders:
                 import sglang.srt.utils  # noqa: F401  # takes seconds: servers would wait for it
             # The first request is a key frame: rank 0 has it when all senders have imported that.
-            if base is None:
-                request = self._key_frame
-            elif self.converter.has_frozen_base:
-                request = self._adapters
-            else:
+            if base is not None and self.converter.keeps_codes:
                 request = announce_delta(base, len(senders))
+            else:
+                request = self._announcement(changing=base is not None)
         update = Update(request, self.version, len(senders), base, in_place)
 
         def begin() -> tuple[list[Destination], list[str]]:
@@ -257,7 +249,7 @@ class Publisher:
 
         num_servers, gives_up = from_rank_zero(commit)
         self.converter.keeps_codes &= not gives_up
-        if num_servers and (self.converter.keeps_codes or self.converter.has_frozen_base):
+        if num_servers and self.converter.sends_changes:
             self._base = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
 

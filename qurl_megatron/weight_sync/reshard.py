@@ -24,8 +24,8 @@ Invariants, each with a test:
   the full bucket and the parts of all ranks. A bucket is released before the next is gathered.
 - A converter that keeps codes, for deltas, also keeps this rank's parts of all buckets.
 - Checksums are computed from the shards, before anything is sent.
-- If the learner trains adapters, the base is sent as the codes that the learner holds, and only to
-  servers that lack it. Its checksums are those of the last pass that sent it.
+- Constants are what the learner does not train, such as the base of adapters. They are sent only to
+  servers that lack them. Their checksums are those of the last pass that sent them.
 - A GPU is waited for once in a pass of a team: what is measured stays on it until the end
   (`conversion.py`). A delta also waits for each tensor that it compares, to count what changed.
 - Every sender (`gather.py`), such as the first tensor-parallel rank of each pipeline stage, sends
@@ -101,8 +101,8 @@ class Converter:
         """Store the settings; allocate nothing.
 
         Args:
-            weight_format: a server's format, or "masters" for the optimizer's float32 values; if
-                the learner trains adapters, these are the adapters.
+            weight_format: a server's format, or "masters" for the optimizer's float32 values of
+                what is trained.
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
             keeps_codes: keep what a pass sends, so that the next can be a delta.
             keep: the run's `quantization.keep`.
@@ -119,9 +119,8 @@ class Converter:
         }
         self._is_exact = weight_format == "masters"
         self._is_quantizing = not self._is_exact and weight_format != "bf16"
-        # True if only adapters are sent after the base, which does not change.
-        self.has_frozen_base = learner.adapters is not None and self._is_quantizing
-        self._base: dict[bool, Conversion] = {}  # by `Team.of_experts`, measures of the base
+        self._source = learner.source(weight_format)
+        self._constants: dict[bool, Conversion] = {}  # their measures, by `Team.of_experts`
         # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass.
         self._plans: dict[bool, list[PlannedBucket]] = {}
         self._kept: dict[bool, list[Bucket]] = {False: [], True: []}
@@ -143,12 +142,18 @@ class Converter:
         dist.all_gather_object(flags, any(team.sends for team in self.teams))
         return [rank for rank, sends in enumerate(flags) if sends]
 
-    def manifests(self, *, without_base: bool = False) -> list[list[Manifest]]:
-        """Return the manifests of the buckets that this rank sends in a key frame, by team."""
+    @property
+    def sends_changes(self) -> bool:
+        """True if a server that holds the last pass needs less than a key frame."""
+        return self.keeps_codes or self._source.constants is not None
+
+    def manifests(self, *, changing: bool = False) -> list[list[Manifest]]:
+        """Return the manifests of the buckets that this rank sends in a key frame, by team.
+
+        With `changing`, those of constants are left out.
+        """
         return [
-            [each.manifest() for each in self._plan(team, without_base=without_base)]
-            if team.sends
-            else []
+            [each.manifest() for each in self._plan(team, changing)] if team.sends else []
             for team in self.teams
         ]
 
@@ -162,41 +167,40 @@ class Converter:
         less. If a quantized weight holds NaN or infinity, `non_finite` of the result says so.
 
         Args:
-            base: the version of the last pass. Only what changed since is sent, in buckets of
-                `delta.py`; the last of them is empty. Over a frozen base, the adapters are what
-                changed. None: all is sent.
+            base: the version of the last pass. No constants are sent, and a converter that keeps
+                codes sends only what changed since, in buckets of `delta.py`; the last of them is
+                empty. None: all is sent.
             is_relative: send by how much the bits of an element moved, not its new value.
         """
-        conversions = []
-        without_base = self.has_frozen_base and base is not None
-        if without_base:
+        conversions, changing = [], base is not None
+        if not self.keeps_codes:
             base = None
         for team in self.teams:
             gatherer = Gatherer(send, team)
             if base is not None:
                 limit = self._bucket_bytes
                 gatherer = DeltaGatherer(send, team, base, limit, is_relative=is_relative)
-            conversions.append(self._convert_team(team, gatherer, without_base=without_base))
+            conversions.append(self._convert_team(team, gatherer, changing=changing))
         if base is not None and any(team.sends for team in self.teams):
             release = send(delta_bucket(base, torch.empty(0, dtype=torch.uint8, device=device())))
             if release:
                 release()
         return self._complete(conversions)
 
-    def write(self, parameters: ServerParameters, *, without_base: bool = False) -> Conversion:
+    def write(self, parameters: ServerParameters, *, base: int | None = None) -> Conversion:
         """Write the current weights into servers' parameters, and return checksums and drift.
 
         Collective, as `convert` is. Nothing is gathered. A part crosses between learner ranks only
-        if no rank of a server's machine holds it (`routes.py`). `without_base` leaves a frozen
-        base out, for servers that hold it.
+        if no rank of a server's machine holds it (`routes.py`). Servers that hold a version `base`
+        have the constants.
         """
-        conversions = []
+        conversions, changing = [], base is not None
         for team, holders in zip(self.teams, self._holders, strict=True):
             routes = find_routes(self.machines, holders, parameters.machines)
-            parts = self._parts(without_base)[team.of_experts] if routes.transfers else []
+            parts = self._parts(changing)[team.of_experts] if routes.transfers else []
             writer = ParameterWriter(parameters, team, routes, parts)
             conversions.append(
-                self._convert_team(team, writer, routes.converting, without_base=without_base)
+                self._convert_team(team, writer, routes.converting, changing=changing)
             )
         return self._complete(conversions)
 
@@ -286,13 +290,12 @@ class Converter:
         return [list(holders) for holders in zip(*by_rank, strict=True)]
 
     @functools.cache  # noqa: B019  a run has few converters, and keeps them
-    def _parts(self, without_base: bool) -> dict[bool, list[list[PartOfBucket]]]:
+    def _parts(self, changing: bool) -> dict[bool, list[list[PartOfBucket]]]:
         """By `Team.of_experts`, each rank's parts of its buckets. Collective at the first call."""
         by_team = {}
         for team in self.teams:
             parts: list[list[PartOfBucket]] = [[]] * dist.get_world_size()
-            plan = self._plan(team, without_base=without_base)
-            own = [PartOfBucket.on(planned, team.rank) for planned in plan]
+            own = [PartOfBucket.on(each, team.rank) for each in self._plan(team, changing)]
             dist.all_gather_object(parts, own)
             by_team[team.of_experts] = parts
         return by_team
@@ -303,7 +306,7 @@ class Converter:
         destination: Gatherer | ParameterWriter,
         converting: Collection[int] = (),
         *,
-        without_base: bool,
+        changing: bool,
     ) -> Conversion:
         """Convert this rank's parts of a team's tensors, and return their measures.
 
@@ -313,50 +316,49 @@ class Converter:
         if not (team.converts or team.ranks & set(converting)):
             destination.finish()
             if self._is_exact:
-                for _ in self._shards(team):  # the first replica gathers this rank's part
-                    pass
+                for _ in self._source.shards(of_experts=team.of_experts):
+                    pass  # the first replica gathers this rank's part
             return Conversion()
         meter = self._meters[team.of_experts]
         measures = Measures(meter, self.weight_format)
-        # A base does not drift: nothing is measured.
-        of_base = Measures(DriftMeter(), self.weight_format)
+        of_constants = Measures(DriftMeter(), self.weight_format)
         kept = self._kept[team.of_experts]
         if not self.keeps_codes:
             kept.clear()  # the publisher may have given deltas up
-        for number, planned in enumerate(self._plan(team, without_base=without_base)):
+        for number, planned in enumerate(self._plan(team, changing)):
             own = Bucket.empty(planned.manifest_on(team.rank), device())
-            self._convert_bucket(planned, own, team, of_base if planned.is_frozen else measures)
+            into = of_constants if planned.is_constant else measures
+            self._convert_bucket(planned, own, team, into)
             destination.add(planned, own, kept[number] if number < len(kept) else None)
             if self.keeps_codes:
                 kept[number : number + 1] = [own]  # replaces, or appends in the first pass
             del own  # before the next is allocated
         destination.finish()
-        if self.has_frozen_base and not without_base:
-            self._base[team.of_experts] = of_base.finish(team)
-        base = self._base.get(team.of_experts, Conversion())
-        return Conversion.merged([base, measures.finish(team)])
+        if self._source.constants and not changing:
+            self._constants[team.of_experts] = of_constants.finish(team)
+        constants = self._constants.get(team.of_experts, Conversion())
+        return Conversion.merged([constants, measures.finish(team)])
 
     def _complete(self, conversions: list[Conversion]) -> Conversion:
         """Return the measures of all teams, on rank 0 those of all senders. Collective."""
         own = Conversion.merged(conversions)
         return Conversion.merged(to_rank_zero(own, self.senders) or [own])
 
-    def _plan(self, team: Team, *, without_base: bool = False) -> Iterable[PlannedBucket]:
+    def _plan(self, team: Team, changing: bool) -> Iterable[PlannedBucket]:
         """Return the buckets of a team; planned once, unless each pass makes the weights anew."""
-        is_merged = self._learner.adapters is not None and not self.has_frozen_base
-        if self._is_exact or is_merged:
+        if not self._source.is_lasting:
             return self._plan_buckets(team)
         if team.of_experts not in self._plans:
             self._plans[team.of_experts] = list(self._plan_buckets(team))
         plan = self._plans[team.of_experts]
-        return [each for each in plan if not each.is_frozen] if without_base else plan
+        return [each for each in plan if not each.is_constant] if changing else plan
 
     def _plan_buckets(self, team: Team) -> Iterator[PlannedBucket]:
         bucket: list[SentWeight] = []
         num_bytes = 0
         for weight in self._weights(team):
             is_full = num_bytes + weight.num_bytes > self._bucket_bytes
-            if bucket and (is_full or bucket[0].is_frozen != weight.is_frozen):
+            if bucket and (is_full or bucket[0].is_constant != weight.is_constant):
                 yield PlannedBucket(bucket)
                 bucket, num_bytes = [], 0
             bucket.append(weight)
@@ -365,37 +367,37 @@ class Converter:
             yield PlannedBucket(bucket)
 
     def _weights(self, team: Team) -> Iterator[SentWeight]:
-        """Yield the weights that a team sends; a frozen base comes first."""
-        shards = self._shards(team)
-        if self.has_frozen_base:
-            for base_rule, number, *held in self._learner.frozen(of_experts=team.of_experts):
-                both = (self._split(base_rule, number, each) for each in held)
-                for part, scales in zip(*both, strict=True):
-                    sent = SentWeight.quantized(part, self.weight_format)
-                    yield replace(sent, is_frozen=True, scales=scales.tensor)
-            shards = iter(sorted(shards, key=lambda each: each[0].is_adapter))
-        for rule, layer, shard in shards:
-            is_quantized = self.is_quantized(rule, layer)
-            for part in self._split(rule, layer, shard):
-                if is_quantized:
-                    yield SentWeight.quantized(part, self.weight_format)
-                else:
-                    dtype = torch.float32 if self._is_exact else weight_map.sent_dtype(part.name)
-                    yield replace(
-                        SentWeight.plain(part, dtype),
-                        is_frozen=self.has_frozen_base and not rule.is_adapter,
-                        is_adapter=self.has_frozen_base and rule.is_adapter,
-                    )
+        """Yield the weights that a team sends, constants first."""
+        source = self._source
+        if source.constants:
+            for constant in source.constants(of_experts=team.of_experts):
+                yield from self._describe(*constant, is_constant=True)
+        for rule, layer, shard in source.shards(of_experts=team.of_experts):
+            yield from self._describe(rule, layer, shard)
 
-    def _shards(self, team: Team) -> Iterator[tuple[Rule, int | None, Tensor]]:
-        """Yield this rank's shards to convert. Collective if shards must be gathered first."""
-        learner, of_experts = self._learner, team.of_experts
-        if self._is_exact:
-            masters = learner.masters(of_experts=of_experts)
-            return (each for each in masters if each[0].is_adapter or not learner.adapters)
-        if learner.adapters and not self.has_frozen_base:
-            return learner.merged(of_experts=of_experts)
-        return learner.shards(of_experts=of_experts)
+    def _describe(
+        self,
+        rule: Rule,
+        layer: int | None,
+        shard: Tensor,
+        scales: Tensor | None = None,
+        *,
+        is_constant: bool = False,
+    ) -> Iterator[SentWeight]:
+        """Yield the weights that a shard has parts of; with `scales` it has their codes."""
+        is_quantized = self.is_quantized(rule, layer)
+        drifts = (is_quantized or rule.is_adapter) and not is_constant
+        parts = self._split(rule, layer, shard)
+        held: list[Tensor | None] = [None] * len(parts)
+        if scales is not None:
+            held = [part.tensor for part in self._split(rule, layer, scales)]
+        for part, of_codes in zip(parts, held, strict=True):
+            if is_quantized:
+                sent = SentWeight.quantized(part, self.weight_format)
+            else:
+                dtype = torch.float32 if self._is_exact else weight_map.sent_dtype(part.name)
+                sent = SentWeight.plain(part, dtype)
+            yield replace(sent, is_constant=is_constant, drifts=drifts, scales=of_codes)
 
     def _convert_bucket(
         self, planned: PlannedBucket, own: Bucket, team: Team, measures: Measures
@@ -403,14 +405,14 @@ class Converter:
         """Write this rank's part of a bucket into `own`, and measure it."""
         measures.begin(planned)
         views = dict(own.tensors())
-        parts = [each.part for each in planned.weights if each.is_quantized and not each.is_frozen]
+        parts = [each.part for each in planned.weights if each.is_quantized and each.scales is None]
         shared = self._share_absmax(parts, team, measures.add_absmax)
         summed = set()
         for weight in planned.weights:
             name = weight.part.name
             if weight.scales is not None:
-                frozen = weight.part.tensor, weight.scales
-                for tensor, values in zip(weight.tensors, frozen, strict=True):
+                coded = weight.part.tensor, weight.scales
+                for tensor, values in zip(weight.tensors, coded, strict=True):
                     if views[tensor.name].numel():
                         copy_values(views[tensor.name], values)
             elif weight.is_quantized:
@@ -419,7 +421,7 @@ class Converter:
             elif views[name].numel():
                 part, view = self._smoothed(weight.part), views[name]
                 write_rounded(view, part, name, self._learner.rounding, weight.part.offset)
-                if weight.is_adapter:
+                if weight.drifts:
                     measures.meter.measure(name, part, view)
         rest = [tensor for tensor in planned.tensors if tensor.name not in summed]
         held = [Part(views[tensor.name], *tensor.offset_on(team.rank)) for tensor in rest]

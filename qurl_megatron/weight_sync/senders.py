@@ -79,4 +79,4 @@ class Senders:
         new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
         self._parameters.attach(new)
         self._parameters.keep({each.token: each.machine for each in held}, paused)
-        return self._converter.write(self._parameters, without_base=update.base is not None)
+        return self._converter.write(self._parameters, base=update.base)

@@ -14,7 +14,6 @@ import socket
 import traceback
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,9 +33,8 @@ from qurl_megatron.extensions.rehearsal.rehearsal import Rehearsal
 from qurl_megatron.extensions.rehearsal.trace import Trace
 from qurl_megatron.learner import learner as learner_module
 from qurl_megatron.learner import shares
-from qurl_megatron.learner.adapters import Adapters
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.assemble import make_critic, make_loss
+from qurl_megatron.loop.assemble import make_critic, make_learner, make_loss
 from qurl_megatron.loop.train import score_before_updates
 from qurl_megatron.memory.estimate import num_micro_batches
 from qurl_megatron.model import weight_map
@@ -83,16 +81,8 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
     size = config.learner.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     _replace_the_outside(architecture, trace, rehearsal.changed_part)
-    learner = Learner(
-        Path(config.model),
-        config.learner,
-        config.optimizer,
-        replays_routing=config.rollout.routing == "replay",
-        adapters=Adapters.of(config),
-    )
+    learner = make_learner(config)
     _label_groups(trace)
-    if config.objective.kl_coefficient:
-        learner.keep_reference()
     critic = make_critic(config)
     if critic:  # arithmetic on the host, token by token; the batch has values of its own
         critic._estimate = lambda *_: 0.0  # type: ignore[attr-defined]

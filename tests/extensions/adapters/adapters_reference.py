@@ -9,7 +9,7 @@ from torch import Tensor
 
 from learner_reference import OPTIMIZER
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.learner.adapters import initial_a
+from qurl_megatron.extensions.adapters.learner import initial_a
 from qurl_megatron.model import weight_map
 from qurl_megatron.quantization import quantize
 
@@ -25,7 +25,7 @@ def random_b(name: str, shape: tuple[int, ...]) -> Tensor:
 
 def write_b(learner: Any) -> None:
     """Give the B of every projection with an adapter the same values on any layout."""
-    from qurl_megatron.config.keep import adapted_layers
+    from qurl_megatron.extensions.adapters.checks import adapted_layers
     from qurl_megatron.learner.model import tensor_parallel_place
 
     targets = adapted_layers(learner.adapters.targets, learner.architecture)

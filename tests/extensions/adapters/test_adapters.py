@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from adapters_reference import (
+from batches import score, share_of
+from distributed import run_ranks
+from extensions.adapters.adapters_reference import (
     ALPHA,
     PLAIN,
     RANK,
@@ -19,8 +21,6 @@ from adapters_reference import (
     base_of,
     write_b,
 )
-from batches import score, share_of
-from distributed import run_ranks
 from learner_reference import (
     BUDGET,
     CP2,
@@ -42,8 +42,9 @@ from learner_reference import (
     parts_of,
     policy_gradient,
 )
-from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.learner.adapters import Adapters
+from quantized_reference import GROUPS, as_sent, scores_and_gradient, with_quantized_layers
+from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.extensions.adapters.layers import Adapters
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import Weights
@@ -82,11 +83,11 @@ CASES = {
 
 def measure(model: Path, case: Case) -> dict[str, Any]:
     from qurl_megatron import device
-    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.extensions.adapters.learner import AdaptedLearner
 
     device.initialize_distributed()
     adapters = Adapters(RANK, ALPHA, case.weight_format, case.targets)
-    learner = Learner(model, learner_config(case.layout), PLAIN, adapters=adapters)
+    learner = AdaptedLearner(model, learner_config(case.layout), PLAIN, adapters=adapters)
     write_b(learner)
     share, tokens = share_of(learner, make_batch()), make_rows().tokens
     found: dict[str, Any] = {"base_sums": learner._base_sums}
@@ -198,3 +199,46 @@ def assert_merged(model: Any, merged: dict[str, Tensor]) -> None:
         if isinstance(layer, Adapted):
             whole = layer.base.weight + ALPHA / RANK * layer.b @ layer.a
             torch.testing.assert_close(merged[f"{path}.weight"], whole.float(), rtol=0, atol=3e-5)
+
+
+def adapters_and_gradient(directory: Path) -> list[list[weight_map.TensorPart]]:
+    """Return this rank's parts of adapters over INT8, and of their gradient as servers compute."""
+    from qurl_megatron import device
+    from qurl_megatron.extensions.adapters.learner import AdaptedLearner
+    from qurl_megatron.weight_sync.reshard import Converter
+
+    device.initialize_distributed()
+    adapters = Adapters(RANK, ALPHA, "int8")
+    learner = AdaptedLearner(directory, learner_config(TP2 | FULL), PLAIN, adapters=adapters)
+    write_b(learner)
+    held = parts_of(learner, (each for each in learner.shards() if each[0].is_adapter))
+    with learner.as_served(Converter(learner, "int8", 2**20), ServerConfig()):
+        learner.update(share_of(learner, make_batch()), policy_gradient, temperature=1.0)
+    parameters: Any = learner._parameters()
+    gradients = ((r, n, p.main_grad) for _, r, n, p in parameters if r.is_adapter)
+    parts = [held, parts_of(learner, gradients)]
+    learner.close()
+    return parts
+
+
+def test_adapters_learn_over_a_base_that_rounds_its_inputs(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = build_tiny_model(tmp_path, "qwen3", **(DIMS | GROUPS))
+    by_rank = run_ranks(adapters_and_gradient, 2, directory)
+    adapters, found = (gathered(list(parts)) for parts in zip(*by_rank, strict=True))
+    gradients: list[dict[str, Any]] = []
+    for rounds_inputs in (False, True):
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = with_quantized_layers(model, "int8", 1)
+        if not rounds_inputs:
+            for module in model.modules():
+                module._forward_pre_hooks.clear()
+        held = adapt(model.double().requires_grad_(False), as_sent(adapters))
+        scores_and_gradient(model)
+        gradients.append({name: parameter.grad for name, parameter in held.items()})
+    exact, expected = gradients
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (found[name] - value).norm()
+        assert error < 0.2 * (exact[name] - value).norm(), name

@@ -18,8 +18,6 @@ is marked `sequence_parallel`, so that Megatron adds up its gradients.
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +39,6 @@ from torch import Tensor
 from qurl_megatron.config.schema import Config, WeightFormat
 from qurl_megatron.quantization import quantize
 
-ADAPTER = "lora_"  # in the names of adapters only
-
 
 @dataclass(frozen=True)
 class Adapters:
@@ -55,11 +51,10 @@ class Adapters:
     seed: int = 0
 
     @classmethod
-    def of(cls, config: Config) -> Adapters | None:
-        """Return a run's adapters; None if it has none."""
-        rank, format_ = config.adapters.rank, config.quantization.weight_format
-        settings = config.adapters
-        return cls(rank, settings.alpha, format_, settings.targets, config.seed) if rank else None
+    def of(cls, config: Config) -> Adapters:
+        """Return a run's adapters."""
+        settings, weight_format = config.adapters, config.quantization.weight_format
+        return cls(settings.rank, settings.alpha, weight_format, settings.targets, config.seed)
 
     @property
     def scaling(self) -> float:
@@ -273,21 +268,18 @@ def frozen_layers(model: torch.nn.Module) -> Iterator[tuple[str, FrozenBase]]:
             yield name, module
 
 
-def freeze(layer: Any) -> None:
-    """Put layers with a frozen base in place of the linear layers of Megatron's specification."""
+def freeze(layer: Any, norm: Any) -> None:
+    """Put layers with a frozen base in place of the linear layers of Megatron's specification.
+
+    Transformer Engine's have norms within them, so a layer gets `norm` in front of them.
+    """
     attention = layer.submodules.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = FrozenColumnLinear, FrozenRowLinear
     mlp = layer.submodules.mlp.submodules
     if hasattr(mlp, "experts"):
         mlp = mlp.experts.submodules
     mlp.linear_fc1, mlp.linear_fc2 = FrozenColumnLinear, FrozenRowLinear
-
-
-def initial_a(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return the initial A of a projection, [rank, in] float32, as peft draws it, on any layout."""
-    generator = torch.Generator().manual_seed(seed * 2**32 + zlib.crc32(name.encode()))
-    bound = 1 / math.sqrt(shape[1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
 
 
 def _parameter(rows: int, columns: int, dtype: torch.dtype) -> torch.nn.Parameter:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from adapters_reference import ALPHA, RANK, write_b
 from batches import score
 from e2e.running import QUICK, Start, metrics_of
+from extensions.adapters.adapters_reference import ALPHA, RANK, write_b
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import (
     AdaptersConfig,
@@ -24,9 +24,9 @@ from qurl_megatron.config.schema import (
     QuantizationConfig,
     ServerConfig,
 )
+from qurl_megatron.extensions.adapters.layers import Adapters
+from qurl_megatron.extensions.adapters.learner import AdaptedLearner
 from qurl_megatron.files import list_checkpoints
-from qurl_megatron.learner.adapters import Adapters
-from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
@@ -43,7 +43,7 @@ PROMPTS = [
 @dataclass(frozen=True)
 class Deployment:
     servers: list[Server]
-    learner: Learner
+    learner: AdaptedLearner
     fleet: Fleet
     client: RolloutClient
 
@@ -68,7 +68,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             stack.callback(server.stop)
             servers.append(server)
         adapters = Adapters(RANK, ALPHA, "int8")
-        learner = Learner(
+        learner = AdaptedLearner(
             model, LearnerConfig(dtype="float32"), OptimizerConfig(), adapters=adapters
         )
         stack.enter_context(closing(learner))

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qurl_megatron.config.schema import ConfigError, Rounding, WeightFormat
-from qurl_megatron.files import write_whole
+from qurl_megatron.config.schema import Config, ConfigError, Rounding, WeightFormat
+from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import ADAPTER_CONFIG, Architecture
 from qurl_megatron.model.huggingface import Progress, Weights, write_tensors
@@ -182,7 +182,7 @@ def check_adapters(adapters: AdapterFiles, architecture: Architecture) -> None:
 
 
 def base_hash(model: Path, weight_format: WeightFormat) -> str:
-    """Return what `Learner.base_hash` returns over this model in this format; reads all of it."""
+    """Return what a learner's `base_hash` is over this model in this format; read all of it."""
     architecture = Architecture.from_directory(model)
     weights, sums = Weights(model, architecture), {}
     for name in weight_map.hugging_face_names(architecture):
@@ -193,6 +193,27 @@ def base_hash(model: Path, weight_format: WeightFormat) -> str:
         else:
             sums[name] = checksum(weight.float())
     return digest(sums)
+
+
+def check_base(config: Config, checkpoint: Path, model: str) -> None:
+    """Check that the model is the one, then at `model`, under a checkpoint's adapters.
+
+    Its files are read only if one was written, renamed or linked after the checkpoint. If the
+    checkpoint is younger than the change, only the learner finds out, which always compares.
+
+    Raises:
+        ConfigError: it is another.
+    """
+    state, files = checkpoint / "state.json", [f for f in Path(model).glob("*") if f.exists()]
+    dates = [each.st_ctime for file in files for each in (file.stat(), file.lstat())]
+    if model == config.model and max(dates) <= state.stat().st_ctime:
+        return
+    base = read_json_object(state).get("base")
+    if base and base != base_hash(Path(config.model), config.quantization.weight_format):
+        raise ConfigError(
+            f"model={config.model}: the adapters of {checkpoint} were trained over another base; "
+            "put that model back, or start a new run"
+        )
 
 
 def merge_directory(

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from adapters_reference import (
+from batches import score, share_of
+from distributed import run_ranks
+from extensions.adapters.adapters_reference import (
     ALPHA,
     PLAIN,
     RANK,
@@ -21,8 +23,6 @@ from adapters_reference import (
     base_of,
     write_b,
 )
-from batches import score, share_of
-from distributed import run_ranks
 from learner_reference import (
     BUDGET,
     DIMS,
@@ -41,19 +41,19 @@ from learner_reference import (
     policy_gradient,
 )
 from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
-from qurl_megatron.learner.adapters import Adapters, _BaseProduct
-from qurl_megatron.model.architecture import Architecture, Family
-from qurl_megatron.model.huggingface import Weights
-from qurl_megatron.quantization.adapter_files import (
+from qurl_megatron.extensions.adapters import export
+from qurl_megatron.extensions.adapters.files import (
     base_hash,
     check_adapters,
     merge_directory,
     read_adapters,
     write_adapters,
 )
+from qurl_megatron.extensions.adapters.layers import Adapters, _BaseProduct
+from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.quantize import quantize
-from qurl_megatron.weight_sync import export
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
 from sent import as_bytes, tensors_in
@@ -76,10 +76,10 @@ def build(directory: Path, family: Family, weight_format: WeightFormat = "int8")
 
 def learner_of(model: Path, layout: dict[str, Any], adapters: Adapters, dtype: str) -> Any:
     from qurl_megatron import device
-    from qurl_megatron.learner.learner import Learner
+    from qurl_megatron.extensions.adapters.learner import AdaptedLearner
 
     device.initialize_distributed()
-    return Learner(model, learner_config(layout, dtype=dtype), PLAIN, adapters=adapters)
+    return AdaptedLearner(model, learner_config(layout, dtype=dtype), PLAIN, adapters=adapters)
 
 
 @dataclass
@@ -355,9 +355,9 @@ def test_an_export_that_is_refused_leaves_nothing_and_can_be_repeated(
     places = tmp_path / "merged", tmp_path / "merged_adapters"
     (tmp_path / "merged_adapters.partial").mkdir()  # of one that was killed
     with pytest.raises(ConfigError, match="trained over another base"):
-        export._write_merged(tensors, own, "another", model, *places, "unbiased")
+        export._write(tensors, own, "another", model, *places, "unbiased")
     assert {path.name for path in tmp_path.iterdir()} == {"model", "adapters"}
-    export._write_merged(tensors, own, base, model, *places, "unbiased")
+    export._write(tensors, own, base, model, *places, "unbiased")
     assert all(place.is_dir() for place in places)
 
 

@@ -1,0 +1,1 @@
+"""`adapters.rank`: adapters (LoRA) are trained over a frozen, quantized base."""
