@@ -213,7 +213,7 @@ def test_the_command_continues_where_its_server_was_lost(
     output = tmp_path / "eval"
     client: Any = ScriptedClient("1", "7")
     monkeypatch.setattr(avg_at_k, "serving", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(avg_at_k, "RolloutClient", lambda *_: client)
+    monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
 
     def evaluate() -> None:
         config = EvalConfig(

@@ -277,7 +277,7 @@ def validate_lengths(
 
 
 def check_lengths(rollout: RolloutConfig, architecture: Architecture) -> None:
-    """Check that the model has positions for all that a run samples, and episodes have room.
+    """Check that the model has positions for all that a run samples, and an agent's settings.
 
     Raises:
         ConfigError: it has too few; the message names the field to lower, and to what.
