@@ -17,6 +17,7 @@ from pathlib import Path
 
 import qurl_megatron
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.text import Given
 
 PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 LOGS = "logs"  # of jobs, below the directory that they are submitted from
@@ -47,9 +48,6 @@ def read_code(configs: Iterable[Config] = ()) -> Code:
             for path in _beside(file.parent):
                 chosen = found if path.suffix == ".py" and path.is_file() else links
                 chosen[_copy_of(file.parent) / path.relative_to(file.parent)] = path
-        if config.recipe_file:  # for the record; the job has its fields as words
-            file = Path(config.recipe_file["path"])
-            found[_copy_of(file.parent) / file.name] = file
     return {file: found[file].read_bytes() for file in sorted(found)} | {
         file: path for file, path in links.items() if file not in found
     }
@@ -64,10 +62,10 @@ def place_of(code: Code) -> Path:
     return Path(LOGS).absolute() / f"code_{content.hexdigest()[:12]}"
 
 
-def own_words(config: Config, place: Path) -> list[str]:
-    """Return the words that give a job the copies of the user's functions."""
+def copies(config: Config, place: Path) -> list[Given]:
+    """Return what gives a job the copies of the user's functions."""
     return [
-        f"{field}={place / _copy_of(file.parent) / file.name}:{name}"
+        Given(field, f"{place / _copy_of(file.parent) / file.name}:{name}")
         for field, (file, name) in _own_functions(config).items()
     ]
 

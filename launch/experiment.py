@@ -3,7 +3,8 @@
 On this machine each run is `qurl train`, and the runs go one after the other. On Slurm each is a
 job of its own: `JobOptions` is what the user asks of it, and the run decides the rest. The job's
 script, whose words are all quoted, replaces its shell with the batch process, `launch/slurm.py`, so
-that this process gets the signal before the time limit.
+that this process gets the signal before the time limit. The script also holds the run's
+configuration, as YAML, which this process reads on stdin; so does `qurl train`.
 """
 
 import contextlib
@@ -28,10 +29,10 @@ from qurl_megatron.config import extensions
 from qurl_megatron.config.gpus import H100, node_of
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.launch.code_copy import LOGS, PACKAGE, keep_code, own_words, place_of, read_code
+from qurl_megatron.launch.code_copy import LOGS, PACKAGE, copies, keep_code, place_of, read_code
 from qurl_megatron.launch.placement import smallest_plan
-from qurl_megatron.launch.prepare import found_words, prepare_new, prepare_resume_or_new, sources
-from qurl_megatron.launch.recipe import default_name, load_recipe, name_prefix
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new, snapshots, sources
+from qurl_megatron.launch.recipe import STDIN, Recipe, default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.status import JOB_SCRIPT, owner_of, slurm_jobs
 from qurl_megatron.model import hub
@@ -106,19 +107,19 @@ class JobOptions:
 class Job:
     """A run that has been checked and is ready to start."""
 
-    words: list[str]  # of `qurl train`: the recipe, and field=value, with name=
+    recipe: Recipe
     config: Config  # the run's; a model that the recipe builds does not exist yet
     data_summary: str
 
     @property
     def command(self) -> list[str]:
-        """The command that runs it on this machine."""
-        return [str(Path(sys.executable).with_name("qurl")), "train", *self.words]
+        """The command that runs it on this machine, with the recipe on stdin."""
+        return [str(Path(sys.executable).with_name("qurl")), "train", STDIN]
 
 
 def launch(
-    recipe: str,
-    overrides: Sequence[str],
+    recipe: str | Recipe,
+    overrides: Sequence[str] = (),
     sweeps: Sequence[str] = (),
     *,
     layouts: Path | None = None,
@@ -139,16 +140,17 @@ def launch(
         check_sbatch()
     node = node_of(options.gpu, options.gpus_per_node) if options else None
     jobs = []
-    package, own = load_recipe(recipe).as_words()
-    for words in named_runs(recipe, [*own, *overrides], sweeps, layouts):
+    read = load_recipe(recipe, overrides)
+    for words in named_runs(read.name, read.config.name, sweeps, layouts):
+        run = load_recipe(read, words)
         if node:
-            prepared = prepare_resume_or_new(package, words, node, writes=False, asks_servers=False)
+            prepared = prepare_resume_or_new(run, node, writes=False, asks_servers=False)
         else:
             prepared = prepare_new(
-                package, words, device.num_gpus(), writes=False, asks_servers=False
+                run, num_gpus=device.num_gpus(), writes=False, asks_servers=False
             )
-        found = found_words(prepared[0])  # a job downloads nothing, and a branch may move on
-        jobs.append(Job([package, *words, *found], *prepared))
+        found = snapshots(prepared[0])  # a job downloads nothing, and a branch may move on
+        jobs.append(Job(load_recipe(run, found), *prepared))
     if options:
         for job in jobs if "dependency" not in options.sbatch else ():
             check_unused(job.config.run_dir)
@@ -156,7 +158,8 @@ def launch(
     if not dry_run:
         return run_here(jobs)
     print_summaries(jobs)
-    print("".join(f"{shlex.join(job.command)}\n" for job in jobs), end="")
+    for job in jobs:
+        print(f"{shlex.join(job.command)} {_here(job.recipe)}")
     return 0
 
 
@@ -166,9 +169,9 @@ def launch_jobs(jobs: Sequence[Job], options: JobOptions, *, dry_run: bool) -> i
     place = place_of(code)
     scripts = {}
     for job in jobs:
-        own = own_words(job.config, place)
-        config = with_overrides(job.config, own)
-        scripts[str(config.run_dir)] = job_script(config, [*job.words, *own], options, place)
+        own = copies(job.config, place)
+        config, recipe = with_overrides(job.config, own), load_recipe(job.recipe, own)
+        scripts[str(config.run_dir)] = job_script(config, recipe, options, place)
     say_defaults(options)
     _say_objections(jobs, options)
     print_summaries(jobs)
@@ -200,22 +203,20 @@ def print_summaries(jobs: Sequence[Job]) -> None:
 
 
 def named_runs(
-    recipe: str, overrides: Sequence[str], sweeps: Sequence[str], layouts: Path | None = None
+    recipe: str, name: str, sweeps: Sequence[str], layouts: Path | None = None
 ) -> list[list[str]]:
-    """Return the overrides of each run of a sweep, with a name such as `sweep-acr-int8-1.5`.
+    """Return the words of each run of a sweep, with a name such as `sweep-acr-int8-1.5`.
 
     An axis of a sweep is given as `field=value,value`; an axis of layouts is given as a table of
-    `qurl plan --output FILE.csv`. A name begins with the `name=` among the `overrides`, or with the
-    recipe's name, and ends with the values and the numbers of GPUs. Without sweeps there is one
-    run; if it has no name, it gets the recipe's and the time.
+    `qurl plan --output FILE.csv`. A name begins with `name`, or if it is empty with the recipe's,
+    and ends with the values and the numbers of GPUs. Without sweeps there is one run; if it has no
+    name, it gets the recipe's and the time.
 
     Raises:
         ConfigError: an axis has another form, or lists a value twice.
     """
-    names = [word.removeprefix("name=") for word in overrides if word.startswith("name=")]
-    name = names[-1] if names else ""
     if not sweeps and not layouts:
-        return [[*overrides] if name else [*overrides, f"name={default_name(recipe)}"]]
+        return [[f"name={name or default_name(recipe)}"]]
     axes = [_planned_layouts(layouts)] if layouts else []
     for word in sweeps:
         field, _, values = word.partition("=")
@@ -230,7 +231,7 @@ def named_runs(
     for chosen in itertools.product(*axes):
         swept = [word for axis, value in zip(axes, chosen, strict=True) for word in axis[value]]
         parts = [re.sub(r"[^\w.+-]+", "_", value) for value in chosen]
-        runs.append([*overrides, *swept, f"name={'-'.join([name, *parts])}"])
+        runs.append([*swept, f"name={'-'.join([name, *parts])}"])
     return runs
 
 
@@ -264,12 +265,12 @@ def check_unused(run_dir: Path) -> None:
 
 
 def job_script(
-    config: Config, words: Sequence[str], options: JobOptions, code: Path = PACKAGE.parent
+    config: Config, recipe: Recipe, options: JobOptions, code: Path = PACKAGE.parent
 ) -> str:
     """Return the script of the job that creates or resumes a run.
 
-    `words` are a recipe and its overrides; `config` is the configuration that they lead to. `code`
-    is the directory of the package that the job runs.
+    `config` is the configuration that the recipe leads to. `code` is the directory of the package
+    that the job runs.
 
     Raises:
         ConfigError: the run does not fit on the nodes, or an option is malformed.
@@ -292,7 +293,7 @@ def job_script(
     run_dir = config.run_dir.absolute()
     script = shlex.quote(str(run_dir / JOB_SCRIPT))
     lines = _header(
-        f"run {run_dir}, recipe {config.recipe_file.get('path', words[0])}",
+        f"run {run_dir}, recipe {', '.join(recipe.files) or recipe.package}",
         f"sbatch {script}, or `qurl launch` with name={config.name}",
         "after saving a checkpoint",
     )
@@ -326,8 +327,13 @@ def job_script(
     lines += ["# For the batch process, which takes the shell's place, so that signals reach it."]
     lines += [_export(name, value) for name, value in variables.items()]
     command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run"]
-    lines += [f'exec {shlex.join(command)} "$0" {shlex.join(words)}']
+    lines += [f'exec {shlex.join(command)} "$0" {_here(recipe)}']
     return "\n".join(lines) + "\n"
+
+
+def _here(recipe: Recipe) -> str:
+    """Return the words of the shell that give a command a recipe on stdin."""
+    return f"<<< {shlex.quote(recipe.as_file().rstrip())}"
 
 
 def knows_gpus(partition: object) -> bool:
@@ -570,7 +576,8 @@ def run_here(jobs: Sequence[Job]) -> int:
         signal.signal(number, forward)
     states: dict[Path, str] = {}
     for job in jobs:
-        code = subprocess.run(job.command, start_new_session=True).returncode
+        given = job.recipe.as_file().encode()
+        code = subprocess.run(job.command, input=given, start_new_session=True).returncode
         known = {0: "succeeded", STOPPED_EARLY: "stopped early"}
         states[job.config.run_dir] = known.get(code, "failed")
         if ending := [number for number in received if number != signal.SIGUSR1]:

@@ -11,6 +11,7 @@ the time limit, and the script ends the job when the first side ends.
 In Python, `resolve_factory(train, RECIPE)()` returns a Partial whose `config` can be changed.
 """
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ import nemo_run as run
 import yaml
 
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.text import from_tree, overrides_between, with_overrides
+from qurl_megatron.config.text import from_tree, with_overrides
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.experiment import GPUS_PER_NODE, JobOptions, launch
 from qurl_megatron.launch.recipe import load_recipe, recipe_names
@@ -66,12 +67,11 @@ def train(recipe: str, config: Config, ctx: run.cli.RunContext | None = None) ->
     """Run a recipe, on this machine or through an executor."""
     with exit_on_bad_input():
         # A format or a model changes the recipe's UAQ scale, but never a scale that is given.
-        given = list(ctx.given) if isinstance(ctx, Context) else []
-        named = with_overrides(load_recipe(recipe).config, given)
-        overrides = given + overrides_between(named, config)
+        named = load_recipe(recipe, ctx.given if isinstance(ctx, Context) else ())
         options = job_options(ctx.executor) if ctx and ctx.executor else None
         dry_run = ctx is not None and ctx.dryrun
-        sys.exit(launch(recipe, overrides, options=options, dry_run=dry_run))
+        changed = dataclasses.replace(named, config=config)
+        sys.exit(launch(changed, options=options, dry_run=dry_run))
 
 
 def read_export(path: Path) -> tuple[str, Config]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qurl_megatron.config.nodes import (
@@ -104,15 +104,14 @@ def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Place
     ]
 
 
-def choose_placement(config: Config, words: Sequence[str], num_gpus: int) -> str:
+def choose_placement(config: Config, given: Collection[str], num_gpus: int) -> str:
     """Colocate learner and servers where this machine has too few GPUs for both.
 
     Return a line that says so. Return an empty text if both fit, if they cannot be colocated, or
-    if the placement is among `words`, the fields that are given.
+    if the placement is among the fields that are `given`.
     """
     rollout = config.rollout
-    is_given = any(word.startswith("rollout.placement=") for word in words)
-    if is_given or rollout.placement == "colocated" or not num_gpus:
+    if "rollout.placement" in given or rollout.placement == "colocated" or not num_gpus:
         return ""
     if rollout.max_staleness or rollout.servers_at or config.quantization.publish != "full":
         return ""

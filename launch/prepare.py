@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
@@ -24,13 +24,13 @@ from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError, UaqConfig
-from qurl_megatron.config.text import leaf_values, load, save, with_overrides
+from qurl_megatron.config.text import Given, leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.problems import REASONING_GYM, local_data, parts_of
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import list_checkpoints, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
-from qurl_megatron.launch.recipe import default_name, load_recipe, run_function
+from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.memory.host import (
     check_host,
@@ -58,8 +58,8 @@ MODELS = ("model", "critic.model")  # the fields; other sources are data
 
 
 def prepare_new(
-    recipe: str,
-    overrides: list[str],
+    recipe: str | Recipe,
+    overrides: Iterable[str] = (),
     num_gpus: int | None = None,
     *,
     node: Node | None = None,
@@ -72,10 +72,10 @@ def prepare_new(
     machine if the whole run is to fit on it; None skips that check. `node` describes the nodes of a
     job that runs it instead.
     """
-    package, words = load_recipe(recipe).as_words()
-    words += overrides
-    config = with_overrides(load_recipe(package).config, words)
-    config.name = config.name or default_name(recipe)
+    read = load_recipe(recipe, overrides)
+    config = read.config
+    config.recipe_file = dict(read.files) or config.recipe_file
+    config.name = config.name or default_name(read.name)
     output = Path(config.output_dir)
     if file := next((each for each in (output, *output.parents) if each.is_file()), None):
         raise ConfigError(f"output_dir={output}: {file} is a file; choose another directory")
@@ -85,14 +85,14 @@ def prepare_new(
             f"run: {qurl_command('resume', config.run_dir)}"
         )
     _find(config, Config())
-    if said := _choose_scale(config, words):
+    if said := _choose_scale(config, read.given):
         print(f"qurl: {said}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as scratch:
         built, train = Path(scratch) / "model", None
         if not config.model and config.model_builder:
             train = run_function(config.model_builder, built, config.seed)
             config.model = str(built)
-        data_summary = _check(config, words, num_gpus, node, asks_servers)
+        data_summary = _check(config, read.given, num_gpus, node, asks_servers)
         if writes:
             if num_gpus == 0:
                 check_host(config)
@@ -109,13 +109,13 @@ def prepare_new(
     return config, data_summary
 
 
-def _choose_scale(config: Config, words: Sequence[str]) -> str:
-    """Give a recipe's UAQ the scale that suits format and model, unless `words` give one.
+def _choose_scale(config: Config, given: Collection[str]) -> str:
+    """Give a recipe's UAQ the scale that suits format and model, unless one is `given`.
 
     Return a line that says so, where a recipe's scale becomes another one.
     """
     uaq = config.quantization.uaq
-    if uaq == UaqConfig() or any(word.startswith("quantization.uaq.") for word in words):
+    if uaq == UaqConfig() or any(field.startswith("quantization.uaq.") for field in given):
         return ""
     if config.quantization.format == "bf16" or config.adapters.rank > 0:
         config.quantization.uaq = UaqConfig()  # there is no quantized update to scale
@@ -133,7 +133,7 @@ def _choose_scale(config: Config, words: Sequence[str]) -> str:
 
 def prepare_resume(
     run_dir: Path,
-    overrides: list[str],
+    overrides: Sequence[str | Given],
     num_gpus: int | None = None,
     *,
     node: Node | None = None,
@@ -170,7 +170,10 @@ def prepare_resume(
         done = int(newest.name.removeprefix("step_")) if newest else 0
         if config.steps < done:
             raise ConfigError(f"steps={config.steps}: the run has done {done}; give more")
-        data_summary = _check(config, overrides, num_gpus, node, asks_servers, resumes=True)
+        given = [
+            each.partition("=")[0] if isinstance(each, str) else each.path for each in overrides
+        ]
+        data_summary = _check(config, given, num_gpus, node, asks_servers, resumes=True)
         if newest and config.adapters.rank and asks_servers:
             files = needed("adapters", "files", by=f"adapters.rank={config.adapters.rank}")
             files.check_base(config, newest, saved.model)
@@ -182,29 +185,26 @@ def prepare_resume(
 
 
 def prepare_resume_or_new(
-    recipe: str,
-    overrides: list[str],
-    node: Node,
-    script: str = "",
-    **how: bool,
+    recipe: str | Recipe, node: Node, script: str = "", **how: bool
 ) -> tuple[Config, str]:
     """Resume the named run, or create it, for a job on such nodes; `how` has both's options.
 
-    `overrides` change a run that exists, as those of `prepare_resume` do. The rest of the recipe
-    must be as the run has it, unless `script` is that of the run's last job, which has nothing new
-    to say.
+    The fields that the recipe's user has given change a run that exists, as those of
+    `prepare_resume` do. The rest of the recipe must be as the run has it, unless `script` is that
+    of the run's last job, which has nothing new to say.
     """
-    place = [word for word in overrides if word.startswith(("name=", "output_dir="))]
-    if not any(word.startswith("name=") for word in place):
+    read = load_recipe(recipe)
+    if not read.config.name:
         raise ConfigError("name=: missing; a job needs it to find its run after a restart")
-    run_dir = with_overrides(Config(), place).run_dir
+    run_dir = read.config.run_dir
     if (run_dir / "config.yaml").is_file():
-        others = [word for word in overrides if word not in place]
+        values = leaf_values(read.config)
+        given = [Given(field, values[field]) for field in read.given - {"name", "output_dir"}]
         last = run_dir / JOB_SCRIPT
         try:
             if not (script and last.exists() and last.read_text() == script):
-                check_as_saved(recipe, others, load(run_dir / "config.yaml"))
-            return prepare_resume(run_dir, others, node=node, **how)
+                check_as_saved(read, load(run_dir / "config.yaml"))
+            return prepare_resume(run_dir, given, node=node, **how)
         except ConfigError as error:
             raise ConfigError(
                 f"name={run_dir.name}: {run_dir} exists: {error}; choose another name; "
@@ -212,24 +212,23 @@ def prepare_resume_or_new(
             ) from None
     if run_dir.exists():
         raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-    return prepare_new(recipe, overrides, node=node, **how)
+    return prepare_new(read, [], node=node, **how)
 
 
-def check_as_saved(recipe: str, overrides: list[str], saved: Config) -> None:
-    """Check that a recipe has the values of an existing run in the fields that are not overridden.
+def check_as_saved(recipe: Recipe, saved: Config) -> None:
+    """Check that a recipe has the values of an existing run in the fields that are not given.
 
     Raises:
         ConfigError: it has not; the message names the first field.
     """
-    config = with_overrides(load_recipe(recipe).config, overrides)
-    _choose_scale(config, overrides)
-    given = {word.partition("=")[0] for word in overrides}
+    config = with_overrides(recipe.config, [])
+    _choose_scale(config, recipe.given)
     before = leaf_values(saved)
     for field, value in leaf_values(config).items():
-        is_given = any(f"{each}.".startswith(f"{field}.") for each in given)
         is_open = value == "" or (field in SETTLED and value == SETTLED[field])
-        if not is_given and not is_open and value != before[field] and field not in OF_DIRECTORY:
-            raise ConfigError(f"it has {field}={before[field]}, and {recipe} {value}")
+        if field not in {*recipe.given, *OF_DIRECTORY} and not is_open and value != before[field]:
+            package = recipe.package or BASIS
+            raise ConfigError(f"it has {field}={before[field]}, and {package} {value}")
 
 
 def _write(config: Config, data_summary: str) -> None:
@@ -283,10 +282,10 @@ def _find(config: Config, saved: Config) -> None:
     config.chat_template = read_template(config.chat_template, Path(config.model))
 
 
-def found_words(config: Config) -> list[str]:
-    """Return the words that give a job the snapshots of this configuration."""
+def snapshots(config: Config) -> list[Given]:
+    """Return what gives a job the snapshots of this configuration."""
     return [
-        f"{field}={source}"
+        Given(field, source)
         for field, source in sources(config).items()
         if any(hub.snapshot_of(part.partition(":")[0]) for part in parts_of(source))
     ]
@@ -331,7 +330,7 @@ def _exists(source: str) -> bool:
 
 def _check(
     config: Config,
-    words: list[str],
+    given: Collection[str],
     num_gpus: int | None,
     node: Node | None,
     asks_servers: bool,
@@ -340,8 +339,8 @@ def _check(
 ) -> str:
     """Check the fields, the models, the machine and the data, in the order of what they cost.
 
-    `words` are the given fields; a placement among them is not changed. Return the summary of the
-    data.
+    `given` are the fields that the user has chosen; a placement among them is not changed. Return
+    the summary of the data.
     """
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
@@ -355,8 +354,8 @@ def _check(
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
     architecture = validate(config)
-    cores = use_cores(config, words) if num_gpus == 0 and not resumes else ""
-    for said in filter(None, (cores, choose_placement(config, words, num_gpus or 0))):
+    cores = use_cores(config, given) if num_gpus == 0 and not resumes else ""
+    for said in filter(None, (cores, choose_placement(config, given, num_gpus or 0))):
         print(f"qurl: {said}", file=sys.stderr)
     placed = place_servers(config, num_gpus or 0)
     if num_gpus:

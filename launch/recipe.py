@@ -1,11 +1,13 @@
 """What a command's RECIPE names: a recipe of the package, or a file of the user's own.
 
     grpo             the recipe of the package, whatever files there are
-    FILE.yaml, .yml  fields and values; `recipe: grpo` says what the others begin with
+    FILE.yaml, .yml  fields and values; `recipe:` says what the others begin with: a recipe of the
+                     package, or another file, relative to the directory of this one
     FILE.py:NAME     a function that takes nothing and returns a Config
+    -                YAML on stdin
 
-A file is read once, when the command begins. A job gets its fields as words, and so does each run
-of a sweep: later changes of the file do not reach them.
+More YAML files may follow. A file is read once, when the command begins. A job, or a run of a
+sweep, gets its fields as a file of its own (`Recipe.as_file`): later changes do not reach it.
 """
 
 import dataclasses
@@ -13,83 +15,111 @@ import difflib
 import hashlib
 import importlib
 import json
+import os
 import pkgutil
 import re
 import runpy
 import sys
 import time
 import traceback
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config import yaml_text
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import (
+    Given,
     field_meanings,
+    field_of,
     first_line,
     from_tree,
     leaf_values,
     no_such_field,
-    overrides_between,
+    of_file,
+    of_word,
     with_overrides,
 )
 from qurl_megatron.data.rewards import why
 
 RECIPES = "qurl_megatron.recipes"
-BASIS = "grpo"  # what a file's words change if it begins with no recipe of the package
+BASIS = "grpo"  # what a file's fields are compared with if it begins with no recipe of the package
 LARGEST_BYTES = 1_000_000
 OWN_RECIPE = "a file of your own is FILE.yaml or FILE.py:NAME"
+STDIN = "-"
+
+
+@dataclasses.dataclass
+class File(Config):
+    """What a YAML file may have."""
+
+    recipe: str = ""
+    """Recipe that the other fields change. Empty: the defaults."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe of the package or a file, as read."""
+    """A recipe as read, and what its user has changed."""
 
-    config: Config
+    name: str
+    """What it was read from."""
 
     package: str
     """The recipe of the package that it is, or begins with. Empty: none."""
 
-    file: dict[str, str]
-    """`Config.recipe_file`."""
+    config: Config
 
-    def as_words(self) -> tuple[str, list[str]]:
-        """Return a recipe of the package and the `field=value` words that turn it into this one."""
-        if not self.file:
-            return self.package, []
-        package = self.package or BASIS
-        words = overrides_between(load_recipe(package).config, self.config)
-        return package, [*words, f"recipe_file={json.dumps(self.file)}"]
+    given: frozenset[str] = frozenset()
+    """The fields of words and of stdin, and in which files differ from the package's recipe."""
+
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """`Config.recipe_file`: SHA-256 of the files that it was read from, by path."""
+
+    def as_file(self) -> str:
+        """Return this recipe as a YAML file, which needs none of the files that it is from."""
+        values = leaf_values(self.config)
+        fields = {field: value for field, value in values.items() if field in self.given}
+        fields |= {"recipe_file": dict(self.files)} if self.files else {}
+        return yaml_text.dump({"recipe": self.package or BASIS} | fields)
 
 
-def load_recipe(recipe: str) -> Recipe:
-    """Return the recipe of this name or from this file.
+def load_recipe(recipe: str | Recipe, words: Iterable[str | Given] = ()) -> Recipe:
+    """Return a recipe with what follows it on a command line: `field=value` words and YAML files.
+
+    Each changes what is before it.
 
     Raises:
-        ConfigError: there is none, or a field of the file is wrong.
+        ConfigError: there is none, or a field is wrong; the message says in which file and line.
     """
-    if recipe in recipe_names():
-        module = importlib.import_module(f"{RECIPES}.{recipe}")
-        return Recipe(module.recipe(), recipe, {})
-    if recipe.endswith(".py"):
-        names = re.findall(r"^def (\w+)\(\)", _content(Path(recipe)).decode(), re.MULTILINE)
-        raise ConfigError(
-            f"{recipe}: which function? give {recipe}:{' or :'.join(names) or 'NAME'}, a function "
-            "that takes nothing and returns a Config"
-        )
-    if not is_own(recipe):
-        names = recipe_names()
-        close = difflib.get_close_matches(recipe, names, n=1)
-        known = f"there are {', '.join(names)}; {OWN_RECIPE}"
-        hint = f"did you mean {close[0]}?" if close else known
-        raise ConfigError(f"{recipe}: no such recipe; {hint}")
-    place, _, function = recipe.rpartition(":")
-    return _of_python(Path(place), function) if place.endswith(".py") else _of_yaml(Path(recipe))
+    loaded = _read(recipe) if isinstance(recipe, str) else recipe
+    fields = leaf_values(loaded.config)
+    changes: list[Given] = []
+    given, files = set(loaded.given), dict(loaded.files)
+    for word in words:
+        if isinstance(word, str) and "=" not in word and is_own(word):
+            more, read = _fields(word)
+            for each in more:
+                if each.path == "recipe":
+                    raise ConfigError(f"{each.place}recipe: only the first file may have one")
+            changes += more
+            files |= read
+        else:
+            each = of_word(word, loaded.config) if isinstance(word, str) else word
+            changes.append(each)
+            given.add(field_of(each.path, fields))
+    config = with_overrides(loaded.config, changes)
+    before = leaf_values(_of_package(loaded.package or BASIS))
+    given |= {field for field, value in leaf_values(config).items() if value != before[field]}
+    return Recipe(loaded.name, loaded.package, config, frozenset(given), files)
 
 
 def is_own(recipe: str) -> bool:
     """Return whether a recipe is a file."""
-    return recipe.endswith((".yaml", ".yml")) or recipe.rpartition(":")[0].endswith(".py")
+    return (
+        recipe == STDIN
+        or recipe.endswith((".yaml", ".yml"))
+        or recipe.rpartition(":")[0].endswith(".py")
+    )
 
 
 def recipe_names() -> list[str]:
@@ -142,31 +172,65 @@ def run_function(function: str, *given: Any) -> Any:
         sys.path[:] = found
 
 
-def _of_yaml(path: Path) -> Recipe:
-    content = _content(path)
-    config, package = Config(), ""
-    leaves = {"recipe": "", **leaf_values(config), "data": []}  # data may be a list
-    words = yaml_text.words(content, leaves, path)
-    # The recipe first, wherever it stands: all other words change it.
-    for line, word in sorted(words, key=lambda each: not each[1].startswith("recipe=")):
-        field, _, value = word.partition("=")
-        try:
-            if field != "recipe":
-                config = with_overrides(config, [word])
-            elif is_own(value):
-                raise ConfigError(f"recipe: {value}: must be a recipe of the package")
-            elif value == "null":
-                raise ConfigError("recipe: is empty; name one, such as grpo, or leave it out")
-            else:
-                config, package = load_recipe(value).config, value
-        except ConfigError as error:
-            raise ConfigError(f"{path}, line {line}: {error}") from None
-    return Recipe(config, package, _file(path, content))
+def _read(recipe: str, place: str = "", inside: tuple[Path, ...] = ()) -> Recipe:
+    """Return a recipe by its name, whose `given` lacks the differences.
+
+    Args:
+        recipe: the name.
+        place: where a file names it, in messages.
+        inside: the files that begin with it.
+    """
+    if recipe in recipe_names():
+        return Recipe(recipe, recipe, _of_package(recipe))
+    if recipe.endswith(".py"):
+        names = re.findall(r"^def (\w+)\(\)", _content(recipe, place).decode(), re.MULTILINE)
+        raise ConfigError(
+            f"{place}{recipe}: which function? give {recipe}:{' or :'.join(names) or 'NAME'}, a "
+            "function that takes nothing and returns a Config"
+        )
+    if not is_own(recipe):
+        names = recipe_names()
+        close = difflib.get_close_matches(recipe, names, n=1)
+        known = f"there are {', '.join(names)}; {OWN_RECIPE}"
+        hint = f"did you mean {close[0]}?" if close else known
+        raise ConfigError(f"{place}{recipe}: no such recipe; {hint}")
+    file, _, function = recipe.rpartition(":")
+    if file.endswith(".py"):
+        return _of_python(recipe, file, _content(file, place))
+    if Path(recipe).resolve() in inside:
+        raise ConfigError(f"{place}recipe: {recipe} would begin with itself")
+    given, files = _fields(recipe, place)
+    base = Recipe(recipe, "", Config())
+    for each in given:
+        if each.path == "recipe":
+            if not isinstance(name := each.value, str):
+                raise ConfigError(f"{each.place}recipe: name one, such as grpo, or leave it out")
+            if is_own(name):  # relative to this file
+                name = os.path.join(os.path.dirname(recipe), os.path.expanduser(name))
+            base = _read(name, each.place, (*inside, Path(recipe).resolve()))
+    given = [each for each in given if each.path != "recipe"]
+    config = with_overrides(base.config, given)
+    fields = leaf_values(config)
+    named = frozenset(field_of(each.path, fields) for each in given if recipe == STDIN)
+    return Recipe(recipe, base.package, config, named, {**base.files, **files})
 
 
-def _of_python(path: Path, function: str) -> Recipe:
-    recipe = f"{path}:{function}"
-    content = _content(path)
+def _of_package(name: str) -> Config:
+    config: Config = importlib.import_module(f"{RECIPES}.{name}").recipe()
+    return config
+
+
+def _fields(file: str, place: str = "") -> tuple[list[Given], dict[str, str]]:
+    """Return what a YAML file gives, and its record."""
+    if file.rpartition(":")[0].endswith(".py"):
+        raise ConfigError(f"{file}: only the first recipe may be a function")
+    content = _content(file, place)
+    if file == STDIN:
+        return of_file(content, "stdin", File()), {}
+    return of_file(content, file, File()), _record(file, content)
+
+
+def _of_python(recipe: str, file: str, content: bytes) -> Recipe:
     config = run_function(recipe)
     if not isinstance(config, Config):
         raise ConfigError(f"{recipe}: returned {type(config).__name__}; expected a Config")
@@ -174,20 +238,23 @@ def _of_python(path: Path, function: str) -> Recipe:
         for field in leaf_values(config).keys() - field_meanings(config).keys():
             raise ConfigError(no_such_field(field, Config()))  # Python sets any attribute
         config = from_tree(Config, tree := dataclasses.asdict(config), extra="forbid")
-        json.dumps(tree)  # what a job gets as words
+        json.dumps(tree)  # else a job's file could not have it
     except (ConfigError, TypeError) as error:
         raise ConfigError(f"{recipe}: {error}") from None
-    return Recipe(config, "", _file(path, content) | {"function": function})
+    return Recipe(recipe, "", config, files=_record(recipe, content))
 
 
-def _content(path: Path) -> bytes:
+def _content(file: str, place: str) -> bytes:
+    if file == STDIN:
+        return sys.stdin.buffer.read()
+    path = Path(file)
     if not path.is_file():
         what = "not a file" if path.exists() else "no such file"
-        raise ConfigError(f"{path}: {what}; {OWN_RECIPE}")
+        raise ConfigError(f"{place}{path}: {what}; {OWN_RECIPE}")
     if path.stat().st_size > LARGEST_BYTES:
-        raise ConfigError(f"{path}: larger than a megabyte, and so no recipe")
+        raise ConfigError(f"{place}{path}: larger than a megabyte, and so no recipe")
     return path.read_bytes()
 
 
-def _file(path: Path, content: bytes) -> dict[str, str]:
-    return {"path": str(path.absolute()), "sha256": hashlib.sha256(content).hexdigest()}
+def _record(recipe: str, content: bytes) -> dict[str, str]:
+    return {str(Path(recipe).absolute()): hashlib.sha256(content).hexdigest()}

@@ -1,9 +1,9 @@
 """The batch process of a Slurm job, which the job's script (`launch/experiment.py`) starts.
 
-    python -m qurl_megatron.launch.slurm run SCRIPT RECIPE name=NAME [field=value ...]
+    python -m qurl_megatron.launch.slurm run SCRIPT <<< CONFIGURATION
 
-It reads the variables that the script sets (`launch/experiment.py:_variables`), whose names begin
-with QURL_.
+It reads the run's configuration, as YAML, and the variables that the script sets
+(`launch/experiment.py:_variables`), whose names begin with QURL_.
 
 Every node of the job has one task, which supervises its part of the plan (`supervisor.py`). The
 nodes of the learner, on which there may be servers too, are one job step. Each other node has
@@ -52,6 +52,7 @@ from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
 from qurl_megatron.launch.preflight import limit_s, summarize
 from qurl_megatron.launch.prepare import prepare_resume_or_new
+from qurl_megatron.launch.recipe import STDIN
 from qurl_megatron.launch.servers import Attempt, RestartLimit, claims
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.launch.supervisor import START_FAILED
@@ -601,10 +602,9 @@ def main() -> None:
     if command == "guard":
         return guard(Path(*words))
     print(f"{datetime.now():%F %T} {shlex.join(sys.argv[1:])}", flush=True)
-    file, recipe, *overrides = words
-    script = Path(file).read_text()
+    script = Path(*words).read_text()
     with exit_on_bad_input():
-        config, data_summary = prepare_resume_or_new(recipe, overrides, job_node(), script)
+        config, data_summary = prepare_resume_or_new(STDIN, job_node(), script)
     # This script resumes the run. Its variables may be secrets.
     write_whole(config.run_dir / JOB_SCRIPT, script, private=True)
     if is_finished(config.run_dir):

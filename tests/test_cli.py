@@ -23,6 +23,7 @@ from qurl_megatron.launch.prepare import (
     prepare_resume,
     warn_of_pickles,
 )
+from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.recipes import grpo, quickstart
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
@@ -90,7 +91,7 @@ def test_every_recipe_is_ready_to_start_in_every_format(
         given.rollout.server.releases = config.rollout.server.releases
         given.evaluation.server.releases = config.evaluation.server.releases
     assert config == given  # no value of the recipe was changed
-    check_as_saved(name, words, config)  # the same launch is a resume
+    check_as_saved(load_recipe(name, words), config)  # the same launch is a resume
 
 
 def test_the_study_of_32b_is_ready_to_start_with_adapters(

@@ -55,9 +55,14 @@ def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def script_of(*overrides: str, recipe: str = "quickstart", **options: Any) -> str:
     """Return the script of a job of a recipe."""
-    words = ["name=first", *overrides]
-    config = with_overrides(load_recipe(recipe).config, words)
-    return job_script(config, [recipe, *words], JobOptions(**options))
+    read = load_recipe(recipe, ["name=first", *overrides])
+    return job_script(read.config, read, JobOptions(**options))
+
+
+def given_in(script: str) -> list[dict[str, Any]]:
+    """Return the fields that each command of a script, or of several, gets on stdin."""
+    texts = re.findall(r"<<< (.+?)(?=\n#!|\n/|\Z)", script, re.DOTALL)
+    return [yaml.safe_load(shlex.split(text)[0]) for text in texts]
 
 
 def parts_of(script: str) -> list[dict[str, str]]:
@@ -96,9 +101,10 @@ def test_every_recipe_becomes_a_job_with_the_nodes_it_needs(recipe: str) -> None
         assert part["comment"] == str(Path("runs/first").absolute())
         assert "partition" not in part
     # The batch process replaces the shell.
-    command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", "$0", recipe]
-    expected = ["exec", *command, "name=first", *words]
-    assert shlex.split(script.splitlines()[-1]) == expected
+    command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run", "$0"]
+    assert shlex.split(script.partition("\nexec ")[2].partition(" <<<")[0]) == command
+    given = {"name": "first", "rollout.servers": 3, "rollout.placement": "separate"}
+    assert given_in(script) == [{"recipe": recipe, **given}]
     assert parts_of(script)[0]["chdir"] == str(Path.cwd())  # from wherever it is submitted
 
 
@@ -124,7 +130,7 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     )
     container += " --container-mounts=/:/,/e:/e"
     container += " --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,NCCL_DEBUG"
-    assert script.splitlines()[-13:-1] == [
+    assert script.partition("\nexec ")[0].splitlines()[-12:] == [
         "export NCCL_DEBUG=INFO",
         "module load cuda",
         f"cd {Path.cwd()}",  # wherever these lines went
@@ -230,9 +236,10 @@ def test_a_job_asks_for_gpus_where_slurm_counts_them(
 UNSAFE = ["""a $(touch x)`touch x`;"'&|""", "-rf *", "b > x"]
 
 
-def test_a_job_script_passes_every_word_as_it_was_given() -> None:
-    """The script is run by bash, whose `exec` prints the words."""
-    words = [f"evaluation.data.test={value}" for value in UNSAFE]
+def test_a_job_script_passes_every_value_as_it_was_given() -> None:
+    """The script is run by bash, whose `exec` prints what it is given."""
+    values = {str(number): value for number, value in enumerate(UNSAFE)}
+    words = [f"evaluation.data.{number}={value}" for number, value in values.items()]
     script = script_of(
         *words,
         sbatch={"account": UNSAFE[0], "qos": "`touch x`"},
@@ -240,17 +247,17 @@ def test_a_job_script_passes_every_word_as_it_was_given() -> None:
         container_mounts=["/:/", "/d;touch x:/d"],
         environment={"WHERE": UNSAFE[0]},
     )
-    printing = r"""exec() { shift 5; printf '%s\0' "$@" "$QURL_CONTAINER_OPTIONS" "$WHERE"; }"""
+    printing = r"""exec() { cat; printf '\0%s' "$QURL_CONTAINER_OPTIONS" "$WHERE"; }"""
     shown = subprocess.run(["bash", "-c", f"{printing}\n{script}"], capture_output=True, text=True)
-    *given, container, where, _ = shown.stdout.split("\0")
-    assert (given, shown.stderr) == (["quickstart", "name=first", *words], "")
+    given, container, where = shown.stdout.split("\0")
+    assert (yaml.safe_load(given)["evaluation.data"], shown.stderr) == (values, "")
     assert where == UNSAFE[0]
     assert "--container-image=$(touch x)" in shlex.split(container)
     assert "--container-mounts=/:/,/d;touch x:/d" in shlex.split(container)
     assert list(Path.cwd().iterdir()) == []  # nothing was touched
 
 
-def test_a_run_on_this_machine_is_qurl_train_with_every_word_as_it_was_given(
+def test_a_run_on_this_machine_is_qurl_train_with_every_value_as_it_was_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for value in UNSAFE:
@@ -258,25 +265,23 @@ def test_a_run_on_this_machine_is_qurl_train_with_every_word_as_it_was_given(
     words = ["reward=exact", "name=first"]
     sweep = "evaluation.data.test=" + ",".join(f"{value}.jsonl" for value in UNSAFE)
     launch("quickstart", words, [sweep], dry_run=True)
-    qurl = str(Path(sys.executable).with_name("qurl"))
-    for line, value in zip(capsys.readouterr().out.splitlines(), UNSAFE, strict=True):
-        *command, name = shlex.split(line)
-        swept = f"evaluation.data.test={value}.jsonl"
-        assert command == [qurl, "train", "quickstart", *words, swept]
-        assert re.fullmatch(r"name=first-[\w.+-]+", name)
+    shown = capsys.readouterr().out
+    assert shown.count(f"{Path(sys.executable).with_name('qurl')} train - <<< ") == len(UNSAFE)
+    for given, value in zip(given_in(shown), UNSAFE, strict=True):
+        assert (given["reward"], given["evaluation.data"]["test"]) == ("exact", f"{value}.jsonl")
+        assert re.fullmatch(r"first-[\w.+-]+", given["name"])
 
 
 def test_runs_on_this_machine_go_on_after_one_that_fails_or_is_stopped_early(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], signals: None
 ) -> None:
     ends = {"a": 0, "b": STOPPED_EARLY, "c": 1}
-    jobs = [Job([name], Config(name=name), "") for name in ends]
-    program = (
-        f"import pathlib, sys; pathlib.Path(sys.argv[1]).touch(); sys.exit({ends}[sys.argv[1]])"
-    )
-    monkeypatch.setattr(
-        Job, "command", property(lambda job: [sys.executable, "-c", program, *job.words])
-    )
+    jobs = [
+        Job((read := load_recipe("quickstart", [f"name={name}"])), read.config, "") for name in ends
+    ]
+    program = "import pathlib, sys, yaml; name = yaml.safe_load(sys.stdin)['name']\n"
+    program += f"pathlib.Path(name).touch(); sys.exit({ends}[name])"
+    monkeypatch.setattr(Job, "command", [sys.executable, "-c", program])
     codes = [experiment.run_here(jobs[:number]) for number in (1, 2, 3)]
     assert codes == [0, STOPPED_EARLY, 1]
     states = ["runs/a: succeeded", "runs/b: stopped early", "runs/c: failed"]
@@ -293,8 +298,8 @@ def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
     )
     launch("quickstart", ["name=s"], ["steps=2,3"], options=JobOptions())
     assert capsys.readouterr().out == "runs/s-2: job 1\nruns/s-3: job 2\n"
-    executed = re.findall(r'^exec .+ run "\$0" (.+)$', Path("scripts").read_text(), re.M)
-    assert executed == [f"quickstart name=s steps={n} name=s-{n}" for n in (2, 3)]
+    expected = [{"recipe": "quickstart", "name": f"s-{n}", "steps": n} for n in (2, 3)]
+    assert given_in(Path("scripts").read_text()) == expected
     assert Path("logs").is_dir()  # where the jobs write
     program("sbatch", "(echo error: more; echo sbatch: error: no account) >&2; exit 1")
     with pytest.raises(ConfigError, match="^sbatch: error: no account$"):
@@ -348,11 +353,15 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
     launch("own/run.yaml", ["name=s"], options=JobOptions())
     for file in (own / "mine.py", own / "package" / "part.py", own / "run.yaml"):
         file.write_text("raise SystemExit('changed')")
-    words = shlex.split(Path("script").read_text().splitlines()[-1])
-    reward = [word for word in words if word.startswith("reward=")][-1].removeprefix("reward=")
+    ((_, reward),) = [
+        item
+        for given in given_in(Path("script").read_text())
+        for item in given.items()
+        if item[0] == "reward"
+    ]
     copy = Path(reward.partition(":")[0])
     (code,) = Path("logs").absolute().iterdir()
-    assert copy.is_relative_to(code) and (copy.parent / "run.yaml").read_text().startswith("recipe")
+    assert copy.is_relative_to(code)
     asked = f"from qurl_megatron.data.rewards import load_function as load\nf = load({reward!r})\n"
     asked += "print(f(None, None), f.__globals__['words'])"
     shown = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
@@ -423,27 +432,28 @@ def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixt
         "quantization.format=int8,fp8",
         "quantization.uaq.scale=1,1.5,2",
     ]
-    runs = named_runs("quickstart", ["name=x", "name=ablation"], sweeps)
+    runs = named_runs("quickstart", "ablation", sweeps)
     assert len({words[-1] for words in runs}) == 2 * 2 * 3
     assert runs[0][-1] == "name=ablation-tis-int8-1"
-    assert runs[-1][2:] == [
+    assert runs[-1] == [
         "objective.objective=acr",
         "quantization.format=fp8",
         "quantization.uaq.scale=2",
         "name=ablation-acr-fp8-2",
     ]
-    ((_, name),) = named_runs("grpo", [], ["data=/a/b.jsonl"])
+    ((_, name),) = named_runs("grpo", "", ["data=/a/b.jsonl"])
     assert name == "name=grpo-sweep-_a_b.jsonl"
-    ((_, name),) = named_runs("grpo", ["steps=1"], [])
+    ((name,),) = named_runs("grpo", "", [])
     assert re.fullmatch(r"name=grpo-\d{8}-\d{6}", name)
-    launch("quickstart", ["name=ablation"], sweeps[:2], options=JobOptions(), dry_run=True)
+    words = ["name=x", "name=ablation"]
+    launch("quickstart", words, sweeps[:2], options=JobOptions(), dry_run=True)
     shown = capsys.readouterr()
     assert shown.err.count("data: reasoning_gym:spell_backward\n") == 1  # the runs share it
     assert list(Path.cwd().iterdir()) == []  # nothing is written
-    commands = re.findall(r'^exec .+ run "\$0" (.+)$', shown.out, re.MULTILINE)
-    assert [command.split() for command in commands] == [
-        ["quickstart", *words] for words in named_runs("quickstart", ["name=ablation"], sweeps[:2])
+    names = [
+        f"ablation-{objective}-{form}" for objective in ("tis", "acr") for form in ("int8", "fp8")
     ]
+    assert [given["name"] for given in given_in(shown.out)] == names
 
 
 def test_nothing_starts_without_sbatch_or_over_a_run_that_exists_or_is_owned(
@@ -481,33 +491,31 @@ def test_a_launch_resumes_a_run_only_if_the_recipe_does_not_contradict_it() -> N
     Path("own.yaml").write_text("recipe: quickstart\nsteps: 7\n")
     for recipe in ("quickstart", "own.yaml"):
         given = [f"name={recipe[:3]}", "rollout.completions_per_prompt=2"]
-        package, own = load_recipe(recipe).as_words()
-        words = [*own, *given]
 
-        def again(*changes: str, recipe: str = package, script: str = "") -> Config:
+        def again(*changes: str, recipe: str = recipe, script: str = "") -> Config:
             how = {"writes": False, "asks_servers": False}
-            return prepare_resume_or_new(recipe, [*changes], DGX_H100, script, **how)[0]
+            return prepare_resume_or_new(load_recipe(recipe, changes), DGX_H100, script, **how)[0]
 
-        config, _ = prepare_new(package, words)
-        assert again(*words).steps == config.steps
-        assert again(*words, "steps=9").steps == 9
+        config, _ = prepare_new(recipe, given)
+        assert again(*given).steps == config.steps
+        assert again(*given, "steps=9").steps == 9
         run = f"name={config.name}: {config.run_dir} exists: "
         ways = f"; choose another name; {status.how_to_resume(config.run_dir)}"
         with pytest.raises(ConfigError) as refused:
-            again(*words, recipe="quickstart_experts")
+            again(*given, recipe="quickstart_experts")
         first = "it has model_builder=qurl_megatron.recipes.quickstart:build_model, and quickstart_"
         assert str(refused.value).startswith(run + first) and str(refused.value).endswith(ways)
         with pytest.raises(ConfigError) as refused:  # a word is left out
-            again(*words[:-1])
+            again(*given[:-1])
         assert str(refused.value) == (
-            f"{run}it has rollout.completions_per_prompt=2, and {package} 8{ways}"
+            f"{run}it has rollout.completions_per_prompt=2, and quickstart 8{ways}"
         )
         # A requeued job does not contradict what the user has changed since.
         prepare_resume(config.run_dir, ["rollout.servers=3"])
         (config.run_dir / "job.sh").write_text("its script")
-        assert again(*words, script="its script").rollout.servers == 3
+        assert again(*given, script="its script").rollout.servers == 3
         with pytest.raises(ConfigError, match="it has rollout.servers=3"):
-            again(*words, script="another script")
+            again(*given, script="another script")
 
 
 @pytest.fixture
@@ -837,9 +845,11 @@ def test_nemorun_exports_a_recipe_to_a_file_and_reads_it(
     assert fields["config"]["quantization"]["uaq"]["scale"] == 2
     # Which can be given in place of the recipe, with further words.
     launched: list[Any] = []
-    monkeypatch.setattr(nemo, "launch", lambda *given, **how: launched.append(given))
+    monkeypatch.setattr(nemo, "launch", lambda recipe, **how: launched.append(recipe))
     nemorun("--yaml", "first.yaml", "config.steps=3", "--yes")
-    assert launched == [("quickstart", ["steps=3", "name=first", "quantization.uaq.scale=2.0"])]
+    read = load_recipe(launched[0])
+    assert read.given == {"steps", "name", "quantization.uaq.scale"}
+    assert read.config == load_recipe("quickstart", ["steps=3", *words]).config
 
 
 @pytest.mark.parametrize(
@@ -876,8 +886,8 @@ def test_nemorun_runs_here_and_keeps_a_field_that_is_given_as_the_recipe_has_it(
     assert quickstart.recipe().quantization.uaq.scale == 1.5
     for words, scale in ((["quantization.uaq.scale=1.5", "run.executor=mine"], 1.5), ([], 1.0)):
         nemorun("--factory", "quickstart", "quantization.format=bf16", *words, "--yes")
-        recipe, overrides, how = launched[-1]
+        recipe, how = launched[-1]
         assert how == {"options": None, "dry_run": False}
-        config, _ = prepare_new(recipe, overrides, writes=False)
+        config, _ = prepare_new(recipe, writes=False)
         assert config.quantization.uaq.scale == scale
     assert os.environ["WHERE"] == "here"

@@ -18,7 +18,7 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.data.problems import DataError, local_data, read_problems
 from qurl_megatron.launch import experiment
-from qurl_megatron.launch.prepare import found_words, prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume, snapshots
 from qurl_megatron.model.hub import TOKENIZER, HubError, local_model, snapshot_of
 from small_hub import SmallHub, serving
 from tiny import build_tiny_model
@@ -231,7 +231,7 @@ def test_a_run_keeps_its_commit_when_the_branch_moves_on(
     assert model and snapshot_of(data)
     saved = load(config.run_dir / "config.yaml")
     assert (saved.model, saved.data) == (config.model, config.data)
-    assert [word.partition("=")[0] for word in found_words(config)] == [
+    assert [each.path for each in snapshots(config)] == [
         "model",
         "data",
         "evaluation.data.test",
@@ -260,7 +260,7 @@ def test_a_run_keeps_its_commit_when_the_branch_moves_on(
 def test_a_job_is_given_snapshots(hub: SmallHub, capfd: pytest.CaptureFixture[str]) -> None:
     options = experiment.JobOptions(gpus_per_node=2)
     experiment.launch("grpo", [*SMALL, *WORDS], options=options, dry_run=True)
-    last = capfd.readouterr().out.strip().splitlines()[-1]
+    _, here, last = capfd.readouterr().out.partition("<<<")
     commit = hub.commit("models", MODEL, "main")
-    assert f"model={constants.HF_HUB_CACHE}" in last and commit in last
+    assert here and f"model: {constants.HF_HUB_CACHE}" in last and commit in last
     assert "model.safetensors" in hub.sent

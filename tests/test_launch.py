@@ -520,7 +520,7 @@ def test_a_signal_to_a_launcher_or_its_closed_terminal_ends_a_run_in_order(
 
 def test_a_job_without_a_name_for_its_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="name=: missing"):
-        prepare_resume_or_new("quickstart", ["steps=1"], DGX_H100)
+        prepare_resume_or_new("quickstart", DGX_H100)
 
 
 def test_a_rank_that_loses_a_request_to_stop_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import hashlib
-import json
+import io
 import re
 import shlex
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,8 +68,7 @@ def test_the_page_of_a_recipe_is_a_file_of_that_recipe(name: str) -> None:
     page = shown(name)
     file = written(page)
     assert load_recipe(file).config == load_recipe(name).config
-    assert load_recipe(file).as_words()[:1] == (name,)
-    assert len(load_recipe(file).as_words()[1]) == 1  # where it is from
+    assert (load_recipe(file).package, load_recipe(file).given) == (name, frozenset())
     assert shown(file) == page
     assert shown(file, "steps=7", "seed=3") == shown(name, "steps=7", "seed=3")
 
@@ -78,8 +78,7 @@ def test_a_file_holds_what_differs_from_its_recipe_or_from_the_defaults() -> Non
     assert load_recipe(written(OWN)).config == expected
     file = written(OWN.replace("recipe: quickstart\n", ""), "other.yml")
     assert load_recipe(file).config == with_overrides(Config(), CHANGES)
-    package, words = load_recipe(file).as_words()
-    config = with_overrides(load_recipe(package).config, words)
+    config = load_recipe(written(load_recipe(file).as_file())).config
     config.recipe_file = {}
     assert config == with_overrides(Config(), CHANGES)
 
@@ -112,6 +111,7 @@ def test_a_file_holds_what_differs_from_its_recipe_or_from_the_defaults() -> Non
         ("quantization.keep: '*.down_proj'", "quantization.keep", ["*.down_proj"]),
         ("quantization: {keep: [a, '*.b']}", "quantization.keep", ["a", "*.b"]),
         ("quantization: {keep: []}", "quantization.keep", []),
+        ("quantization: {keep: ['[q,k]', b]}", "quantization.keep", ["[q,k]", "b"]),
         ("quantization:\n  uaq.layer_scales: {3: 2}", "quantization.uaq.layer_scales", {3: 2.0}),
         ("data_options: {b: 1e-6, c: 1:30}", "data_options", {"b": 1e-6, "c": "1:30"}),
         ("data_options.a: '010'\ndata_options.b: 010", "data_options", {"a": "010", "b": 10}),
@@ -128,10 +128,66 @@ def test_a_value_is_what_its_writer_meant(content: str, field: str, value: objec
         assert found == value and type(found) is type(value)
 
 
+def test_a_file_begins_with_another_beside_it_and_the_later_of_two_values_wins() -> None:
+    Path("configs").mkdir()
+    written("recipe: quickstart\nsteps: 7\nseed: 1\ndata_options: {size: 90}\n", "base.yaml")
+    written("steps: 8\nrecipe: ../base.yaml\nrollout.temperature: 0.7\n", "configs/my.yaml")
+    written("rollout: {temperature: 0.8}\nquantization.keep: [down_proj]\n", "more.yaml")
+    read = load_recipe("configs/my.yaml", ["seed=2", "more.yaml", "steps=9"])
+    changed = ["data_options={size: 90}", "seed=2", "rollout.temperature=0.8", "steps=9"]
+    changed += ["quantization.keep=[down_proj]"]
+    assert read.config == with_overrides(load_recipe("quickstart").config, changed)
+    assert read.package == "quickstart"
+    assert read.given == {word.partition("=")[0] for word in changed}
+    digests = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in read.files]
+    assert [Path(file).name for file in read.files] == ["base.yaml", "my.yaml", "more.yaml"]
+    assert list(read.files.values()) == digests
+    # From left to right, and after a recipe of the package too.
+    assert load_recipe("configs/my.yaml", ["rollout.temperature=1", "more.yaml"]).config == (
+        with_overrides(read.config, ["steps=8", "seed=1"])
+    )
+    assert load_recipe("grpo", ["more.yaml"]).config.rollout.temperature == 0.8
+    assert shown("grpo", "more.yaml", "seed=3") == shown(
+        "grpo", "seed=3", *changed[2:3], changed[4]
+    )
+    written("def recipe():\n    from qurl_megatron.recipes import grpo\n"
+            "    return grpo.recipe()\n", "own.py")  # fmt: skip
+    written("recipe: ../own.py:recipe\n", "configs/python.yaml")
+    assert load_recipe("configs/python.yaml").config == grpo.recipe()
+    assert [Path(file).name for file in load_recipe("configs/python.yaml").files] == [
+        "own.py:recipe",
+        "python.yaml",
+    ]
+
+
+def test_messages_name_the_file_and_the_line_that_is_wrong() -> None:
+    def refused(*words: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            load_recipe(words[0], words[1:])
+        return str(error.value)
+
+    written("recipe: base.yaml\nseed: 1\n")
+    assert refused("my.yaml").startswith("my.yaml, line 1: base.yaml: no such file")
+    written("steps: 7\n\nrollout:\n  temperature: warm\n", "base.yaml")
+    assert refused("my.yaml").startswith("base.yaml, line 4: rollout.temperature=warm: input")
+    assert refused("grpo", "seed=1", "base.yaml").startswith("base.yaml, line 4: ")
+    written("steps: 7\nstepz: 8\n", "base.yaml")
+    assert refused("my.yaml").startswith("base.yaml, line 2: stepz: no such field; did you mean s")
+    written("steps: 7\nrecipe: my.yaml\n", "base.yaml")
+    assert refused("my.yaml") == "base.yaml, line 2: recipe: my.yaml would begin with itself"
+    assert refused("grpo", "my.yaml") == "my.yaml, line 1: recipe: only the first file may have one"
+    assert refused("grpo", "nowhere.yaml").startswith("nowhere.yaml: no such file")
+    assert refused("grpo", "my.py:f") == "my.py:f: only the first recipe may be a function"
+    written("recipe: grpo\nsteps: 0\n")
+    assert refused("my.yaml", "steps=3").startswith("my.yaml, line 2: steps=0: input should be")
+
+
 def test_words_of_the_command_line_read_numbers_as_files_do(tmp_path: Path) -> None:
     words = ["data_options.seed=010", "data_options.rate=1e-6", "data_options.text='1e-6'"]
+    words += ["quantization.keep=['[q,k]', *.b, \"c\"]"]
     config = with_overrides(Config(), [*words, "name=1e-6"])
     assert config.data_options == {"seed": 10, "rate": 1e-6, "text": "1e-6"}
+    assert config.quantization.keep == ["[q,k]", "*.b", "c"]
     assert load_recipe(written(shown("grpo", *words), "my.yaml")).config == with_overrides(
         grpo.recipe(), words
     )
@@ -166,8 +222,7 @@ def test_a_run_keeps_where_it_is_from_and_resumes_without_its_file(name: str) ->
     assert (config.run_dir / "model" / "model.safetensors").exists()  # the quickstart's, built
     kept = yaml.safe_load((config.run_dir / "config.yaml").read_text())["recipe_file"]
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    function = {"function": "recipe"} if name != "my.yaml" else {}
-    assert kept == {"path": str(path.absolute()), "sha256": digest, **function}
+    assert kept == {str(Path(name).absolute()): digest}
     path.unlink()
     resumed, _ = prepare_resume(config.run_dir, ["steps=9"])
     assert (resumed.steps, resumed.recipe_file) == (9, kept)
@@ -178,7 +233,7 @@ def test_the_configuration_of_a_run_is_a_recipe_of_another_one() -> None:
     first, _ = prepare_new(written(OWN), [])
     file = str(first.run_dir / "config.yaml")
     second, _ = prepare_new(file, ["name=second"])
-    assert second.recipe_file["path"] == str(Path(file).absolute())
+    assert list(second.recipe_file) == [str(Path(file).absolute())]
     second.name, second.recipe_file = first.name, first.recipe_file
     assert second == first
 
@@ -197,29 +252,32 @@ def test_runs_are_named_after_the_file() -> None:
     assert default_name("configs/my.py:recipe").startswith("my-")
     assert default_name("...yaml").startswith("run-")
     file = written(OWN.replace("name: own\n", ""))
-    for given, expected in (([], "my-sweep-1"), (["name=x"], "x-1")):
+    for given, expected in (("", "my-sweep-1"), ("x", "x-1")):
         (words,) = experiment.named_runs(file, given, ["seed=1"])
         assert words[-1] == f"name={expected}"
 
 
-def test_jobs_and_sweeps_get_fields_and_no_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_jobs_and_sweeps_get_a_file_that_needs_no_other(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = written(OWN)
-    place = json.dumps(load_recipe(file).file)
-    launch(file, ["steps=8"], ["seed=1,2"], options=JobOptions(), dry_run=True)
-    scripts = [line for line in capsys.readouterr().out.splitlines() if line[:1] != "#"]
-    for seed in (1, 2):
-        words = ["quickstart", *CHANGES[1:], f"recipe_file={place}", f"seed={seed}"]
-        words += ["steps=8", f"name=own-{seed}"]
-        (line,) = [line for line in scripts if line.endswith(f"name=own-{seed}")]
-        assert {*words} <= {*shlex.split(line)} and file not in shlex.split(line)
-    launch(file, [], dry_run=True)
-    assert shlex.split(capsys.readouterr().out)[2:] == [
-        "quickstart",
-        *CHANGES,
-        f"recipe_file={place}",
-    ]
+    words = ["steps=8", "quantization.uaq.scale=1.5"]  # which the recipe has too
+    expected = with_overrides(load_recipe(file).config, words)
+    expected.recipe_file = dict(load_recipe(file).files)
+    for options in (JobOptions(), None):
+        launch(file, words, ["seed=1,2"], options=options, dry_run=True)
+        texts = re.findall(r"<<< ('.+?')$", capsys.readouterr().out, re.M | re.S)
+        for seed, text in zip((1, 2), texts, strict=True):
+            (config,) = shlex.split(text)
+            expected.seed, expected.name = seed, f"own-{seed}"
+            stdin = SimpleNamespace(buffer=io.BytesIO(config.encode()))
+            monkeypatch.setattr(sys, "stdin", stdin)
+            read = load_recipe("-")
+            assert read.config == expected and "quantization.uaq.scale" in read.given
+            assert load_recipe(written(config, "job.yaml")).config == expected
+            assert config.startswith(
+                f"recipe: quickstart\nname: own-{seed}\nseed: {seed}\nsteps: 8"
+            )
 
 
 def test_a_recipe_of_the_package_wins_over_what_has_its_name() -> None:

@@ -316,8 +316,11 @@ def strange():
 # A file's content, and what is said of it after its name.
 FILES = rows(r"""
     recipe: gropo                           , line 1: gropo: no such recipe; did you mean grpo?
-    recipe: other.yaml                      , line 1: recipe: other.yaml: must be a recipe of the
-    recipe: [grpo]                          , line 1: recipe: takes one value
+    recipe: other.yaml                      , line 1: other.yaml: no such file; a file of your own
+    recipe: my.yaml                         , line 1: recipe: my.yaml would begin with itself
+    recipe: own.py                          , line 1: own.py: which function? give own.py:fails
+    recipe:                                 , line 1: recipe: name one, such as grpo, or leave it
+    recipe: [grpo]                          , line 1: recipe: name one, such as grpo, or leave it
     steps: 7\n\nrollout:\n tempratur: 1     , line 4: rollout.tempratur: no such field; did you mean
     steps: 7\nrolout.temperature: 1         , line 2: rolout.temperature: no such field; did you
     rolout: {}                              , line 1: rolout: no such field
@@ -327,9 +330,11 @@ FILES = rows(r"""
     steps: yes                              , line 1: steps=yes: input should be a valid integer
     steps: 1e3                              , line 1: steps=1e3: input should be a valid integer
     steps:                                  , line 1: steps=null: input should be a valid integer
-    model: [a, b]                           , line 1: model: takes one value
-    quantization: {keep: [[a]]}             , line 1: quantization.keep: takes a list of single
-    quantization: {keep: ['a,b']}           , line 1: quantization.keep: a value in a list must have
+    model: [a, b]                           , line 1: model=['a', 'b']: input should be a valid
+    quantization: {keep: [[a]]}             , line 1: quantization.keep.0=['a']: input should be
+    data: ['a,b']                           , line 1: data=['a,b']: a source in a list must have no
+    evaluation.data.x: ['a,b']              , line 1: evaluation.data.x=['a,b']: a source in a list
+    steps: {a: 1}                           , line 1: steps={'a': 1}: input should be a valid
     quantization: {keep: *.down_proj}       a text that begins with * needs quotes
     data_options: 7                         , line 1: data_options=7: not of the form {key: value}
     steps: 7\nsteps: 8                      line 2: steps is given twice, also in line 1

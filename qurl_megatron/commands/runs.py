@@ -16,14 +16,16 @@ RecipeName = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
-        help="Recipe, such as quickstart, or a file of your own: FILE.yaml or FILE.py:NAME.",
+        help="Recipe, such as quickstart, or a file of your own: FILE.yaml or FILE.py:NAME. "
+        "-: YAML on stdin.",
     ),
 ]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run: runs/NAME.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="FIELD=VALUE", help="Fields to change; `qurl config RECIPE` lists them."
+        metavar="FIELD=VALUE",
+        help="Fields to change, or further FILE.yaml; `qurl config RECIPE` lists the fields.",
     ),
 ]
 # Options of `qurl launch` that only Slurm jobs have.
@@ -50,18 +52,17 @@ def config(
     overrides: Overrides = None,
 ) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
-    from qurl_megatron.config.text import commented_yaml, with_overrides
+    from qurl_megatron.config.text import commented_yaml
     from qurl_megatron.launch.recipe import load_recipe, recipe_meanings
 
     if not recipe:
         for name, meaning in recipe_meanings().items():
             print(f"{name:20} {meaning}")
         return
-    loaded = load_recipe(recipe)
-    page = commented_yaml(with_overrides(loaded.config, overrides or []))
+    loaded = load_recipe(recipe, overrides or [])
     if loaded.package:
         print(f"# Recipe that gives the fields left out here.\nrecipe: {loaded.package}")
-    print(page, end="")
+    print(commented_yaml(loaded.config), end="")
 
 
 def train(

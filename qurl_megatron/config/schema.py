@@ -839,8 +839,8 @@ class Config:
     refused."""
 
     recipe_file: dict[str, Text] = dataclasses.field(default_factory=dict)
-    """Path, function and SHA-256 of the recipe's file. The run fills it in. Empty: a recipe of the
-    package."""
+    """SHA-256 of each file that the recipe is from, by its path. The run fills it in. Empty: a
+    recipe of the package."""
 
     @property
     def run_dir(self) -> Path:

@@ -7,13 +7,14 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import json
+import operator
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import pydantic
 
@@ -37,10 +38,29 @@ def leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def from_tree(kind: type[T], tree: Any, *, extra: Literal["ignore", "forbid"] = "ignore") -> T:
+class Given(NamedTuple):
+    """What is given for a field, and where.
+
+    The path of one key of a dict has a part more: `data_options.size`. Empty place: a word of the
+    command line. Else messages begin with it: `my.yaml, line 3: `.
+    """
+
+    path: str
+    value: Any
+    place: str = ""
+
+
+def from_tree(
+    kind: type[T],
+    tree: Any,
+    *,
+    extra: Literal["ignore", "forbid"] = "ignore",
+    places: Mapping[str, str] = MappingProxyType({}),
+) -> T:
     """Return a dataclass of type `kind` with every value converted to its field's type.
 
     `extra` says what happens to fields that `kind` lacks; a newer version may have saved some.
+    `places` says where values are given, by dotted path, for the message.
 
     Raises:
         ConfigError: a field does not accept a value or key; the message names the first.
@@ -52,16 +72,18 @@ def from_tree(kind: type[T], tree: Any, *, extra: Literal["ignore", "forbid"] = 
     if not first["loc"]:
         raise ConfigError("not a mapping of fields to values")
     reason = first["msg"].removeprefix("Value error, ")
-    path = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    parts = [str(part) for part in first["loc"] if part != "[key]"]
+    paths = [".".join(parts[: len(parts) - cut]) for cut in range(len(parts))]
     value = "null" if first["input"] is None else str(first["input"])[:_WIDTH]
-    word = path if first["loc"][-1] == "[key]" else f"{path}={value}"
+    word = paths[0] if first["loc"][-1] == "[key]" else f"{paths[0]}={value}"
     if not word.isprintable():
         word = ascii(word)
-    raise ConfigError(f"{word}: {reason[0].lower()}{reason[1:]}")
+    place = next((places[path] for path in paths if path in places), "")
+    raise ConfigError(f"{place}{word}: {reason[0].lower()}{reason[1:]}")
 
 
-def with_overrides(config: T, overrides: list[str]) -> T:
-    """Return `config`, a dataclass, with each `field=value` override applied.
+def with_overrides(config: T, overrides: Iterable[str | Given]) -> T:
+    """Return `config`, a dataclass, with each override applied: a `field=value` word, or a Given.
 
     The field of a section has a dotted path: `rollout.temperature=0.6`. So has a single key of a
     dict: `data_options.size=9`. The dict's own path replaces all its keys: `data_options={}` leaves
@@ -71,56 +93,75 @@ def with_overrides(config: T, overrides: list[str]) -> T:
         ConfigError: an override without `=`, an unknown field, or a value of the wrong type.
     """
     tree: dict[str, Any] = dataclasses.asdict(config)  # type: ignore[call-overload]
-    leaves = leaf_values(config)
-    for override in overrides:
-        path, equals, value = override.partition("=")
-        if (renamed := _renamed(path)) != path:
-            reason = f"{path} is called {renamed} now; version 0.3 will not know the old name"
-            warnings.warn(reason, FutureWarning, stacklevel=2)
-            path = renamed
-        if not equals or not path:
-            raise ConfigError(f"{override}: not of the form field=value")
-        section, _, leaf = path.rpartition(".")
-        is_key = isinstance(leaves.get(section), dict)
-        if path not in leaves and not is_key:
-            raise ConfigError(no_such_field(path, config))
-        node = tree
-        for name in section.split(".") if section else []:
-            node = node[name]
-        if is_key or isinstance(leaves[path], dict):
-            try:
-                node[leaf] = _renamed(yaml_text.parse(value))
-            except ConfigError as error:
-                raise ConfigError(f"{override}: {error}") from None
-            if not is_key and not isinstance(node[leaf], dict):
-                raise ConfigError(f"{override}: not of the form {{key: value}}; {{}} leaves no key")
-        elif value in ("null", "none", "None"):
-            node[leaf] = None
-        else:
-            node[leaf] = _items(value) if isinstance(leaves[path], list) else value
-    return from_tree(type(config), tree, extra="forbid")
+    places = {}
+    for each in overrides:
+        path, value, place = of_word(each, config) if isinstance(each, str) else each
+        *sections, leaf = path.split(".")
+        functools.reduce(operator.getitem, sections, tree)[leaf] = value
+        places[path] = place
+    return from_tree(type(config), tree, extra="forbid", places=places)
 
 
-def overrides_between(config: T, changed: T) -> list[str]:
-    """Return the `field=value` overrides that turn `config` into `changed`, of the same type."""
-    before = leaf_values(config)
-    overrides = []
-    for field, value in leaf_values(changed).items():
-        if value != before[field]:
-            text = "null" if value is None else value
-            if isinstance(value, list):
-                text = f"[{', '.join(map(str, value))}]"
-            elif isinstance(value, dict):
-                text = json.dumps(value, default=vars)
-            overrides.append(f"{field}={text}")
-    return overrides
+def of_word(word: str, config: Any) -> Given:
+    """Return what a `field=value` word gives to a dataclass.
+
+    Raises:
+        ConfigError: it has another form, or `config` has no such field.
+    """
+    path, equals, text = word.partition("=")
+    if not equals or not path:
+        raise ConfigError(f"{word}: not of the form field=value")
+    return _given(path, text, "", config)
+
+
+def of_file(content: bytes, file: str, config: Any) -> list[Given]:
+    """Return what a YAML file, called `file` in messages, gives to a dataclass.
+
+    Raises:
+        ConfigError: it is no mapping, gives a field twice, or `config` has no such field.
+    """
+    found = yaml_text.leaves(content, file, leaf_values(config))
+    return [_given(*each, config) for each in found]
+
+
+def _given(path: str, value: Any, place: str, config: Any) -> Given:
+    """Return what is given, with its field's present name; texts become lists, dicts and None."""
+    if (renamed := _renamed(path)) != path:
+        reason = f"{path} is called {renamed} now; version 0.3 will not know the old name"
+        warnings.warn(reason, FutureWarning, stacklevel=2)
+        path = renamed
+    fields = leaf_values(config)
+    if not (field := field_of(path, fields)):
+        raise ConfigError(f"{place}{no_such_field(path, config)}")
+    if isinstance(fields[field], dict):
+        word = f"{place}{path}={value}"
+        try:
+            value = value if place else yaml_text.parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"{word}: {error}") from None
+        if isinstance(value, dict):
+            value = _renamed(value)
+        elif path == field:
+            raise ConfigError(f"{word}: not of the form {{key: value}}; {{}} leaves no key")
+    elif value in ("null", "none", "None"):
+        value = None
+    elif isinstance(fields[field], list) and isinstance(value, str):
+        value = _items(value)
+    return Given(path, value, place)
+
+
+def field_of(path: str, fields: Mapping[str, Any]) -> str:
+    """Return the field of a path, which names it or a key of its dict; empty: there is none."""
+    section = path.rpartition(".")[0]
+    return path if path in fields else section if isinstance(fields.get(section), dict) else ""
 
 
 def _items(value: str) -> list[str]:
-    """Return the texts of a list, in brackets or not; they need no quotes, unlike in YAML."""
+    """Return the texts of a list, in brackets or not; only a comma needs quotes, unlike in YAML."""
     if value.startswith("[") and value.endswith("]"):
         value = value[1:-1]
-    return [item.strip().strip("\"'") for item in value.split(",") if item.strip()]
+    items = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)\s*(?:,|$)""", value)
+    return [item.strip().strip("\"'") for item in items if item.strip()]
 
 
 def no_such_field(path: str, config: Any) -> str:

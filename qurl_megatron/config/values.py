@@ -83,6 +83,8 @@ def _joined(given: object) -> object:
     if isinstance(given, str) and given.startswith("[") and given.endswith("]"):
         given = given[1:-1].split(",")
     if isinstance(given, list):
+        if any("," in str(each) for each in given):
+            raise ValueError("a source in a list must have no comma")
         return ",".join(str(each).strip().strip("\"'") for each in given)
     return given
 

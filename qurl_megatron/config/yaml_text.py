@@ -5,15 +5,13 @@ a date are texts. Aliases are refused, because nine lines of them can be a billi
 are tags and a key that is given twice.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.schema import ConfigError, StageConfig
 
 _INT, _FLOAT, _DATE, _NULL = (
     f"tag:yaml.org,2002:{name}" for name in ("int", "float", "timestamp", "null")
@@ -59,6 +57,7 @@ for _kind in (_Loader, _Dumper):
 
 
 _Loader.add_constructor(_INT, lambda loader, node: int(node.value))
+_Dumper.add_representer(StageConfig, lambda dumper, stage: dumper.represent_dict(vars(stage)))
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
@@ -88,19 +87,20 @@ def dump(values: Mapping[str, Any], width: int = 80) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, width=width)
 
 
-def words(content: bytes, leaves: Mapping[str, Any], file: Path) -> list[tuple[int, str]]:
-    """Return each field of a YAML file: its line number, and a `field=value` word.
+def leaves(content: bytes, file: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Yield each field that a YAML file gives: its dotted path, its value, its place in messages.
 
-    A field of a section is below the section's name, or is named by its dotted path.
+    A field of a section is below the section's name, or is named by its dotted path. A dict, or a
+    key of one, has the values that YAML has read. Others are texts or lists of texts, whose type
+    is that of the field, or None.
 
     Args:
         content: what the file holds.
-        leaves: the known fields by dotted path, with example values.
         file: the file's name in messages.
+        fields: the known fields by dotted path; the values of dicts are dicts.
 
     Raises:
-        ConfigError: the file is not a mapping, or a field has a value of the wrong form or is
-            given twice.
+        ConfigError: the file is not a mapping, or gives a field twice.
     """
     try:
         root = _checked(yaml.compose, content, _Loader)
@@ -109,54 +109,39 @@ def words(content: bytes, leaves: Mapping[str, Any], file: Path) -> list[tuple[i
     if not isinstance(root, yaml.MappingNode):
         what = "a list" if isinstance(root, yaml.SequenceNode) else "a text" if root else "empty"
         raise ConfigError(f"{file}: is {what}; give lines such as `recipe: grpo` and `steps: 100`")
-    found: list[tuple[int, str]] = []
     lines: dict[str, int] = {}
-    for path, line, value in _fields(root, "", leaves):
-        section = path.rpartition(".")[0]
+    for path, line, node in _nodes(root, "", fields):
+        place, section = f"{file}, line {line}: ", path.rpartition(".")[0]
         # A whole dict and one of its keys exclude each other.
-        earlier = lines.get(path) or lines.get(section) or lines.get(f"{path}.")
-        if earlier:
-            raise ConfigError(f"{file}, line {line}: {path} is given twice, also in line {earlier}")
+        if earlier := lines.get(path) or lines.get(section) or lines.get(f"{path}."):
+            raise ConfigError(f"{place}{path} is given twice, also in line {earlier}")
         lines |= {path: line, f"{section}.": line}
-        try:
-            is_known = path in leaves or section in leaves
-            text = _text(value, leaves.get(path), section in leaves) if is_known else ""
-        except ConfigError as error:
-            raise ConfigError(f"{file}, line {line}: {path}: {error}") from None
-        found.append((line, f"{path}={text}"))
-    return found
+        if isinstance(fields.get(path), dict) or section in fields:
+            yield path, _checked(_Loader("").construct_document, node), place
+        else:
+            yield path, _plain(node), place
 
 
-def _fields(
-    section: yaml.MappingNode, prefix: str, leaves: Mapping[str, Any]
+def _nodes(
+    section: yaml.MappingNode, prefix: str, fields: Mapping[str, Any]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
     """Yield path, line and value of each field; an empty section has none."""
     for key, value in section.value:
         path = prefix + key.value
-        is_section = path not in leaves and path.rpartition(".")[0] not in leaves
+        is_section = path not in fields and path.rpartition(".")[0] not in fields
         if is_section and isinstance(value, yaml.MappingNode) and value.value:
-            yield from _fields(value, f"{path}.", leaves)
-        elif value.tag != _NULL or not any(leaf.startswith(f"{path}.") for leaf in leaves):
+            yield from _nodes(value, f"{path}.", fields)
+        elif value.tag != _NULL or not any(field.startswith(f"{path}.") for field in fields):
             yield path, key.start_mark.line + 1, value
 
 
-def _text(node: yaml.Node, example: Any, is_key: bool) -> str:
-    """Return the text after `=` in the word of a field whose values are like `example`.
-
-    Raises:
-        ConfigError: the field takes one value or a list, and `node` has another form.
-    """
-    if is_key or isinstance(example, dict):
-        return json.dumps(_checked(_Loader("").construct_document, node))
-    if isinstance(node, yaml.ScalarNode):
-        return "null" if node.tag == _NULL else node.value
-    if not isinstance(example, list):
-        raise ConfigError("takes one value")
-    if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
-        raise ConfigError("takes a list of single values")
-    if any("," in item.value for item in node.value):
-        raise ConfigError("a value in a list must have no comma")
-    return f"[{', '.join(item.value for item in node.value)}]"
+def _plain(node: yaml.Node) -> Any:
+    """Return the text of a scalar, None, a list of these, or what YAML reads of a mapping."""
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return _checked(_Loader("").construct_document, node)
+    return None if node.tag == _NULL else node.value
 
 
 def _checked(read: Callable[..., Any], *given: Any) -> Any:

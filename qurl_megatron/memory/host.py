@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from qurl_megatron import device
 from qurl_megatron.config.nodes import server_specs
@@ -151,17 +151,16 @@ def settle_run(config: Config, servers: Iterable[str], ranks: int) -> list[str]:
     return settle_caches(sets, learner_bytes(config, architecture, ranks))
 
 
-def use_cores(config: Config, words: Sequence[str]) -> str:
+def use_cores(config: Config, given: Collection[str]) -> str:
     """Let a real model on a machine without a GPU have a learner rank and a server on each core.
 
-    Return a line that says so. Return an empty text if a field among `words` says otherwise, the
+    Return a line that says so. Return an empty text if a `given` field says otherwise, the
     machine has no memory for them, or the settings do not divide.
 
     More threads would take no memory. But on a busy machine they wait for each other: products of
     two threads took five times as long as those of one, or more.
     """
-    names = [word.partition("=")[0] for word in words]
-    is_given = any(name.endswith("_parallel_size") or name in LAYOUT for name in names)
+    is_given = any(field.endswith("_parallel_size") or field in LAYOUT for field in given)
     if is_given or config.learner.world_size > 1 or config.rollout.servers != 1:
         return ""
     if Architecture.from_directory(config.model).num_linear_weights < REAL_WEIGHTS:

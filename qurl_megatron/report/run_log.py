@@ -35,7 +35,7 @@ from rich.table import Table
 
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
-from qurl_megatron.config.text import overrides_between
+from qurl_megatron.config.text import leaf_values
 from qurl_megatron.files import append_lines, read_json_lines, write_whole
 from qurl_megatron.process import qurl_command
 from qurl_megatron.report.console import RunConsole, duration
@@ -226,9 +226,11 @@ class RunLog:
         words = [config.data, f"reward={config.reward}", f"output={config.run_dir / 'answers'}"]
         words += [f"max_prompt_length={config.rollout.max_prompt_length}"]
         words += [f"max_completion_length={config.rollout.longest_completion}"]
-        changed = overrides_between(Config(), config)
-        given = [word for word in changed if word.partition("=")[0] in OF_ANSWERS]
-        words += [word.removeprefix("rollout.") for word in given]
+        defaults, values = leaf_values(Config()), leaf_values(config)
+        for field in OF_ANSWERS:
+            if (value := values[field]) != defaults[field]:
+                text = json.dumps(value) if isinstance(value, dict) else value
+                words.append(f"{field.removeprefix('rollout.')}={text}")
         if (page := config.run_dir / "report" / "index.html").exists():
             self.say(f"report: {page}")
         self.say(f"model: {model}; its answers: {qurl_command('eval', model, *words)}")

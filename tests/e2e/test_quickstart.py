@@ -112,7 +112,7 @@ def test_no_process_survives_the_runs(finished: Finished) -> None:
 def test_the_resolved_configuration_is_saved(finished: Finished) -> None:
     config = load(finished.run_dir / "config.yaml")
     assert config.rollout.stages[2].completions_per_prompt == 6
-    assert Path(config.recipe_file["path"]).name == "own.yaml"
+    assert [Path(file).name for file in config.recipe_file] == ["own.yaml"]
 
 
 def test_every_step_has_every_metric_once(finished: Finished) -> None:

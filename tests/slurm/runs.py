@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from e2e.running import SMALL
-from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch.experiment import JobOptions, job_script
-from qurl_megatron.recipes import quickstart
+from qurl_megatron.launch.recipe import load_recipe
 from slurm.cluster import GPUS_PER_NODE, Job
 
 TIMEOUT_S = 900.0  # starting takes a minute on an idle machine
@@ -22,10 +21,9 @@ WORDS = [
 
 def script_of(*overrides: str, **options: Any) -> str:
     """Return the script of a job of the run with overrides and options, in this directory."""
-    words = [*WORDS, *overrides]
-    config = with_overrides(quickstart.recipe(), words[1:])
+    recipe = load_recipe(WORDS[0], [*WORDS[1:], *overrides])
     options = {"gpus_per_node": GPUS_PER_NODE, **options}
-    return job_script(config, words, JobOptions(**options))
+    return job_script(recipe.config, recipe, JobOptions(**options))
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, float]]:

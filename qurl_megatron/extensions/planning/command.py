@@ -229,7 +229,6 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
         ArchitectureError, ConfigError: one line.
     """
     from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.config.text import with_overrides
     from qurl_megatron.config.validate import check_lengths
     from qurl_megatron.launch.recipe import OWN_RECIPE, is_own, load_recipe, recipe_names
     from qurl_megatron.model import hub
@@ -258,21 +257,20 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "
             f"({', '.join(names)}); {OWN_RECIPE}"
         )
-    recipe = load_recipe(subject)
-    config = with_overrides(recipe.config, overrides)
+    recipe = load_recipe(subject, overrides)
+    config = recipe.config
     if not config.model:
         raise ConfigError(
             "model=: missing; give a directory with config.json, or a name such as Qwen/Qwen3-0.6B"
         )
     architecture = architecture if is_model else shape(config.model)
-    fields = {word.partition("=")[0] for word in [*recipe.as_words()[1], *overrides]}
-    _shorten(config, architecture.max_position_embeddings, fields)
+    _shorten(config, architecture.max_position_embeddings, recipe.given)
     check_lengths(config.rollout, architecture)
-    given = {field for field in fields if field.startswith(LAYOUT_FIELDS)}
+    given = {field for field in recipe.given if field.startswith(LAYOUT_FIELDS)}
     return architecture, config, given if is_model else None
 
 
-def _shorten(config: Config, positions: int, given: set[str]) -> None:
+def _shorten(config: Config, positions: int, given: frozenset[str]) -> None:
     """Shorten the lengths that a model lacks positions for, but none of the `given` fields."""
     rollout = config.rollout
     needed = max(rollout.max_episode_tokens, rollout.max_prompt_length + rollout.longest_completion)

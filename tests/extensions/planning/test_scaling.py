@@ -144,8 +144,7 @@ def test_a_table_of_plans_is_a_sweep_over_its_layouts(
     monkeypatch.chdir(tmp_path)
     rows = [Row(plan(KNOWN_MODELS["Qwen2.5-0.5B"], Config(), gpus)) for gpus in (8, 16)]
     write(rows, table := Path("study.csv"))
-    small, large = named_runs("grpo", ["name=study", "steps=5"], ["seed=1"], table)
-    assert small[:2] == large[:2] == ["name=study", "steps=5"]
+    small, large = named_runs("grpo", "study", ["seed=1"], table)
     assert (small[-1], large[-1]) == ("name=study-8gpus-1", "name=study-16gpus-1")
     layouts = [with_overrides(Config(), words) for words in (small, large)]
     assert [run.rollout.servers for run in layouts] == [
@@ -155,4 +154,4 @@ def test_a_table_of_plans_is_a_sweep_over_its_layouts(
     for wrong in ("", "gpus,layout\n", "a,b\n1,2\n", twice):
         table.write_text(wrong)
         with pytest.raises(ConfigError, match="^--layouts study.csv: "):
-            named_runs("grpo", [], [], table)
+            named_runs("grpo", "", [], table)
