@@ -38,6 +38,7 @@ OWN_WAYS = {
     "config/disk": "256 MiB to see how fast this machine writes; it deletes them",
     "launch/code_copy": "a copy of the code, in a directory that it renames",
     "extensions/elsewhere/serve": "a log, to see that it can be opened",
+    "launch/recipe": "YAML, and JSON to see that it can be, in memory",
     "launch/slurm": "the logs of processes",
     "launch/status": "owner.json, which is locked, and so must stay the same file",
     "model/huggingface": "a file that `write_whole` renames",

@@ -1,6 +1,7 @@
 """A run asks for the disk it needs; its directory and what it reads can be moved."""
 
 import errno
+import io
 import shutil
 import stat
 import sys
@@ -236,15 +237,19 @@ def test_a_job_continues_an_extended_run_and_not_a_finished_one(
     monkeypatch.setattr(slurm, "run", run)
     monkeypatch.setenv("QURL_MAX_RESTARTS", "20")
     Path("script").write_text("#!/bin/bash\n")  # Slurm's copy
-    words = ["slurm", "run", "script", "quickstart", "name=first"]
+    monkeypatch.setattr(sys, "argv", ["slurm", "run", "script"])
+
+    def run_job(steps: str = "") -> None:
+        text = f"recipe: quickstart\nname: first\n{steps}"
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        slurm.main()
+
     config, _ = prepare_new("quickstart", ["name=first", "steps=40"])
     (config.run_dir / "summary.json").write_text('{"steps": 40, "time_s": 9.0}')
-    monkeypatch.setattr(sys, "argv", words)
-    slurm.main()
+    run_job()
     assert started == [] and "runs/first is finished" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*words, "steps=60"])
     with pytest.raises(SystemExit):
-        slurm.main()
+        run_job("steps: 60\n")
     assert started == [60]
     script = config.run_dir / "job.sh"  # what resumes the run
     assert script.read_text() == "#!/bin/bash\n" and stat.S_IMODE(script.stat().st_mode) == 0o600

@@ -511,7 +511,7 @@ COMMANDS = rows("""
     launch quickstart --sweep steps=1,             --sweep steps=1,: not of the form
     launch quickstart --sweep steps=1,1            --sweep steps=1,1: lists a value twice
     launch quickstart --sweep steps=1,0            steps=0: input should be greater
-    launch quickstart name=a;b --sweep steps=1,2   name=a;b-1: a run's name has
+    launch quickstart name=a;b --sweep steps=1,2   name=a;b: a run's name has
 """)
 SLURM = rows(r"""
     --time banana                                  time=banana: not a time limit of Slurm

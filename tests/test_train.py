@@ -77,7 +77,7 @@ def test_a_run_that_cannot_go_on_ends_a_rank_with_one_line(
         raise error
 
     monkeypatch.setattr(train, "train", fail)
-    monkeypatch.setattr(train, "load", lambda path: None)
+    monkeypatch.setattr(train, "load", lambda path: Config())
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)}
     try:
         code = train.run_rank(Path("runs/a"), [])
