@@ -41,6 +41,7 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
+from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics
@@ -125,6 +126,8 @@ def test_a_file_of_an_older_version_loads_with_todays_fields(tmp_path: Path) -> 
     assert load(path).rollout.stages[2].max_completion_length == 6
     path.write_text("learner: {recompute_activations: false, fp8: null}\n")
     assert load(path) == Config()
+    path.write_text("learner: {fp8: null}\nsteps: 3\n")
+    assert load_recipe(str(path)).config.steps == 3
     for gone, message in {
         "rollout: {top_k: 16}": "rollout.top_k=16: not supported; set rollout",
         "learner: {fp8: blockwise}": "learner.fp8=blockwise: not supported any more",
