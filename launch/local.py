@@ -16,7 +16,7 @@ from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.placement import plan_here
-from qurl_megatron.launch.servers import Attempt, claims
+from qurl_megatron.launch.servers import Attempt, claimed_servers
 from qurl_megatron.launch.status import claim, how_to_resume
 from qurl_megatron.launch.supervisor import Signals, supervise
 from qurl_megatron.process import NO_THREADS, ending_signals, outlive_output
@@ -69,7 +69,7 @@ def launch(config: Config) -> int:
 def _launch(config: Config) -> int:
     signals = Signals(ending_signals(), {signal.SIGUSR1})
     print(f"run directory {config.run_dir}", flush=True)
-    with claims(config):
+    with claimed_servers(config):
         attempt = Attempt.create(config)
         plan = plan_here(config, device.num_gpus(), attempt.number)
         try:

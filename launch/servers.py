@@ -266,7 +266,7 @@ class Servers:
         )
 
 
-def claims(config: Config) -> AbstractContextManager[None]:
+def claimed_servers(config: Config) -> AbstractContextManager[None]:
     """Return a context in which the run has claimed the servers of `rollout.servers_at`, if any."""
     if not config.rollout.servers_at:
         return nullcontext()

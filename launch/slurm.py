@@ -53,7 +53,7 @@ from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
 from qurl_megatron.launch.preflight import limit_s, summarize
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.recipe import STDIN
-from qurl_megatron.launch.servers import Attempt, RestartLimit, claims
+from qurl_megatron.launch.servers import Attempt, RestartLimit, claimed_servers
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.launch.supervisor import START_FAILED
 from qurl_megatron.model.architecture import Architecture
@@ -125,7 +125,7 @@ def _run(config: Config, max_restarts: int) -> int:
         save_s = expected_save_s(config)
     with contextlib.ExitStack() as stack:
         with exit_on_bad_input():
-            stack.enter_context(claims(config))
+            stack.enter_context(claimed_servers(config))
         rollout = RolloutSide(attempt, groups)
         stack.callback(rollout.end)
         learner = JobStep(attempt, "learner", srun(learner_group, task("supervisor", attempt.logs)))

@@ -498,14 +498,14 @@ def test_a_signal_to_a_launcher_or_its_closed_terminal_ends_a_run_in_order(
     released: list[Config] = []
 
     @contextlib.contextmanager
-    def claims(config: Config) -> Iterator[None]:
+    def claimed_servers(config: Config) -> Iterator[None]:
         try:
             yield
         finally:
             released.append(config)
 
     monkeypatch.setattr(supervisor, "preload", lambda *_: os.kill(os.getpid(), number))
-    monkeypatch.setattr(local, "claims", claims)
+    monkeypatch.setattr(local, "claimed_servers", claimed_servers)
     with contextlib.suppress(OSError), (tmp_path / terminal).open("w") as errors:
         monkeypatch.setattr(sys, "stderr", errors)
         monkeypatch.setattr(sys, "stdout", sys.stdout)  # restored after the test

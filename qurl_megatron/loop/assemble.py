@@ -175,11 +175,11 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         kind = client_type(config.rollout, config.model, template, config.reward_wrong, logs)
         make_client = keep(kind)
     colocation: Any = None
-    make: Callable[..., Publisher] = Publisher
+    make_publisher: Callable[..., Publisher] = Publisher
     if config.rollout.placement == "colocated":
         turns = needed("colocated", "turns", by="rollout.placement=colocated")
         colocation = keep(closing(turns.Colocation(rosters[0].parent)))
-        make = partial(turns.ColocatedPublisher, colocation)
+        make_publisher = partial(turns.ColocatedPublisher, colocation)
     learner = keep(closing(make_learner(config)))
     critic = make_critic(config)
     if critic:
@@ -208,7 +208,9 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             transport: Transport = "direct" if can_attach else "broadcast"
             quantization = replace(quantization, transport=transport)
         pause_mode = config.rollout.pause_mode
-        publisher = make(learner, fleet, quantization, pause_mode=pause_mode, releases=releases)
+        publisher = make_publisher(
+            learner, fleet, quantization, pause_mode=pause_mode, releases=releases
+        )
         publishers[name] = keep(closing(publisher))
 
     of_rollout = clients["rollout"], publishers["rollout"]
