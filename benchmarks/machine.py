@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from qurl_megatron import device
-from qurl_megatron.process import free_port
+from qurl_megatron.machine.network import free_port
 
 MIB = 2**20
 

@@ -73,7 +73,7 @@ from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.extensions.agents.client import AgentClient
 from qurl_megatron.extensions.agents.pool import Agents
 from qurl_megatron.loop.producer import Producer
-from qurl_megatron.process import trim_heap
+from qurl_megatron.machine.memory import trim_heap
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, ServerBusy

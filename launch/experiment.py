@@ -35,8 +35,8 @@ from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new, sna
 from qurl_megatron.launch.recipe import STDIN, Recipe, default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.status import JOB_SCRIPT, owner_of, slurm_jobs
+from qurl_megatron.machine.processes import ending_signals
 from qurl_megatron.model import hub
-from qurl_megatron.process import ending_signals
 
 GPUS_PER_NODE = 8
 SIGNAL_LEAD_S = 600  # from Slurm's signal to the time limit, for a job whose own clock failed

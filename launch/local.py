@@ -19,7 +19,9 @@ from qurl_megatron.launch.placement import plan_here
 from qurl_megatron.launch.servers import Attempt, claimed_servers
 from qurl_megatron.launch.status import claim, how_to_resume
 from qurl_megatron.launch.supervisor import Signals, supervise
-from qurl_megatron.process import NO_THREADS, ending_signals, outlive_output
+from qurl_megatron.machine.environment import NO_THREADS
+from qurl_megatron.machine.output import outlive_output
+from qurl_megatron.machine.processes import ending_signals
 from qurl_megatron.rollout.preload import PreloadFailed
 from qurl_megatron.rollout.server import ServerFailed
 

@@ -25,9 +25,9 @@ from qurl_megatron.config.schema import (
     LearnerConfig,
 )
 from qurl_megatron.files import gigabytes, write_whole
+from qurl_megatron.machine.network import free_port, make_key
 from qurl_megatron.memory.estimate import RUNTIME_BYTES, learner_memory, total_bytes
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import free_port, make_key
 
 Placed = tuple[str, int, int]  # set name, index within the set, and first GPU of a server
 LARGEST_SHARE = 0.8  # most of a GPU's memory that servers beside a learner rank may take

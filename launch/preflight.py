@@ -26,9 +26,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qurl_megatron.files import lack_of_shared_memory, read_json_object, write_whole
+from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.launch.placement import JobPlan, NodePlan
-from qurl_megatron.process import bind_stores, installed_gpus, missing_interface
+from qurl_megatron.machine.gpus import installed_gpus
+from qurl_megatron.machine.memory import lack_of_shared_memory
+from qurl_megatron.machine.network import bind_stores, missing_interface
 
 if TYPE_CHECKING:
     from torch.distributed import Store

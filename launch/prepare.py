@@ -32,6 +32,7 @@ from qurl_megatron.files import list_checkpoints, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
+from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory.host import (
     check_host,
     check_shared_memory,
@@ -41,7 +42,6 @@ from qurl_megatron.memory.host import (
 from qurl_megatron.model import hub
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.tokenizer import read_template
-from qurl_megatron.process import qurl_command
 from qurl_megatron.rollout import toolkit
 
 # Fields that this module fills in where a recipe has these values, and what says where a run is.

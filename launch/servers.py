@@ -22,7 +22,9 @@ from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import AdaptersConfig, Config
 from qurl_megatron.launch.status import logs_of, newest_attempt
-from qurl_megatron.process import GpuLock, make_key, tail
+from qurl_megatron.machine.network import make_key
+from qurl_megatron.machine.output import tail
+from qurl_megatron.machine.processes import GpuLock
 from qurl_megatron.rollout.control import RELEASED, ServerControl
 from qurl_megatron.rollout.preload import exit_code, how_it_ended
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster

@@ -56,8 +56,9 @@ from qurl_megatron.launch.recipe import STDIN
 from qurl_megatron.launch.servers import Attempt, RestartLimit, claimed_servers
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.launch.supervisor import START_FAILED
+from qurl_megatron.machine.environment import NO_THREADS
+from qurl_megatron.machine.network import free_port
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import NO_THREADS, free_port
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster
 

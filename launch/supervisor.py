@@ -37,8 +37,10 @@ from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
+from qurl_megatron.machine.environment import settle_environment
+from qurl_megatron.machine.network import address_towards
+from qurl_megatron.machine.output import tail
 from qurl_megatron.memory.host import settle_run
-from qurl_megatron.process import address_towards, settle_environment, tail
 from qurl_megatron.rollout.preload import (
     PreloadFailed,
     Program,

@@ -18,7 +18,8 @@ from typer.exceptions import TyperException
 from qurl_megatron.commands import models, runs
 from qurl_megatron.config import extensions
 from qurl_megatron.launch.bad_input import exit_on_bad_input
-from qurl_megatron.process import ended_by, ending_signals, settle_environment
+from qurl_megatron.machine.environment import settle_environment
+from qurl_megatron.machine.processes import ended_by, ending_signals
 
 # Set before torch, transformers or SGLang are imported: keeps their warnings out of the output.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

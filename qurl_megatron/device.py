@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from qurl_megatron.process import bind_stores, installed_gpus, memory_limits, trim_heap
+from qurl_megatron.machine.gpus import installed_gpus
+from qurl_megatron.machine.memory import memory_limits, trim_heap
+from qurl_megatron.machine.network import bind_stores
 
 T = TypeVar("T")
 

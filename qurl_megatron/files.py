@@ -25,7 +25,6 @@ LARGEST = 2.0**128  # the bound of float32
 SYSTEM = "bin boot dev etc lib lib32 lib64 proc sbin sys usr/bin usr/include usr/lib usr/lib32 \
 usr/lib64 usr/libexec usr/sbin usr/share".split()
 SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED_BYTES = 4_000_000  # for semaphores: each has a page, and a checkpoint makes several
 
 
 def partial_of(directory: Path) -> Path:
@@ -256,17 +255,6 @@ def free_bytes(path: Path) -> int:
     path = path.absolute()
     existing = next(place for place in (path, *path.parents) if place.exists())
     return shutil.disk_usage(existing).free
-
-
-def lack_of_shared_memory(needed_bytes: int = LEAST_SHARED_BYTES) -> str:
-    """Return what to do if /dev/shm has too little room; an empty text if it has enough."""
-    free = free_bytes(SHARED_MEMORY)
-    if free >= needed_bytes:
-        return ""
-    return (
-        f"{SHARED_MEMORY} has {free / 1e6:,.1f} MB free, and {needed_bytes / 1e6:,.1f} are needed; "
-        "make room, or give the container more (docker run --shm-size=8g)"
-    )
 
 
 def gigabytes(num_bytes: float) -> str:

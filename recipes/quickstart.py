@@ -172,8 +172,8 @@ def _teach(config: Config, accuracy: float, batch_size: int, learning_rate: floa
 
     from qurl_megatron import device
     from qurl_megatron.data.prompts import load_prompts, set_aside
+    from qurl_megatron.machine.processes import die_with_parent
     from qurl_megatron.model.tokenizer import load_tokenizer
-    from qurl_megatron.process import die_with_parent
 
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the caller says that it was interrupted

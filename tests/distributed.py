@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import forks
-from qurl_megatron.process import free_port
+from qurl_megatron.machine.network import free_port
 
 # What tests import in ranks. It takes seconds, SGLang's receiver of weights most of them; the fork
 # server does it once for all ranks. It does not find the modules beside this one.

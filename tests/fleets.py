@@ -5,7 +5,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from qurl_megatron.process import start_ticks
+from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.rollout.fleet import Fleet, State
 from qurl_megatron.rollout.server import Server
 from waiting import wait_until

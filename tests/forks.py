@@ -14,7 +14,7 @@ import pytest
 from execnet.gateway_base import Popen2IO
 from execnet.gateway_io import popen_bootstrapline
 
-from qurl_megatron.process import NO_THREADS
+from qurl_megatron.machine.environment import NO_THREADS
 
 CONTEXT = multiprocessing.get_context("forkserver")
 

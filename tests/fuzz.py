@@ -47,8 +47,8 @@ from qurl_megatron.config import text
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import leaf_values, with_overrides
 from qurl_megatron.launch.recipe import recipe_names
+from qurl_megatron.machine.processes import PR_SET_CHILD_SUBREAPER
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import PR_SET_CHILD_SUBREAPER
 from qurl_megatron.recipes import grpo
 from qurl_megatron.report.metrics import StepMetrics
 from qurl_megatron.rollout.wire import RUN_HEADER

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from distributed import run_ranks
-from qurl_megatron import device, process
+from qurl_megatron import device
 from qurl_megatron.config.schema import ConfigError, ServerConfig
 from qurl_megatron.launch.prepare import prepare_new
+from qurl_megatron.machine import gpus
 from qurl_megatron.rollout.server import ServerPlan
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -178,7 +179,7 @@ def test_gpus_that_torch_cannot_use_are_refused_and_hidden_ones_are_not(
     with pytest.raises(ConfigError, match=refused):
         plan.start()
     smi.write_text("#!/bin/sh\nexec sleep 60\n")  # a broken driver
-    monkeypatch.setattr(process, "DRIVER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(gpus, "DRIVER_TIMEOUT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"not answered in 0.2 s: .*; restart this machine, or"):
         device.unusable_gpus()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")

@@ -19,7 +19,6 @@ import yaml
 from nemo_run.cli.api import create_cli
 from typer.testing import CliRunner
 
-from qurl_megatron import process
 from qurl_megatron.cli import app
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import DGX_H100, Node
@@ -32,6 +31,7 @@ from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch,
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, prepare_resume_or_new
 from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.launch.status import claim
+from qurl_megatron.machine import output
 from qurl_megatron.memory import host
 from qurl_megatron.memory.estimate import kv_bytes_per_token
 from qurl_megatron.model.architecture import Architecture
@@ -528,7 +528,7 @@ def test_status_shows_the_progress_of_a_run(no_slurm: None) -> None:
     with pytest.raises(ConfigError, match="runs/first: not a run's directory"):
         status.status(run_dir)
     prepare_new("quickstart", ["name=first", "steps=40"])
-    how = process.qurl_command("resume", run_dir)
+    how = output.qurl_command("resume", run_dir)
     before = f"step 0 of 40, no checkpoint, not running; to start again: {how}"
     assert status.status(run_dir) == before
     for text in ("", '{"steps": 40, "ti', "[]"):  # a summary that is not whole
@@ -563,7 +563,7 @@ def test_a_run_of_slurm_jobs_is_resumed_here_only_in_a_job_or_if_told_so(
         return 0
 
     monkeypatch.setattr(local, "run", run)
-    monkeypatch.setattr(process, "outlive_output", lambda _: None)  # the runner's is no file
+    monkeypatch.setattr(output, "outlive_output", lambda _: None)  # the runner's is no file
     (config.run_dir / "job.sh").touch()
     refused = CliRunner().invoke(app, ["resume", "runs/first"])
     line = "runs/first: Slurm jobs train this run; to start again: sbatch runs/first/job.sh; "
@@ -653,7 +653,7 @@ def test_status_tells_a_finished_run_from_one_that_was_extended(no_slurm: None) 
     (run_dir / "summary.json").write_text('{"steps": 40, "time_s": 100.0}')
     assert status.status(run_dir) == "step 40 of 40, newest checkpoint step_000040, finished"
     prepare_resume(run_dir, ["steps=60"])
-    how = f"to resume after step 40: {process.qurl_command('resume', run_dir)}"
+    how = f"to resume after step 40: {output.qurl_command('resume', run_dir)}"
     extended = f"step 40 of 60, newest checkpoint step_000040, not running; {how}"
     assert status.status(run_dir) == extended
     prepare_resume(run_dir, ["time_limit_s=90"])
@@ -667,13 +667,13 @@ def test_a_command_is_printed_as_a_shell_here_takes_it(monkeypatch: pytest.Monke
     program.parent.mkdir(parents=True)
     program.touch(0o755)
     monkeypatch.setattr(sys, "executable", str(program.absolute().with_name("python")))
-    assert process.qurl_command("resume", "a run") == "own/bin/qurl resume 'a run'"
+    assert output.qurl_command("resume", "a run") == "own/bin/qurl resume 'a run'"
     monkeypatch.setenv("PATH", str(program.parent.absolute()))
-    assert process.qurl_command("resume", "run") == "qurl resume run"
+    assert output.qurl_command("resume", "run") == "qurl resume run"
     Path("elsewhere").mkdir()
     monkeypatch.setenv("PATH", "/no/such")
     monkeypatch.chdir("elsewhere")
-    assert process.qurl_command() == str(Path("../own/bin/qurl").resolve())
+    assert output.qurl_command() == str(Path("../own/bin/qurl").resolve())
 
 
 def test_logs_follow_the_lines_of_steps_to_the_end_of_a_run(

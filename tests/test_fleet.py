@@ -14,7 +14,7 @@ import pytest
 
 from answering import Address
 from fleets import make_fleet, make_server, wait_for
-from qurl_megatron.process import start_ticks
+from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout.fleet import (
     FEW_REQUESTS,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import kit, record, smoke
-from qurl_megatron.process import die_with_parent
+from qurl_megatron.machine.processes import die_with_parent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="rehearsals refuse to use a GPU")
 

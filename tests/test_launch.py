@@ -36,7 +36,8 @@ from qurl_megatron.launch.placement import (
 )
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
-from qurl_megatron.process import CONSOLE_LOG, NO_THREADS, outlive_output
+from qurl_megatron.machine.environment import NO_THREADS
+from qurl_megatron.machine.output import CONSOLE_LOG, outlive_output
 from qurl_megatron.rollout.preload import Started
 from tiny import build_tiny_model
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fleets import make_server
-from qurl_megatron.process import die_with_parent
+from qurl_megatron.machine.processes import die_with_parent
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from logs import ZEROS, evaluation, run_log, write
 from qurl_megatron.config.schema import RolloutConfig, StageConfig
-from qurl_megatron.process import free_port
+from qurl_megatron.machine.network import free_port
 from qurl_megatron.report.metrics import (
     MAX_REWARDS,
     Evaluation,

@@ -19,7 +19,7 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.status import OWNER_FILE, claim, owner_of
-from qurl_megatron.process import start_ticks
+from qurl_megatron.machine.processes import start_ticks
 
 
 @pytest.fixture

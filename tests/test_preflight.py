@@ -23,7 +23,7 @@ from qurl_megatron.launch import preflight, slurm
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, NodePlan, make_plan
 from qurl_megatron.launch.preflight import Report, problems, rounds, summarize
 from qurl_megatron.launch.servers import Attempt
-from qurl_megatron.process import free_port
+from qurl_megatron.machine.network import free_port
 
 # Of a job of two learner nodes, of which the first sends, and two with servers.
 N1, N2, N3, N4 = NAMES = [f"127.0.0.{number}" for number in range(1, 5)]

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from distributed import rank_context
-from qurl_megatron.process import NO_THREADS
+from qurl_megatron.machine.environment import NO_THREADS
 
 # What starts programs here is a process of its own, because a fork needs one without threads.
 STARTER = """

@@ -14,8 +14,8 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory import host
-from qurl_megatron.process import qurl_command
 from recipe_inputs import write_inputs
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")

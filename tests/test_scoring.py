@@ -19,7 +19,7 @@ from qurl_megatron.data import scoring
 from qurl_megatron.data.problems import DataError, Problem, Source, keep_verifiable
 from qurl_megatron.data.rewards import VERIFIER_CPU_LIMIT_S
 from qurl_megatron.data.scoring import Scorer, check_reward, unverifiable
-from qurl_megatron.process import start_ticks
+from qurl_megatron.machine.processes import start_ticks
 from waiting import wait_until
 
 TOO_SLOW = "\\boxed{9^{9^{9^9}}}"

@@ -21,7 +21,7 @@ from qurl_megatron.config.schema import Config, ServerConfig
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers
-from qurl_megatron.process import start_ticks
+from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.fleet import HEALTH_TIMEOUT_S
 from qurl_megatron.rollout.roster import read_roster, report_lost

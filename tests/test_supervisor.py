@@ -16,7 +16,7 @@ from qurl_megatron.launch import supervisor
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.launch.supervisor import Signals, supervise
-from qurl_megatron.process import start_ticks
+from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.preload import Program, Started
 from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan

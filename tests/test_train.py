@@ -19,7 +19,7 @@ from qurl_megatron.loop import train
 from qurl_megatron.loop.assemble import Run
 from qurl_megatron.loop.proof import Proof
 from qurl_megatron.loop.sampling import NothingScored
-from qurl_megatron.process import qurl_command
+from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.rollout.fleet import FleetTooSmall, Member
 
 

@@ -40,7 +40,7 @@ from benchmarks.gpu import exact_interpreter, record, timing
 from benchmarks.runs import QURL
 from qurl_megatron import device
 from qurl_megatron.config.schema import QuantizationConfig, ServerConfig, WeightFormat
-from qurl_megatron.process import die_with_parent
+from qurl_megatron.machine.processes import die_with_parent
 from qurl_megatron.quantization.checksum import hash_codes
 from qurl_megatron.quantization.quantize import (
     SMALLEST_SCALE,

@@ -23,7 +23,8 @@ from typing import Any, Literal
 from qurl_megatron.config.schema import QuantizationConfig
 from qurl_megatron.config.validate import CAPABILITIES, why_not_served
 from qurl_megatron.files import free_bytes
-from qurl_megatron.process import mended, missing_interface
+from qurl_megatron.machine.environment import mended
+from qurl_megatron.machine.network import missing_interface
 
 DISTRIBUTION = "qurl-megatron"
 SHARED_MEMORY = Path("/dev/shm")

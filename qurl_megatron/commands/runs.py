@@ -122,7 +122,7 @@ def _run_here(config: Config, data_summary: str) -> None:
     """Run a prepared run; exit with its code."""
     from qurl_megatron.config.disk import check_disk
     from qurl_megatron.launch import local
-    from qurl_megatron.process import outlive_output
+    from qurl_megatron.machine.output import outlive_output
 
     outlive_output(config.run_dir)
     print(f"the run {check_disk(config)}", flush=True)
@@ -293,7 +293,7 @@ def logs(
     With --follow only those of its steps.
     """
     from qurl_megatron.launch import status
-    from qurl_megatron.process import tail
+    from qurl_megatron.machine.output import tail
 
     for text in status.follow(run_dir, lines) if follow else ():
         print(text, end="", flush=True)

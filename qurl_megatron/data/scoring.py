@@ -25,7 +25,7 @@ from qurl_megatron.algorithm.score import TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import rewards
 from qurl_megatron.data.verifiers import is_plain, right_answers
-from qurl_megatron.process import END_CONTAINED, contain, die_with_parent, start_worker
+from qurl_megatron.machine.processes import END_CONTAINED, contain, die_with_parent, start_worker
 
 if TYPE_CHECKING:  # it imports torch, which a worker does not need
     from qurl_megatron.algorithm.batch import Completion, Prompt

@@ -61,7 +61,6 @@ from qurl_megatron.files import (
     append_lines,
     free_bytes,
     gigabytes,
-    lack_of_shared_memory,
     list_checkpoints,
     partial_of,
     rename_whole,
@@ -70,11 +69,12 @@ from qurl_megatron.files import (
 )
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.machine.memory import lack_of_shared_memory
+from qurl_megatron.machine.processes import die_with_parent
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights, write_template
 from qurl_megatron.model.weight_map import Rule, num_values
-from qurl_megatron.process import die_with_parent
 
 BEST = "best"
 SIGNIFICANT = 2.0  # standard errors of a difference from which it counts

@@ -41,7 +41,7 @@ from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble, make_loss, write_report
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
 from qurl_megatron.loop.sampling import NothingScored
-from qurl_megatron.process import outlive_output, qurl_command
+from qurl_megatron.machine.output import outlive_output, qurl_command
 from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.fleet import FleetTooSmall
 from qurl_megatron.rollout.roster import SERVERS_AT

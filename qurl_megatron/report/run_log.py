@@ -37,7 +37,7 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import leaf_values
 from qurl_megatron.files import append_lines, read_json_lines, write_whole
-from qurl_megatron.process import qurl_command
+from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.report.console import RunConsole, duration
 from qurl_megatron.report.metrics import (
     Evaluation,

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 import pydantic
 import torch
 
-from qurl_megatron import process
 from qurl_megatron.config.schema import PauseMode, Releases
+from qurl_megatron.machine import network
 from qurl_megatron.rollout.requests import NoAnswer
 from qurl_megatron.rollout.server import Server, ServerFailed
 from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, dtype_names, escaped
@@ -131,7 +131,7 @@ class ServerControl:
 
     def own_address(self) -> str:
         """Return the address at which the server can reach this machine."""
-        return process.address_towards(urlsplit(self.server.url).hostname or "")
+        return network.address_towards(urlsplit(self.server.url).hostname or "")
 
     async def _check(self, action: str) -> list[dict[str, str]]:
         """Return the answers of each tensor-parallel rank, by `checksum.part_key`."""

@@ -46,17 +46,12 @@ from qurl_megatron.config.server_options import (
 )
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
+from qurl_megatron.machine.environment import NO_THREADS, scratch_directory
+from qurl_megatron.machine.network import free_port, make_key
+from qurl_megatron.machine.output import tail
+from qurl_megatron.machine.processes import LAUNCHER_SIGNALS, start_ticks
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import served_directory
-from qurl_megatron.process import (
-    LAUNCHER_SIGNALS,
-    NO_THREADS,
-    free_port,
-    make_key,
-    scratch_directory,
-    start_ticks,
-    tail,
-)
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout import preload, toolkit
 from qurl_megatron.rollout.requests import Answer, NoAnswer, ask

@@ -46,7 +46,7 @@ def add_layers() -> None:
     from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, QUANTIZATION_METHODS
     from sglang.srt.server_args import add_quantization_method_choices
 
-    from qurl_megatron.process import bind_stores
+    from qurl_megatron.machine.network import bind_stores
     from qurl_megatron.sglang_plugin import formats
 
     bind_stores()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qurl_megatron.process import trim_heap
+from qurl_megatron.machine.memory import trim_heap
 from qurl_megatron.quantization.products import forget
 
 MADV_REMOVE = 9  # frees pages of shared memory; Python's mmap module does not have it

@@ -14,7 +14,7 @@ from typing import Any
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
-from qurl_megatron.process import trim_heap
+from qurl_megatron.machine.memory import trim_heap
 
 
 class CpuPlatform(CpuSRTPlatform):

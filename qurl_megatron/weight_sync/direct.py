@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from qurl_megatron.files import lack_of_shared_memory
+from qurl_megatron.machine.memory import lack_of_shared_memory
 from qurl_megatron.quantization.checksum import Part, part_of_key
 from qurl_megatron.weight_sync.delta import Change
 

@@ -55,7 +55,7 @@ import torch.distributed as dist
 from qurl_megatron.config.schema import PauseMode, QuantizationConfig, Releases
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.learner.learner import Learner, NonFinite
-from qurl_megatron.process import trim_heap
+from qurl_megatron.machine.memory import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
 from qurl_megatron.weight_sync.bucket import (
     Manifest,

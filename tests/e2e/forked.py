@@ -9,7 +9,7 @@ import sys
 from multiprocessing.connection import Pipe
 
 import forks
-from qurl_megatron.process import die_with_parent, ending_signals
+from qurl_megatron.machine.processes import die_with_parent, ending_signals
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.preload import Program, Started
 

@@ -20,7 +20,7 @@ from e2e.reference import Weights
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import PauseMode, ServerConfig, WeightFormat
 from qurl_megatron.config.values import OptionValue
-from qurl_megatron.process import free_port
+from qurl_megatron.machine.network import free_port
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.control import ServerControl

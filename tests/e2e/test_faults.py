@@ -21,7 +21,7 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
-from qurl_megatron.process import start_ticks
+from qurl_megatron.machine.processes import start_ticks
 
 SMOOTHING = re.compile(r"smoothing of 0.5 by \d+ prompts: the largest outlier .*")
 

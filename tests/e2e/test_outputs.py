@@ -8,7 +8,7 @@ from pathlib import Path
 
 from e2e.running import QUICK, Start
 from qurl_megatron.files import free_bytes, list_checkpoints
-from qurl_megatron.process import CONSOLE_LOG
+from qurl_megatron.machine.output import CONSOLE_LOG
 
 
 def steps_of(run_dir: Path) -> list[int]:

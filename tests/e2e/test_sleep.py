@@ -14,7 +14,7 @@ import torch
 
 from e2e.running import PER_STEP, QUICK, Command, Start, metrics_of, prompts_trained
 from e2e.serving import Deployment, held_checksums, joined, launched
-from qurl_megatron.process import GpuLock
+from qurl_megatron.machine.processes import GpuLock
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.rollout.control import RELEASED
 from qurl_megatron.rollout.server import Server

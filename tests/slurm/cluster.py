@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import psutil
 
-from qurl_megatron.process import free_port
+from qurl_megatron.machine.network import free_port
 
 INSTALL = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge"
 PROGRAMS = ["munged", "slurmctld", "slurmd", "sbatch", "scontrol", "unshare"]

@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, TextIO
 from qurl_megatron.algorithm.score import Question, Score
 from qurl_megatron.data.rewards import load_function, one_line, score_of, why
 from qurl_megatron.extensions.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
+from qurl_megatron.machine.processes import contain, die_with_parent
 from qurl_megatron.model.tokenizer import load_tokenizer
-from qurl_megatron.process import contain, die_with_parent
 
 TICK_S = 0.5  # between two signs of life of an idle loop
 LOAD_LIMIT_S = 60.0  # for the import of an agent

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from qurl_megatron import device
 from qurl_megatron.device import SharedError, from_rank_zero
-from qurl_megatron.process import GpuLock
+from qurl_megatron.machine.processes import GpuLock
 from qurl_megatron.weight_sync.publish import Publisher
 
 

@@ -25,9 +25,9 @@ from qurl_megatron.config.validate import check_group_size, validate_server
 from qurl_megatron.config.values import Count, GroupSize, Place, Seed, Text
 from qurl_megatron.extensions.elsewhere.key import read_key
 from qurl_megatron.files import check_output
+from qurl_megatron.machine.network import free_port
 from qurl_megatron.memory.host import ServerSet, settle_caches
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.process import free_port
 from qurl_megatron.rollout.preload import how_it_ended
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S, ServerPlan
 

@@ -17,7 +17,7 @@ from e2e.shaped_link import ShapedLink
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.extensions.elsewhere.servers import check_servers, remote_server
-from qurl_megatron.process import free_port
+from qurl_megatron.machine.network import free_port
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout import requests
 from qurl_megatron.rollout.control import ServerControl

@@ -1,4 +1,4 @@
-"""Ports, ends of logs and the identity of processes."""
+"""Ports, scratch directories, memory, ends of logs and the identity of processes."""
 
 import ctypes
 import os
@@ -15,20 +15,13 @@ import psutil
 import pytest
 
 from qurl_megatron import device
-from qurl_megatron import process as processes
-from qurl_megatron.process import (
-    LOCK,
-    LOG_LINE_LENGTH,
-    PORTS,
-    _listen,
-    address_towards,
-    ending_signals,
-    free_port,
-    scratch_directory,
-    start_ticks,
-    tail,
-    trim_heap,
-)
+from qurl_megatron.machine import environment as surroundings
+from qurl_megatron.machine import memory, network
+from qurl_megatron.machine.environment import LOCK, scratch_directory
+from qurl_megatron.machine.memory import trim_heap
+from qurl_megatron.machine.network import PORTS, _listen, address_towards, free_port
+from qurl_megatron.machine.output import LOG_LINE_LENGTH, tail
+from qurl_megatron.machine.processes import ending_signals, start_ticks
 
 
 def test_start_ticks_tell_a_process_from_a_later_one_and_from_a_dead_one() -> None:
@@ -54,7 +47,7 @@ def test_a_free_port_is_below_the_ephemeral_ports_and_can_be_bound() -> None:
 
 
 def test_no_port_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_drawn", set())  # other tests may draw these ports again
+    monkeypatch.setattr(network, "_drawn", set())  # other tests may draw these ports again
     ports = [free_port() for _ in range(1000)]
     assert len(set(ports)) == len(ports)
 
@@ -75,7 +68,7 @@ def test_a_closed_terminal_ends_a_command_that_was_not_started_with_nohup(signal
 
 INTERRUPTED = """
 import asyncio, signal, sys, time
-from qurl_megatron.process import ended_by
+from qurl_megatron.machine.processes import ended_by
 async def sample():
     async def ask():
         print("sampling", flush=True)
@@ -129,7 +122,7 @@ def test_a_scratch_directory_whose_owner_was_killed_is_removed_and_no_other(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = (
-        "import tempfile; from qurl_megatron.process import scratch_directory\n"
+        "import tempfile; from qurl_megatron.machine.environment import scratch_directory\n"
         f"tempfile.tempdir = {str(tmp_path)!r}\n"
         "print(scratch_directory('qurl-server-')[0], flush=True); input()"
     )
@@ -157,7 +150,7 @@ def test_a_store_listens_on_the_address_it_is_reached_at_and_on_no_other(tmp_pat
     """Two ranks meet as in a run; the second connects through the address of the first."""
     program = (
         "import os, sys, psutil, torch.distributed as dist\n"
-        "from qurl_megatron.process import bind_stores\n"
+        "from qurl_megatron.machine.network import bind_stores\n"
         "bind_stores(); bind_stores()\n"
         "dist.init_process_group('gloo', rank=int(sys.argv[1]), world_size=2)\n"
         "listening = {c.laddr.ip for c in psutil.Process().net_connections('inet')\n"
@@ -259,13 +252,13 @@ def test_a_cgroup_around_the_own_one_limits_memory_and_pages_of_files_are_free(
     no_limit = tmp_path / "job/step"
     no_limit.mkdir(parents=True)
     (no_limit / "memory.max").write_text("max\n")
-    monkeypatch.setattr(processes, "CGROUPS", tmp_path)
-    monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "own")
-    assert min(processes.memory_limits()) == (5000, 1250)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
+    assert min(memory.memory_limits()) == (5000, 1250)
     assert device.free_memory_bytes() == 1250
     assert device.machine_memory_bytes() == 5000
-    monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "no such file")
-    assert processes.memory_limits() == []
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "no such file")
+    assert memory.memory_limits() == []
 
 
 @pytest.mark.parametrize(
@@ -286,15 +279,15 @@ def test_a_process_that_the_kernel_killed_elsewhere_on_the_machine_is_not_counte
     (tmp_path / "job/memory.events").write_text("oom 4\noom_kill 4\noom_group_kill 0\n")
     (tmp_path / "job/step/memory.events").write_text("oom 5\noom_kill 2\noom_group_kill 0\n")
     (tmp_path / "vmstat").write_text("oom_kill 9\n")
-    monkeypatch.setattr(processes, "CGROUPS", tmp_path)
-    monkeypatch.setattr(processes, "OWN_CGROUPS", tmp_path / "own")
-    monkeypatch.setattr(processes, "KERNEL_EVENTS", tmp_path / "vmstat")
-    assert processes.oom_kills() == counted
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "KERNEL_EVENTS", tmp_path / "vmstat")
+    assert memory.oom_kills() == counted
     (tmp_path / "memory.events").write_text("oom_kill 3\n")  # the root that a container sees
-    assert processes.oom_kills() == min(counted, 3)
-    monkeypatch.setattr(processes, "KERNEL_EVENTS", tmp_path / "no such file")
+    assert memory.oom_kills() == min(counted, 3)
+    monkeypatch.setattr(memory, "KERNEL_EVENTS", tmp_path / "no such file")
     (tmp_path / "memory.events").unlink()
-    assert processes.oom_kills() == (counted if counted == 2 else None)
+    assert memory.oom_kills() == (counted if counted == 2 else None)
 
 
 @pytest.mark.parametrize(
@@ -314,10 +307,10 @@ def test_a_process_that_the_kernel_killed_elsewhere_on_the_machine_is_not_counte
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(
     variable: str, value: str, is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "INTERFACES", tmp_path)
+    monkeypatch.setattr(network, "INTERFACES", tmp_path)
     for name in ("lo", "ib0"):
         (tmp_path / name).touch()
-    problem = processes.missing_interface(variable, value)
+    problem = network.missing_interface(variable, value)
     assert (
         not problem
         if is_right
@@ -328,7 +321,7 @@ def test_an_interface_that_is_not_there_is_named_with_those_that_are(
 def test_requests_to_this_machine_go_through_no_proxy_beside_those_of_the_user() -> None:
     def settled(**variables: str) -> set[str]:
         environment = {"HOME": "/", **variables}
-        processes.settle_environment(environment)
+        surroundings.settle_environment(environment)
         return {environment.get(name, "") for name in ("NO_PROXY", "no_proxy")}
 
     assert settled() == {"127.0.0.1,localhost,::1"}
@@ -340,7 +333,8 @@ def test_requests_to_this_machine_go_through_no_proxy_beside_those_of_the_user()
 def settled_by_a_program(**variables: str) -> list[str]:
     """Return HOME, TMPDIR and the name of a socket below it, as a fresh program has them."""
     program = (
-        "import os, socket, tempfile; from qurl_megatron.process import settle_environment\n"
+        "import os, socket, tempfile\n"
+        "from qurl_megatron.machine.environment import settle_environment\n"
         "settle_environment(os.environ)\n"
         "directory = tempfile.mkdtemp(prefix='qurl-server-')\n"
         "socket.socket(socket.AF_UNIX).bind(directory + '/tmp12345678')\n"
@@ -358,7 +352,7 @@ def test_a_tmpdir_that_is_too_long_for_sockets_is_reached_by_a_short_link(tmp_pa
     place = tmp_path / "as_a_cluster_names_the_scratch_directory_of_each_job" / ("job_" * 20)
     place.mkdir(parents=True)
     _, temporary, made = settled_by_a_program(TMPDIR=str(place))
-    assert len(temporary) <= processes.LONGEST_TMPDIR and Path(made).parent == place
+    assert len(temporary) <= surroundings.LONGEST_TMPDIR and Path(made).parent == place
 
 
 def test_a_home_that_cannot_be_written_lends_passwords_and_models_to_a_scratch_one(
@@ -368,22 +362,22 @@ def test_a_home_that_cannot_be_written_lends_passwords_and_models_to_a_scratch_o
     (home / ".cache" / "huggingface" / "hub").mkdir(parents=True)
     (home / ".netrc").write_text("machine a")
     assert settled_by_a_program(HOME=str(home))[0] == str(home)
-    monkeypatch.setattr(processes, "can_hold_caches", lambda home: False)
+    monkeypatch.setattr(surroundings, "can_hold_caches", lambda home: False)
     monkeypatch.setenv("HOME", str(home))
     environment = {"HOME": str(home)}
-    processes.settle_environment(environment)
+    surroundings.settle_environment(environment)
     scratch = Path(environment["HOME"])
     assert scratch != home and (scratch / ".netrc").read_text() == "machine a"
     assert (scratch / ".cache" / "huggingface" / "hub").is_dir()
     (scratch / ".cache" / "torch").mkdir()  # can be written
-    assert processes.mended.pop().startswith(f"HOME={home} cannot be written")
+    assert surroundings.mended.pop().startswith(f"HOME={home} cannot be written")
 
 
 def test_a_user_whom_the_machine_does_not_know_gets_a_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for such a user
-    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(surroundings.tempfile, "tempdir", str(tmp_path))
     environment: dict[str, str] = {}
-    processes.settle_environment(environment)
-    assert Path(environment["HOME"]).parent == tmp_path and processes.mended.pop()
+    surroundings.settle_environment(environment)
+    assert Path(environment["HOME"]).parent == tmp_path and surroundings.mended.pop()

@@ -1,0 +1,1 @@
+"""This machine, without torch: its network, environment, memory, processes and output."""
