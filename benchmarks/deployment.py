@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -21,7 +22,6 @@ from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.quantization.checksum import combine
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.roster import read_set
 from qurl_megatron.rollout.server import Server, wait_ready
@@ -84,7 +84,7 @@ class Deployment:
         stack.enter_context(closing(self.fleet))
         self.fleet.watch(lambda: self.roster)
         settings = QuantizationConfig(bucket_bytes=BUCKET_BYTES)
-        self.publisher = Publisher(self.learner, self.fleet, settings, timeout_s=PEER_TIMEOUT_S)
+        self.publisher = Publisher(self.learner, self.fleet, settings)
         stack.enter_context(closing(self.publisher))
         tokenizer, architecture = AutoTokenizer.from_pretrained(model), self.learner.architecture
         self.client = RolloutClient(self.fleet, tokenizer, architecture.eos_token_ids)
@@ -93,12 +93,13 @@ class Deployment:
     @property
     def roster(self) -> dict[int, Server]:
         """The servers as their starter lists them."""
-        return read_set(self._rosters, "rollout")
+        listed = read_set(self._rosters, "rollout")
+        return {index: replace(each, timeout_s=PEER_TIMEOUT_S) for index, each in listed.items()}
 
 
 def held_by(server: Server) -> dict[str, int]:
     """Return the checksums of the tensors that a server holds."""
-    return combine(asyncio.run(ServerControl(server, timeout_s=PEER_TIMEOUT_S).checksums()))
+    return combine(asyncio.run(server.checksums()))
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 200.0) -> float:

@@ -75,7 +75,6 @@ from qurl_megatron.extensions.agents.pool import Agents
 from qurl_megatron.loop.producer import Producer
 from qurl_megatron.machine.memory import trim_heap
 from qurl_megatron.recipes import quickstart
-from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, ServerBusy
 from qurl_megatron.rollout.server import Server, ServerFailed
 from qurl_megatron.weight_sync.publish import Published
@@ -173,24 +172,24 @@ class Faults:
     @contextlib.contextmanager
     def exchanging(self) -> Iterator[None]:
         """Within this context, exchange two names in a bucket for the server whose turn it is."""
-        original = ServerControl.update_weights
+        original = Server.update_weights
 
         async def update_weights(
-            control: ServerControl, names: Any, dtypes: Any, shapes: Any, **options: Any
+            server: Server, names: Any, dtypes: Any, shapes: Any, **options: Any
         ) -> None:
             names = list(names)
-            if control.server == self._mixed:
+            if server == self._mixed:
                 alike: dict[tuple[object, ...], int] = {}
                 for place, (dtype, shape) in enumerate(zip(dtypes, shapes, strict=True)):
                     other = alike.setdefault((dtype, *shape), place)
                     if other != place:
                         names[place], names[other] = names[other], names[place]
                         self._mixed = None
-                        self.mixed_up.append(control.server)
+                        self.mixed_up.append(server)
                         break
-            await original(control, names, dtypes, shapes, **options)
+            await original(server, names, dtypes, shapes, **options)
 
-        with patch.object(ServerControl, "update_weights", update_weights):
+        with patch.object(Server, "update_weights", update_weights):
             yield
 
     def _later(self, delay_s: float, begin: Callable[[], None]) -> None:

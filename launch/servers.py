@@ -25,10 +25,16 @@ from qurl_megatron.launch.status import logs_of, newest_attempt
 from qurl_megatron.machine.network import make_key
 from qurl_megatron.machine.output import tail
 from qurl_megatron.machine.processes import GpuLock
-from qurl_megatron.rollout.control import RELEASED, ServerControl
 from qurl_megatron.rollout.preload import exit_code, how_it_ended
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
-from qurl_megatron.rollout.server import LOOPBACK, Server, ServerFailed, ServerPlan, answers
+from qurl_megatron.rollout.server import (
+    LOOPBACK,
+    RELEASED,
+    Server,
+    ServerFailed,
+    ServerPlan,
+    answers,
+)
 
 SEED_STRIDE = 100_003  # between the seeds of two servers, or of a server in two attempts
 RESTART_SEED_STRIDE = 1_009  # between the seeds of a server's starts in one attempt
@@ -219,8 +225,7 @@ class Servers:
         if not slot.is_ready and answers(server):
             if self.are_colocated:
                 try:
-                    control = ServerControl(server)
-                    asyncio.run(control.sleep(RELEASED[slot.spec.server.releases]))
+                    asyncio.run(server.sleep(RELEASED[slot.spec.server.releases]))
                 except ServerFailed as failure:
                     return f"did not go to sleep: {failure}"
             slot.is_ready, slot.listed = True, server

@@ -1,7 +1,7 @@
 """SGLang's models behind SGLang's own receiver of weights, in processes without HTTP.
 
 Each process has one tensor-parallel rank of a server and does what a scheduler does in a publish. A
-`ServerControl` in a learner's process reaches it by a pipe, once `connect` has patched it.
+`Server` in a learner's process reaches it by a pipe, once `connect` has patched it.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import sglang_loader
-from qurl_megatron.rollout.control import ServerControl, UpdateRefused
+from qurl_megatron.rollout.server import Server, UpdateRefused
 
 REFUSED = "it was told to refuse"
 
@@ -88,10 +88,9 @@ def serve(pipe: Connection, model: Any, rank: int, size: int) -> None:
 
 
 def connect(pipes: Mapping[str, Sequence[Connection]]) -> None:
-    """Have every `ServerControl` of this process use the pipes to the server of its URL."""
+    """Have every `Server` of this process use the pipes to the server of its URL."""
 
-    async def post(control: ServerControl, path: str, body: dict[str, Any], **_: Any) -> Any:
-        server = control.server
+    async def post(server: Server, path: str, body: dict[str, Any], **_: Any) -> Any:
         try:
             for pipe in pipes[server.url]:
                 pipe.send((path, body))
@@ -106,4 +105,4 @@ def connect(pipes: Mapping[str, Sequence[Connection]]) -> None:
             return {"ranks": ranks}
         return {"success": True}
 
-    setattr(ServerControl, "_post", post)  # noqa: B010
+    setattr(Server, "_post", post)  # noqa: B010

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from distributed import run_ranks
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.rollout.control import RELEASED, ServerControl
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.server import RELEASED, Server
 from qurl_megatron.sglang_plugin import access
 from qurl_megatron.sglang_plugin import routes as plugin
 from qurl_megatron.sglang_plugin.access import ROUTES
@@ -117,12 +117,11 @@ def test_what_changes_a_server_needs_the_name_of_a_run(http: TestClient) -> None
         assert answer.status_code == 400 and "needs the name of a run" in answer.text, path
 
 
-class Recorded(ServerControl):
+@dataclass(frozen=True)
+class Recorded(Server):
     """Keeps what a learner would send."""
 
-    def __init__(self) -> None:
-        super().__init__(SERVER)
-        self.posted: list[tuple[str, dict[str, Any]]] = []
+    posted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     async def _post(self, path: str, body: dict[str, Any], **_: Any) -> Any:
         self.posted.append((path, body))
@@ -130,23 +129,23 @@ class Recorded(ServerControl):
 
 
 async def requests_of_a_run(model_dir: Path) -> list[tuple[str, dict[str, Any]]]:
-    control = Recorded()
-    await control.init_weights_group(
+    server = Recorded(**vars(SERVER))
+    await server.init_weights_group(
         master_address="fe80::1",
         master_port=20001,
         world_size=3,
         group_name="weights-0123456789abcdef.7",
         backend="gloo",
     )
-    await control.pause()
-    await control.checksums()
-    await control.parameters()
-    await control.resume()
-    await control.sleep(RELEASED["all"])
-    await control.wake(["kv_cache"])
+    await server.pause()
+    await server.checksums()
+    await server.parameters()
+    await server.resume()
+    await server.sleep(RELEASED["all"])
+    await server.wake(["kv_cache"])
     bucket = packed(quantized(model_dir, "int8"))
     for manifest in (announce([[[bucket]]]), announce_delta(3, 2), announce_in_place()):
-        await control.update_weights(
+        await server.update_weights(
             manifest.names,
             manifest.dtypes,
             manifest.shapes,
@@ -155,7 +154,7 @@ async def requests_of_a_run(model_dir: Path) -> list[tuple[str, dict[str, Any]]]
         )
     sampling = {"n": 2, "max_new_tokens": 3, "stop_token_ids": [1], "top_p": 1.0, "top_k": -1}
     sample = {"input_ids": [1, 2], "sampling_params": sampling, "return_logprob": True}
-    return [*control.posted, ("/generate", sample)]
+    return [*server.posted, ("/generate", sample)]
 
 
 def test_what_a_run_sends_reaches_sglang_as_it_was_sent(http: TestClient, model_dir: Path) -> None:

@@ -31,16 +31,16 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.memory.estimate import learner_memory
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.rollout.control import ServerControl, UpdateRefused
-from qurl_megatron.rollout.fleet import Fleet, Member
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.fleet import Fleet
+from qurl_megatron.rollout.server import Server, UpdateRefused
 from qurl_megatron.sglang_plugin.weights import write_bucket
 from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync import link as linking
+from qurl_megatron.weight_sync import publish as publishing
+from qurl_megatron.weight_sync import transport as transports
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.transport import Transport, Update
+from qurl_megatron.weight_sync.transport import Delivery, Transport
 from tiny import UNEVEN, UNEVEN_BLOCKS, build_tiny_model
 
 FORMATS_OF: dict[str, list[WeightFormat]] = {  # by model
@@ -246,38 +246,40 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
             refusing.remove(index)
             raise UpdateRefused("refused")
 
-    async def update_weights(control: ServerControl, names: list[str], *_: Any, **__: Any) -> None:
-        send(int(control.server.url[-1]), names)
+    async def update_weights(server: Server, names: list[str], *_: Any, **__: Any) -> None:
+        send(int(server.url[-1]), names)
 
-    def send_over_http(server: Server, _: Any, header: Any, payload: Tensor) -> float:
+    def send_over_http(server: Server, header: Any, payload: Tensor) -> float:
         if delta.base_version(header.names) is None or not header.num_bytes:  # the end of a delta
             send(int(server.url[-1]), header.names)
         return 1.0
 
-    async def verify(control: ServerControl, checksums: dict[str, int]) -> None:
-        index = int(control.server.url[-1])
+    async def verify(server: Server, checksums: dict[str, int]) -> None:
+        index = int(server.url[-1])
         if index in wrong:
             wrong.remove(index)
             raise PublishError("other weights")
 
-    network: Any = linking
+    made: Any = publishing
+    checked: Any = transports
+    requests: Any = Server
     channel: Any = needed("elsewhere", "transport", by="this test")
 
     class NoChannels(Transport):
         meets_senders = True
 
-        async def load(self, update: Update) -> None:
-            await update_weights(self._control, [*update.request.names])
-            await update.sent.wait()
+        async def load(self, delivery: Delivery) -> None:
+            await update_weights(self.server, [*delivery.request.names])
+            await delivery.sent.wait()
 
-    async def nothing(control: ServerControl) -> None:
+    async def nothing(*_: Any) -> None:
         pass
 
-    network.Broadcast = NoChannels
-    network.verify = verify
-    network.ServerControl.update_weights = update_weights
+    made.Broadcast = NoChannels
+    checked.verify = verify
+    requests.update_weights = update_weights
     channel.post_weights = send_over_http
-    network.ServerControl.pause = network.ServerControl.resume = nothing
+    requests.pause = requests.resume = nothing
 
     servers = [make_server(i, model_dir, url=f"http://127.0.0.1:{i}") for i in range(5)]
     learner = Learner(model_dir / "small", LearnerConfig(dtype="float32"), OptimizerConfig())
@@ -292,7 +294,7 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
         sent.clear()
 
     def join(index: int) -> None:
-        fleet._members[index] = Member(index, servers[index], "joining")
+        fleet._members[index] = fleet._member(index, servers[index], "joining")
 
     turn("first", publisher.publish)
     turn("second", publisher.publish)
@@ -305,7 +307,7 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     turn("one refuses", publisher.publish)
     wrong.append(2)
     turn("one is wrong", publisher.publish)
-    fleet.lose(fleet.members("serving")[0], "killed")
+    fleet.members("serving")[0].lose("killed")
     turn("one is lost", publisher.publish)
     wrong.extend([1, 1, 2, 2])
     turn("all are wrong", lambda: pytest.raises(PublishError, publisher.publish))

@@ -56,11 +56,11 @@ def test_the_states_of_a_server_are_drawn_as_the_code_has_them() -> None:
 def test_a_server_goes_no_way_that_the_table_lacks(tmp_path: Path) -> None:
     fleet = make_fleet(tmp_path, 1)
     (member,) = fleet.members("serving")
-    fleet.lose(member, "killed")
-    fleet.joined(member)
+    member.lose("killed")
+    member.join()
     assert member.state == "lost"
     with pytest.raises(AssertionError, match="lost to serving"):
-        fleet._change(member, "serving")
+        member.change("serving")
 
 
 def test_a_prompt_goes_to_the_server_with_the_fewest_tokens_outstanding(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_an_episode_stays_on_its_server_unless_that_has_far_more_to_do_or_is_los
         assert await ask(10, first) is second
         owes.outstanding = 20
         assert await ask(10, first) is first
-        fleet.lose(owes, "hangs")
+        owes.lose("hangs")
         assert await ask(10, first) is second
 
     fleet.controller.wait(run())
@@ -118,7 +118,7 @@ def test_requests_of_a_lost_server_are_asked_of_the_others_once(tmp_path: Path) 
         tasks = [asyncio.create_task(fleet.ask(10, script)) for _ in range(6)]
         await asyncio.sleep(0.05)
         lost = fleet.members("serving")[0]
-        fleet.lose(lost, "hangs")
+        lost.lose("hangs")
         await asyncio.sleep(0.05)
         assert lost.outstanding == 0 and not lost.requests
         script.release["http://0"].set()  # too late
@@ -168,7 +168,7 @@ def test_a_full_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_nothing_is_sampled_while_fewer_servers_serve_than_needed(tmp_path: Path) -> None:
     fleet, script = make_fleet(tmp_path, 2, min_servers=2, patience_s=0.3), Script()
     first, second = fleet.members("serving")
-    fleet.lose(first, "died")
+    first.lose("died")
     begin = time.monotonic()
     with pytest.raises(
         FleetTooSmall, match=r"1 of at least 2 rollout servers.*server rollout_0.*died"
@@ -186,7 +186,7 @@ def test_a_server_that_waits_for_weights_is_no_reason_to_give_up(tmp_path: Path)
     for _ in range(3):
         fleet.check_size()
         time.sleep(0.01)
-    fleet.joined(member)
+    member.join()
     assert not fleet.has_joining() and not fleet.needs_admission()
     assert [member.index for member in fleet.members("serving")] == [0]
 
@@ -213,7 +213,7 @@ def test_a_silent_server_is_lost_if_it_does_not_answer_and_is_not_paused(
         assert not wait_for(fleet, "lost", 3.0)
         assert address.asked.count(60.0) == 1
         address.delay_s = 0.0
-        fleet.expect_answers(member)
+        member.expect_answers()
         assert not wait_for(fleet, "lost", 1.0)
         address.delay_s = 60.0
         assert wait_for(fleet, "lost", 30.0)
@@ -237,7 +237,7 @@ def test_a_full_disk_delays_the_report_of_a_lost_server_and_stops_no_watch(
     with closing(Fleet("rollout", {0: server}, loaded=True)) as fleet:
         fleet.watch()
         (member,) = fleet.members("serving")
-        fleet.lose(member, "holds other weights")
+        member.lose("holds other weights")
         assert reported_lost(tmp_path) == set()
         full[0] = False
         expected = {incarnation("rollout", 0, server)}

@@ -18,8 +18,9 @@ from distributed import run_ranks
 from fleets import make_server
 from learner_reference import DP2, EP2, PP2, TP2, VPP2
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.weight_sync.link import PublishError
+from qurl_megatron.rollout.fleet import Member
 from qurl_megatron.weight_sync.publish import Publisher
+from qurl_megatron.weight_sync.transport import PublishError
 from served import connect, serving
 from tiny import UNEVEN, Family, build_tiny_model
 
@@ -36,17 +37,17 @@ SIZES = {ONE: 1, TWO: 2}  # ranks of each server
 
 def test_servers_that_are_all_lost_in_the_first_publish_would_be_lost_again() -> None:
     def commit(holds: bool) -> int:
-        link = SimpleNamespace(
-            updated=lambda: None, holds=lambda version: holds, failure=None, is_lost=not holds
-        )
-        publisher._links = {None: link}
-        return publisher._commit([link], update, SimpleNamespace(non_finite="", checksums={}))
+        member = Member(nothing, 0, nothing, "serving" if holds else "lost", version=1)
+        used = SimpleNamespace(delivered=lambda: None, failure=None, member=member)
+        publisher._transports = {member: used}
+        return publisher._commit([used], delivery, SimpleNamespace(non_finite="", checksums={}))
 
+    nothing: Any = None
     publisher: Any = Publisher.__new__(Publisher)
     publisher.version, publisher._sent, publisher._has_served = 1, {}, False
     publisher._wait = list
     publisher._fleet = SimpleNamespace(last_loss="server rollout_0 was lost: no room")
-    update = SimpleNamespace(end=lambda sent: None)
+    delivery = SimpleNamespace(end=lambda sent: None)
     with pytest.raises(PublishError, match="no server took the first weights: .*no room"):
         commit(False)
     assert [commit(True), commit(False)] == [1, 0]
@@ -64,7 +65,9 @@ def publish_all(model_dir: Path, pipes: dict[str, list[Connection]]) -> dict[str
     learner = Learner(model_dir, layout, OptimizerConfig())
     rank = dist.get_rank()
     servers = {
-        index: make_server(index, model_dir, url=url, tensor_parallel_size=SIZES[url])
+        index: make_server(
+            index, model_dir, url=url, tensor_parallel_size=SIZES[url], timeout_s=TIMEOUT_S
+        )
         for index, url in enumerate(pipes)
     }
     said: list[str] = []
@@ -93,7 +96,7 @@ def publish_all(model_dir: Path, pipes: dict[str, list[Connection]]) -> dict[str
 
     def publisher(**options: Any) -> Publisher:
         settings = QuantizationConfig(bucket_bytes=BUCKET_BYTES, **options)
-        return Publisher(learner, fleet, settings, timeout_s=TIMEOUT_S)
+        return Publisher(learner, fleet, settings)
 
     broadcast = publisher(publish="delta")
     publish("key frame", broadcast)
@@ -176,9 +179,10 @@ def publish_each_way(
     held = []
     for way in WAYS:
         (url,) = pipes
-        server = make_server(0, model_dir, url=url, tensor_parallel_size=SIZES[url])
+        of_server = {"tensor_parallel_size": SIZES[url], "timeout_s": TIMEOUT_S / 10}
+        server = make_server(0, model_dir, url=url, **of_server)
         fleet = Fleet("rollout", {0: server} if is_first else {})
-        publisher = Publisher(learner, fleet, QuantizationConfig(**way), timeout_s=TIMEOUT_S / 10)
+        publisher = Publisher(learner, fleet, QuantizationConfig(**way))
         for _ in range(2):
             for *_, shard in learner.shards():
                 shard.neg_()

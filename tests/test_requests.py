@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +17,9 @@ from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout import requests
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused
 from qurl_megatron.rollout.requests import NoAnswer, ask
-from qurl_megatron.rollout.server import Server, ServerFailed, answers
+from qurl_megatron.rollout.server import Server, ServerFailed, UpdateRefused, answers
 from qurl_megatron.rollout.wire import escaped, read_json
 
 CLEARS_THE_SCREEN = "\x1b[2J\x07\u202e"
@@ -38,7 +38,7 @@ def test_a_time_limit_is_of_the_whole_answer(stall: Answering) -> None:
         with pytest.raises(NoAnswer, match=r"did not answer /x in 0\.5 s"):
             asyncio.run(server.ask("GET", "/x", timeout_s=0.5))
         with pytest.raises(ServerFailed, match=r"did not answer /pause_generation in 0\.5 s"):
-            asyncio.run(ServerControl(server, timeout_s=0.5).pause())
+            asyncio.run(replace(server, timeout_s=0.5).pause())
     assert time.monotonic() - begin < 5
 
 
@@ -80,19 +80,19 @@ def test_text_from_elsewhere_is_shown_on_one_short_line_that_does_nothing() -> N
     assert len(escaped("a" * 10**6)) < 1000
     with server_that(saying(f"no {CLEARS_THE_SCREEN}" + "x" * 10**6, "400 Bad Request")) as server:
         with pytest.raises(UpdateRefused) as refused:
-            asyncio.run(ServerControl(server).resume())
+            asyncio.run(server.resume())
     assert str(refused.value).isprintable() and len(str(refused.value)) < 1000
     with server_that(
         saying(json.dumps({"success": False, "message": CLEARS_THE_SCREEN}))
     ) as server:
         with pytest.raises(UpdateRefused, match=r"failed in /continue_generation: \\x1b"):
-            asyncio.run(ServerControl(server).resume())
+            asyncio.run(server.resume())
 
 
 @pytest.mark.parametrize("text", ["[" * 9000, "3", '"x"', "", "{", "[]"])
 def test_an_answer_of_another_form_is_a_server_that_failed(text: str) -> None:
     with server_that(saying(text)) as server, pytest.raises(ServerFailed):
-        asyncio.run(ServerControl(server).pause())
+        asyncio.run(server.pause())
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,10 @@ def test_an_answer_of_another_form_is_a_server_that_failed(text: str) -> None:
 def test_checksums_that_are_none_are_a_server_that_failed(ranks: Any) -> None:
     with server_that(saying(json.dumps({"ranks": ranks}))) as server:
         if ranks == []:
-            assert (
-                asyncio.run(ServerControl(server).checksums()) == []
-            )  # `verify` misses all tensors
+            assert asyncio.run(server.checksums()) == []  # `verify` misses all tensors
         else:
             with pytest.raises(ServerFailed):
-                asyncio.run(ServerControl(server).checksums())
+                asyncio.run(server.checksums())
 
 
 # ---------------------------------------------------------------------------------- completions

@@ -117,7 +117,8 @@ def test_without_a_checkpoint_a_run_that_lost_its_servers_did_not_stop_early(
 
 
 def test_a_server_that_got_no_prompt_before_training_is_still_to_be_compared() -> None:
-    members = [Member(number, None, "serving") for number in range(2)]  # type: ignore[arg-type]
+    nothing: Any = None
+    members = [Member(nothing, number, nothing, "serving") for number in range(2)]
 
     def generate(prompts: list[Prompt], **_: Any) -> list[list[Completion]]:
         members[0].has_answered = True
@@ -126,7 +127,6 @@ def test_a_server_that_got_no_prompt_before_training_is_still_to_be_compared() -
     client: Any = SimpleNamespace(
         fleet=SimpleNamespace(members=lambda _: members), generate=generate
     )
-    nothing: Any = None
     prompts = [Prompt("0", "", "", [1])]
     proof = Proof({"rollout": client}, {}, prompts, nothing, Config(), nothing)
     proof._sample(client)

@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -260,10 +261,8 @@ def check_peer(arguments: argparse.Namespace) -> dict[str, Any]:
     for name, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
         with tiny_server(gpus=[1] if device.num_gpus() else None) as (running, architecture):
             learner = random_learner(architecture)
-            fleet = Fleet("rollout", {0: running})
-            publisher = Publisher(
-                learner, fleet, QuantizationConfig("int8"), timeout_s=PEER_TIMEOUT_S
-            )
+            fleet = Fleet("rollout", {0: replace(running, timeout_s=PEER_TIMEOUT_S)})
+            publisher = Publisher(learner, fleet, QuantizationConfig("int8"))
             if publisher.publish().num_servers != 1:
                 raise AssertionError("the server does not hold what was sent")
             fail_in_the_next_publish(publisher, running.pid, number)

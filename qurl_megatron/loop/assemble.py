@@ -13,7 +13,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import PolicyLoss
 from qurl_megatron.config.extensions import find, needed
-from qurl_megatron.config.schema import OBJECTIVES, Config, Transport
+from qurl_megatron.config.schema import OBJECTIVES, Config, Releases, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.learner.checkpoint import (
@@ -198,20 +198,16 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     controller = keep(closing(Controller()))
     clients, publishers = {}, {}
     for name, quantization in quantizations.items():
-        fleet = keep(closing(_fleet(config, name, rosters, controller, log)))
+        releases = getattr(config, name).server.releases if colocation else None
+        fleet = keep(closing(_fleet(config, name, rosters, controller, log, releases)))
         shape = _routing_shape(config, name, learner.architecture)
         stops = config.rollout.stop_token_ids
         clients[name] = make_client(fleet, tokenizer, stops, routing_shape=shape)
-        releases = getattr(config, name).server.releases if colocation else None
         if releases:
             can_attach = device.can_attach(stays=releases == "cache")
             transport: Transport = "direct" if can_attach else "broadcast"
             quantization = replace(quantization, transport=transport)
-        pause_mode = config.rollout.pause_mode
-        publisher = make_publisher(
-            learner, fleet, quantization, pause_mode=pause_mode, releases=releases
-        )
-        publishers[name] = keep(closing(publisher))
+        publishers[name] = keep(closing(make_publisher(learner, fleet, quantization)))
 
     of_rollout = clients["rollout"], publishers["rollout"]
     sampler = keep(closing(Sampler(config, *of_rollout, score, prompts.train, tokenizer, log.say)))
@@ -308,7 +304,12 @@ def _routing_shape(config: Config, name: str, architecture: Architecture) -> tup
 
 
 def _fleet(
-    config: Config, name: str, rosters: Sequence[Path], controller: Controller, log: RunLog
+    config: Config,
+    name: str,
+    rosters: Sequence[Path],
+    controller: Controller,
+    log: RunLog,
+    releases: Releases | None,
 ) -> Fleet:
     """Return the servers of a set once they answer; only global rank 0 has any.
 
@@ -326,10 +327,9 @@ def _fleet(
         number = f"{next(num_up)} of {len(servers)}"
         log.say(f"{name} server {number} is up after {waited}: {server.url}")
 
-    is_colocated = config.rollout.placement == "colocated"
     # Colocated servers are up when they are listed, and sleep.
-    own = [server for server in servers.values() if not (server.is_remote or is_colocated)]
-    wait_ready(own, start_timeout_s, ready=say_ready)
+    starting = [server for server in servers.values() if not (server.is_remote or releases)]
+    wait_ready(starting, start_timeout_s, ready=say_ready)
     for server in revive(server for server in servers.values() if server.is_remote):
         say_ready(server)  # the fleet asks the others again later
     fleet = Fleet(
@@ -337,7 +337,8 @@ def _fleet(
         servers,
         min_servers=config.rollout.min_servers if name == "rollout" else 1,
         patience_s=start_timeout_s,
-        is_colocated=is_colocated,
+        pause_mode=config.rollout.pause_mode,
+        releases=releases,
         controller=controller,
         say=log.say,
     )

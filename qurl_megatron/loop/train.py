@@ -46,7 +46,7 @@ from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.fleet import FleetTooSmall
 from qurl_megatron.rollout.roster import SERVERS_AT
 from qurl_megatron.weight_sync.export import export
-from qurl_megatron.weight_sync.link import PublishError
+from qurl_megatron.weight_sync.transport import PublishError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, a quota, a file
 

@@ -1,6 +1,7 @@
 """The servers of one set, which of them can be asked, and what happens to a lost one.
 
-A server is in one of four states; `TRANSITIONS` lists all changes of state.
+A server is in one of four states; `TRANSITIONS` lists all changes of state. A `Member` makes them:
+only there a server is paused, resumed, put to sleep, woken and lost.
 
 - Only serving servers are asked. A prompt goes to the one with the fewest tokens outstanding.
 - A lost server is never asked again. The others answer its open requests, once.
@@ -20,6 +21,8 @@ here, the first server to resume would get all of them.
 A fleet changes in the controller's loop only.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import time
@@ -29,11 +32,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from qurl_megatron.config.schema import PauseMode, Releases
 from qurl_megatron.device import SharedError
 from qurl_megatron.rollout.controller import Controller, end
 from qurl_megatron.rollout.requests import NoAnswer
 from qurl_megatron.rollout.roster import incarnation, report_lost
-from qurl_megatron.rollout.server import POLL_S, Server, ServerFailed, revived
+from qurl_megatron.rollout.server import POLL_S, RELEASED, Server, ServerFailed, revived
 
 T = TypeVar("T")
 State = Literal["starting", "joining", "serving", "lost"]
@@ -59,6 +63,7 @@ FIRST_ANSWER_TIMEOUT_S = 300.0
 # weights, for one request as for many.
 FEW_REQUESTS = 32
 ASK_AGAIN_S = 5.0  # between two questions whether a server elsewhere is back
+LOST_TIMEOUT_S = 30.0  # for a lost server to end, on GPUs that it shares with the learner
 
 
 class FleetTooSmall(ServerFailed, SharedError):
@@ -79,18 +84,110 @@ class ServerBusy(Exception):
 
 @dataclass(eq=False)
 class Member:
-    """One process of a server in a fleet. Only the fleet changes it; its link pauses it."""
+    """One process of a server in a fleet, and all that can happen to it."""
 
+    fleet: Fleet = field(repr=False)
     index: int  # within the set
     server: Server
     state: State
+    version: int | None = None  # of the weights that it was verified to hold
     outstanding: int = 0  # tokens that were asked for and not answered yet
     requests: set[asyncio.Future[Any]] = field(default_factory=set)
     heard_at: float = field(default_factory=time.monotonic)  # when it last answered
     answered_at: float = field(default_factory=time.monotonic)  # a prompt; or began to owe one
-    is_paused: bool = False  # by its link: no sign of life is expected
+    is_paused: bool = False  # no sign of life is expected
+    asleep: list[str] = field(default_factory=list)  # tags of the memory that it has given back
     has_answered: bool = False  # a prompt
     is_reported: bool = False  # as lost, to its starter
+
+    def holds(self, version: int) -> bool:
+        """Return True if the server was verified to hold this version, and is not lost."""
+        return self.version == version and self.state != "lost"
+
+    def change(self, state: State) -> None:
+        """Go to another state."""
+        assert state in TRANSITIONS[self.state], f"{self.state} to {state}"
+        self.state = state
+        self.fleet.note_size()
+
+    def join(self) -> None:
+        """Let a joining server serve: it has the current weights."""
+        if self.state == "joining":
+            self.note(f"serves: {self.server.url}")
+            self.change("serving")
+
+    def lose(self, why: str) -> None:
+        """Give the server up: others answer what it owes, and its starter replaces it."""
+        if self.state == "lost":
+            return
+        self.change("lost")
+        self.fleet.last_loss = f"server {self.fleet.set_name}_{self.index} was lost: {why}"
+        # The log of a failed server follows the first line, which names it.
+        reason = why.splitlines()[0].removesuffix(" ends:")
+        retried = "; it was started elsewhere, so it is asked again until it answers"
+        self.note(f"is lost: {reason}{retried if self.server.is_remote else ''}")
+        for request in self.requests:
+            request.cancel()
+        self.report()
+
+    def report(self) -> None:
+        """Ask the starter of a lost server that still runs to replace it."""
+        server = self.server
+        if self.is_reported or server.is_remote or not server.alive():
+            return
+        with contextlib.suppress(OSError):  # a full disk; the next look tries again
+            report_lost(Path(server.log_file).parent, self.fleet.set_name, self.index, server)
+            self.is_reported = True
+
+    def note(self, what: str) -> None:
+        """Tell the user, on one line, what happens to the server."""
+        self.fleet.say(f"server {self.fleet.set_name}_{self.index} {what.splitlines()[0]}")
+
+    async def pause(self) -> None:
+        """Stop sampling, unless it has stopped; take memory for the weights again."""
+        if not self.is_paused:
+            self.is_paused = True
+            await self.server.pause(self.fleet.pause_mode)
+        if "weights" in self.asleep:
+            await self.server.wake(["weights"])
+            self.asleep.remove("weights")
+
+    async def resume(self) -> None:
+        """Sample again. A server that sleeps goes on sleeping."""
+        if not self.asleep:
+            await self.server.resume()
+            self.expect_answers()
+
+    def expect_answers(self) -> None:
+        """End a pause; the server's silence is counted from now."""
+        self.heard_at = self.answered_at = time.monotonic()
+        self.is_paused = False
+
+    async def sleep(self) -> None:
+        """Stop sampling and give memory back; a lost server does so when it ends."""
+        tags = self.fleet.tags
+        if self.state != "lost":
+            self.is_paused, self.asleep = True, [*tags]
+            if "weights" in tags:
+                self.version = None
+            try:
+                await self.server.sleep(tags)
+            except ServerFailed as failure:
+                self.lose(str(failure))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOST_TIMEOUT_S):
+                while self.state == "lost" and self.server.alive():
+                    await asyncio.sleep(POLL_S)
+
+    async def wake(self) -> None:
+        """Take the memory again, and sample."""
+        try:
+            if self.asleep:
+                await self.server.wake(self.asleep)
+                self.asleep = []
+            await self.resume()
+        except ServerFailed as failure:
+            self.lose(str(failure))
 
 
 class Fleet:
@@ -105,7 +202,8 @@ class Fleet:
         min_servers: int = 1,
         patience_s: float = 0.0,
         health_timeout_s: float = HEALTH_TIMEOUT_S,
-        is_colocated: bool = False,
+        pause_mode: PauseMode = "retract",
+        releases: Releases | None = None,
         controller: Controller | None = None,
         say: Callable[[str], None] = lambda message: None,
     ) -> None:
@@ -117,8 +215,10 @@ class Fleet:
             patience_s: for how many seconds fewer may serve or wait for weights.
             health_timeout_s: seconds in which a silent server must answer /health. Without a GPU
                 it has `Server.step_s` more, on a GPU more until its first answer.
-            is_colocated: the servers sleep while the learner has the GPUs that they share. A new
-                server sleeps, and gets the weights in the learner's next turn.
+            pause_mode: the run's `rollout.pause_mode`.
+            releases: what servers give back in their sleep, while the learner has the GPUs that
+                they share. A new server sleeps, and gets the weights in the learner's next turn.
+                None: the servers do not sleep.
             controller: its loop asks the servers; None: a new one, which lasts as long as the
                 process.
             say: prints a line for the user.
@@ -128,17 +228,18 @@ class Fleet:
         self._min_servers = min_servers
         self._patience_s = patience_s
         self._health_timeout_s = health_timeout_s
-        self._is_colocated = is_colocated
-        self._say = say
+        self.pause_mode = pause_mode
+        self.tags = RELEASED[releases] if releases else ()
+        self.say = say
         self._watching: Future[None] = Future()
         self.last_loss = "none was started"  # why the newest lost server was given up
         self._too_small_since: float | None = None
         self._num_listed = len(servers)  # in the rosters: they run, or will be started again
         self._members = {
-            index: Member(index, server, "serving" if loaded else "joining")
+            index: self._member(index, server, "serving" if loaded else "joining")
             for index, server in servers.items()
         }
-        self._note_size()
+        self.note_size()
 
     def watch(self, read: Callable[[], Mapping[int, Server]] | None = None) -> None:
         """Begin to watch the servers in the background, until `close`.
@@ -159,52 +260,19 @@ class Fleet:
         members = sorted(self._members.items())
         return [member for _, member in members if member.state in states]
 
+    @property
+    def flushes_cache(self) -> bool:
+        """Whether servers drop cached prefixes in a publish, as they cannot while requests run."""
+        return self.pause_mode == "retract"
+
     def has_joining(self) -> bool:
         """Return whether to interrupt sampling and give a joining server the current weights."""
-        return self.needs_admission() if self._is_colocated else bool(self.members("joining"))
+        return self.needs_admission() if self.tags else bool(self.members("joining"))
 
     def needs_admission(self) -> bool:
         """Return whether nothing can be sampled before a joining server gets the weights."""
         joining, serving = self.members("joining"), self.members("serving")
         return bool(joining) and len(serving) < self._min_servers
-
-    def joined(self, member: Member) -> None:
-        """Let a joining server serve: it has the current weights."""
-        if member.state == "joining":
-            self.note(member, f"serves: {member.server.url}")
-            self._change(member, "serving")
-
-    def lose(self, member: Member, why: str) -> None:
-        """Give a server up: others answer what it owes, and its starter replaces it."""
-        if member.state == "lost":
-            return
-        self._change(member, "lost")
-        self.last_loss = f"server {self.set_name}_{member.index} was lost: {why}"
-        # The log of a failed server follows the first line, which names it.
-        reason = why.splitlines()[0].removesuffix(" ends:")
-        retried = "; it was started elsewhere, so it is asked again until it answers"
-        self.note(member, f"is lost: {reason}{retried if member.server.is_remote else ''}")
-        for request in member.requests:
-            request.cancel()
-        self._report(member)
-
-    def _report(self, member: Member) -> None:
-        """Ask the starter of a lost server that still runs to replace it."""
-        server = member.server
-        if member.is_reported or server.is_remote or not server.alive():
-            return
-        with contextlib.suppress(OSError):  # a full disk; the next look tries again
-            report_lost(Path(server.log_file).parent, self.set_name, member.index, server)
-            member.is_reported = True
-
-    def note(self, member: Member, what: str) -> None:
-        """Tell the user, on one line, what happens to a server."""
-        self._say(f"server {self.set_name}_{member.index} {what.splitlines()[0]}")
-
-    def expect_answers(self, member: Member) -> None:
-        """End a server's pause; its silence is counted from now."""
-        member.heard_at = member.answered_at = time.monotonic()
-        member.is_paused = False
 
     async def ask(
         self,
@@ -235,14 +303,14 @@ class Fleet:
             try:
                 await asyncio.wait({asking})
                 if asking.cancelled():
-                    continue  # `lose` did that
+                    continue  # `Member.lose` did that
                 result = asking.result()
                 member.answered_at, member.has_answered = time.monotonic(), True
                 return result
             except RequestRefused:  # the server is not lost: another would refuse too
                 raise
             except ServerFailed as failure:
-                self.lose(member, str(failure))
+                member.lose(str(failure))
             except ServerBusy:
                 await asyncio.sleep(SILENT_S)
             finally:
@@ -283,12 +351,11 @@ class Fleet:
         if time.monotonic() - since > self._patience_s:
             raise FleetTooSmall(f"{few} for {self._patience_s:g} s; {self.last_loss}")
 
-    def _change(self, member: Member, state: State) -> None:
-        assert state in TRANSITIONS[member.state], f"{member.state} to {state}"
-        member.state = state
-        self._note_size()
+    def _member(self, index: int, server: Server, state: State) -> Member:
+        return Member(self, index, server, state, is_paused=bool(self.tags), asleep=[*self.tags])
 
-    def _note_size(self) -> None:
+    def note_size(self) -> None:
+        """Note since when too few servers serve or wait for weights, after one's change."""
         if len(self.members("serving", "joining")) >= self._min_servers:
             self._too_small_since = None
         elif self._too_small_since is None:
@@ -304,13 +371,13 @@ class Fleet:
                 probes = {member: probe for member, probe in probes.items() if not probe.done()}
                 self._await_lost_ones()
                 for member in self.members("lost"):
-                    self._report(member)
+                    member.report()
                 for member in self.members("starting", "joining", "serving"):
                     if not member.server.alive():
-                        self.lose(member, str(member.server.failed("died")))
+                        member.lose(str(member.server.failed("died")))
                     elif self._stalls(member):
                         what = f"has answered no prompt for {STALLED_S / 3600:g} h"
-                        self.lose(member, str(member.server.failed(what)))
+                        member.lose(str(member.server.failed(what)))
                     elif member not in probes and self._is_doubtful(member):
                         probes[member] = asyncio.create_task(self._probe(member))
                 await asyncio.sleep(POLL_S)
@@ -322,24 +389,26 @@ class Fleet:
         self._num_listed = len(servers)
         for index, member in list(self._members.items()):
             if index not in servers:
-                self.lose(member, "it will not be started again")
+                member.lose("it will not be started again")
         for index, server in servers.items():
             known = self._members.get(index)
             name = self.set_name
             if known and incarnation(name, index, known.server) == incarnation(name, index, server):
                 continue
             if known:
-                self.lose(known, "it was started again")
+                known.lose("it was started again")
             # A colocated server is listed once it is up.
-            state: State = "joining" if self._is_colocated else "starting"
-            self._members[index] = Member(index, server, state)
-            self._note_size()
+            self._members[index] = self._member(
+                index, server, "joining" if self.tags else "starting"
+            )
+            self.note_size()
 
     def _await_lost_ones(self) -> None:
         """Replace each lost server that was started elsewhere by a starting one at the same URL."""
         for member in self.members("lost"):
             if member.server.is_remote:
-                self._members[member.index] = Member(member.index, member.server, "starting")
+                index, server = member.index, member.server
+                self._members[index] = self._member(index, server, "starting")
 
     @staticmethod
     def _is_doubtful(member: Member) -> bool:
@@ -371,8 +440,8 @@ class Fleet:
             problem = str(error)
         is_starting = member.state == "starting"
         if is_starting and not problem:
-            self._change(member, "joining")
+            member.change("joining")
         if is_starting or not problem:
             member.heard_at = time.monotonic()
         elif not member.is_paused and member.heard_at <= asked_at:  # no prompt answered since
-            self.lose(member, str(member.server.failed(problem)))
+            member.lose(str(member.server.failed(problem)))

@@ -22,18 +22,21 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pydantic
+import torch
 
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     ConfigError,
+    PauseMode,
     Releases,
     ServerConfig,
     WeightFormat,
@@ -55,12 +58,20 @@ from qurl_megatron.model.huggingface import served_directory
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout import preload, toolkit
 from qurl_megatron.rollout.requests import Answer, NoAnswer, ask
-from qurl_megatron.rollout.wire import RUN_HEADER
+from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, RUN_HEADER, dtype_names, escaped
 
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 REVIVE_TIMEOUT_S = 30.0
 OWN_RUN = "own"  # the name by which a run claims a server that it has started
+# A server's death is noticed at once; this limit is for a server that hangs. A weight of 1.5 GB
+# takes 12 s over 1 Gb/s, and a server compiles its kernels in the first publish.
+PEER_TIMEOUT_S = 60.0
+
+_CACHE = ("kv_cache", "cuda_graph")
+RELEASED: Mapping[Releases, Sequence[str]] = {"cache": _CACHE, "all": (*_CACHE, "weights")}
+"""SGLang's tags for the memory that a sleeping server releases, by `ServerConfig.releases`."""
+
 _said_dropped: set[str] = set()
 _locks: dict[str, int] = {}  # of the scratch directories of servers that this process started
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
@@ -78,11 +89,24 @@ class ServerFailed(RuntimeError):
     """A server did not start, died or refused a request; the text ends with the end of its log."""
 
 
+class UpdateRefused(ServerFailed):
+    """A server answered that it did not do what it was asked to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    checksums: dict[str, str]
+
+
+_RANKS = pydantic.TypeAdapter(list[_Rank])
+
+
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A running server, as every process of the run knows it.
+    """A running server, as every process of the run knows it, and the requests that control it.
 
-    Of a server that somebody started elsewhere, only URL, key and run are known.
+    Of a server that somebody started elsewhere, only URL, key and run are known. Every request
+    waits for the answer, and raises `ServerFailed` if that does not come or makes no sense.
     """
 
     url: str
@@ -97,6 +121,7 @@ class Server:
     scratch_dir: str = ""  # holds its sockets and temporary files
     is_remote: bool = False  # somebody started it elsewhere
     step_s: float = 0.0  # that it may compute without an answer; see `ServerPlan`
+    timeout_s: float = PEER_TIMEOUT_S  # of an answer to what controls it, and of a transfer to it
     run: str = OWN_RUN  # names the run to the server, which serves one at a time
 
     @property
@@ -108,6 +133,115 @@ class Server:
     async def ask(self, method: str, path: str, **options: Any) -> Answer:
         """Send a request to the server, with its headers; see `requests.ask`."""
         return await ask(method, f"{self.url}{path}", self.headers, **options)
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop sampling. Running requests wait where they are, and continue after `resume`.
+
+        In mode `retract` they give up their keys and values; after `resume` SGLang computes these
+        again from the tokens. In mode `in_place` they keep them.
+        """
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Continue sampling, with the weights of the last update and under its version."""
+        await self._post("/continue_generation", {})
+
+    async def sleep(self, tags: Sequence[str]) -> None:
+        """Stop sampling, and release the memory that these SGLang tags name.
+
+        Running requests wait without keys and values, whatever the run's `rollout.pause_mode` is.
+        """
+        await self.pause()
+        await self._post("/release_memory_occupation", {"tags": list(tags)})
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        """Take the memory of these tags again, without its old content, but sample nothing yet."""
+        await self._post("/resume_memory_occupation", {"tags": list(tags)})
+
+    async def init_weights_group(self, **group: str | int) -> None:
+        """Join the process group that carries weights; the server has all ranks but rank 0.
+
+        `group` has its `master_address`, `master_port`, `world_size`, `group_name` and `backend`.
+        """
+        await self._post("/init_weights_update_group", {"rank_offset": 1, **group})
+
+    async def update_weights(
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        weight_version: int,
+        flush_cache: bool = True,
+    ) -> None:
+        """Receive and load the tensors that these lists announce, as `weight_sync.bucket` defines.
+
+        The server must be paused. Tokens sampled after it resumes carry `weight_version`. There is
+        no time limit: the answer comes after all transfers, and their senders have limits.
+
+        Args:
+            flush_cache: empty the cache of prefixes, which is impossible while requests run.
+
+        Raises:
+            UpdateRefused: the server could not load it, or lacks the version that a delta changes.
+        """
+        await self._post(
+            "/update_weights_from_distributed",
+            {
+                "names": list(names),
+                "dtypes": dtype_names(dtypes),
+                "shapes": [list(shape) for shape in shapes],
+                "group_name": group_name,
+                "load_format": "flattened_bucket",
+                "weight_version": str(weight_version),
+                "flush_cache": flush_cache,
+            },
+            timeout_s=None,
+        )
+
+    async def checksums(self) -> list[dict[str, int]]:
+        """Return the checksums of each tensor-parallel rank; `checksum.combine` adds them up."""
+        try:
+            ranks = await self._check_weights("checksum")
+            return [{name: int(value) for name, value in rank.items()} for rank in ranks]
+        except ValueError as error:
+            raise self.failed(f"gave no checksums: {escaped(str(error))}") from None
+
+    async def parameters(self) -> list[dict[str, str]]:
+        """Let each tensor-parallel rank hand out its parameters to processes of its machine.
+
+        Return a mapping for each rank, from keys of `checksum.part_key` to texts of
+        `direct.describe`.
+        """
+        return await self._check_weights("parameters")
+
+    async def _check_weights(self, action: str) -> list[dict[str, str]]:
+        """Return the answers of each tensor-parallel rank, by `checksum.part_key`."""
+        answer = await self._post("/weights_checker", {"action": action})
+        try:
+            return [rank.checksums for rank in _RANKS.validate_python(answer.get("ranks"))]
+        except ValueError:
+            raise self.failed("answered /weights_checker with unexpected content") from None
+
+    async def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
+        options = {"timeout_s": self.timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
+        try:
+            answer = await self.ask("POST", path, json=body, **options)
+        except NoAnswer as error:
+            raise self.failed(str(error)) from None
+        if not answer.is_success:
+            raise UpdateRefused(str(self.failed(f"refused {path}: {answer.text}")))
+        if answer.content == b"null":  # as after a sleep or a wake
+            return {}
+        try:
+            fields = answer.fields()
+        except ValueError as error:
+            raise self.failed(f"answered {path} with {error}") from None
+        if fields.get("success") is False:
+            message = f"failed in {path}: {escaped(str(fields.get('message')))}"
+            raise UpdateRefused(str(self.failed(message)))
+        return fields
 
     @property
     def is_local(self) -> bool:

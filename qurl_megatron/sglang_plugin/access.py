@@ -60,7 +60,7 @@ class Empty(Body):
 
 
 class Pause(Body):
-    """Stop sampling; see `ServerControl.pause`."""
+    """Stop sampling; see `Server.pause`."""
 
     mode: Literal["retract", "in_place"]
 

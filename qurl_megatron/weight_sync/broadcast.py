@@ -13,13 +13,14 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.device import backend_to, device, rank, surviving_errors
-from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.machine.network import address_towards
 from qurl_megatron.weight_sync.bucket import Bucket, channel_name
 from qurl_megatron.weight_sync.delta import base_version
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport
@@ -148,28 +149,28 @@ class Broadcast(Transport):
     """Global rank 0's end of one server's process groups: the store that forms them."""
 
     meets_senders = True
+    store: dist.TCPStore | None = None
 
-    def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
+    def open(self) -> None:
         """Open a store for the senders and the server."""
-        super().__init__(control, shares_gpus=shares_gpus)
-        server = control.server
+        server, shares_gpus = self.server, bool(self.member.fleet.tags)
         destination = GroupDestination(
             token=f"weights-{secrets.token_hex(8)}",
-            address=control.own_address(),
+            address=address_towards(urlsplit(server.url).hostname or ""),
             port=0,
             # NCCL refuses two ranks on one GPU.
             backend="gloo" if shares_gpus else backend_to(server.gpus if server.is_local else []),
             num_ranks=server.tensor_parallel_size,
-            timeout_s=control.timeout_s,
+            timeout_s=server.timeout_s,
         )
-        self.store: dist.TCPStore | None = destination.store(is_host=True)
+        self.store = destination.store(is_host=True)
         self.destination = self._at = dataclasses.replace(destination, port=self.store.port)
 
     async def connect(self, num_senders: int) -> None:
         """Let the server join the group of each sender."""
         at = self._at
         for sender in range(num_senders):
-            await self._control.init_weights_group(
+            await self.server.init_weights_group(
                 master_address=at.address,
                 master_port=at.port,
                 world_size=1 + at.num_ranks,
@@ -181,6 +182,6 @@ class Broadcast(Transport):
         """Give the groups up, and drop the store."""
         await super().leave()
         if self.store is not None:
-            give_up(self.store, self._control.server.url)
+            give_up(self.store, self.server.url)
             await asyncio.sleep(NOTICE_S)
         self.store = None

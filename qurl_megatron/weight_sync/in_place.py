@@ -3,12 +3,12 @@
 import secrets
 from dataclasses import dataclass, replace
 
-from qurl_megatron.weight_sync.transport import Destination, Transport, Update
+from qurl_megatron.weight_sync.transport import Delivery, Destination, Transport
 
 
 @dataclass(frozen=True)
 class ParametersDestination(Destination):
-    """The parameters that a server has handed out; see `ServerControl.parameters`."""
+    """The parameters that a server has handed out; see `Server.parameters`."""
 
     machine: str  # only its ranks can attach to the parameters
     ranks: list[dict[str, str]]
@@ -21,14 +21,14 @@ class InPlace(Transport):
         """Ask the server to hand out its parameters."""
         self.destination = ParametersDestination(
             f"weights-{secrets.token_hex(8)}",
-            self._control.server.machine,
-            await self._control.parameters(),
+            self.server.machine,
+            await self.server.parameters(),
         )
 
-    async def load(self, update: Update) -> None:
+    async def load(self, delivery: Delivery) -> None:
         """Announce the new weights to the server once all ranks have written them."""
-        await update.sent.wait()
-        await super().load(update)
+        await delivery.sent.wait()
+        await super().load(delivery)
         # The ranks have attached now, and need the long texts no more.
         if isinstance(self.destination, ParametersDestination):
             self.destination = replace(self.destination, ranks=[])

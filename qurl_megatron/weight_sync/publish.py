@@ -23,7 +23,7 @@ What the learner does not train, such a server holds: over the base of adapters 
 
 Servers fail one by one. A server that dies, hangs or holds other weights is dropped, and reported
 as lost. The others do not notice, because each has channels of its own (`transport.py`). Each
-request and each transfer has a time limit, `PEER_TIMEOUT_S`. If servers were reached, and none of
+request and each transfer has a time limit, `Server.timeout_s`. If servers were reached, and none of
 them holds what it was sent, then the fault is not theirs: the publish raises `PublishError`.
 
 A bucket is converted once, and goes to all servers at the same time, one copy to each. Meanwhile
@@ -47,16 +47,19 @@ Example, on every learner rank:
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import TypeVar
 
 import torch.distributed as dist
 
-from qurl_megatron.config.schema import PauseMode, QuantizationConfig, Releases
+from qurl_megatron.config.extensions import needed
+from qurl_megatron.config.schema import QuantizationConfig
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.machine.memory import trim_heap
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, Member
+from qurl_megatron.rollout.server import Server
+from qurl_megatron.weight_sync.broadcast import Broadcast
 from qurl_megatron.weight_sync.bucket import (
     Manifest,
     announce,
@@ -65,10 +68,10 @@ from qurl_megatron.weight_sync.bucket import (
 )
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.gather import to_rank_zero
-from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S, Link, PublishError
+from qurl_megatron.weight_sync.in_place import InPlace
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.senders import Senders
-from qurl_megatron.weight_sync.transport import Destination, Update
+from qurl_megatron.weight_sync.transport import Delivery, Destination, PublishError, Transport
 
 T = TypeVar("T")
 
@@ -100,10 +103,6 @@ class Publisher:
         learner: Learner,
         fleet: Fleet,
         quantization: QuantizationConfig,
-        *,
-        pause_mode: PauseMode = "retract",
-        timeout_s: float = PEER_TIMEOUT_S,
-        releases: Releases | None = None,
     ) -> None:
         """Store the settings; send nothing.
 
@@ -111,17 +110,11 @@ class Publisher:
             fleet: the servers, on global rank 0.
             quantization: the run's; the servers were started with the same format and the same
                 layers in BF16.
-            pause_mode: the run's `rollout.pause_mode`.
-            timeout_s: time limit of each answer and each transfer of a server, in seconds.
-            releases: what these servers give back while a learner on their GPUs trains.
         """
         self.version = 0
         self._settings = quantization
         self._fleet = fleet
         self._wait = fleet.controller.wait_for_all
-        self._link_to = partial(
-            Link, fleet, timeout_s=timeout_s, pause_mode=pause_mode, releases=releases
-        )
         self.converter = Converter(
             learner,
             quantization.weight_format,
@@ -129,7 +122,7 @@ class Publisher:
             keeps_codes=quantization.publish != "full",
             keep=quantization.keep,
         )
-        self._links: dict[Member, Link] = {}  # on global rank 0
+        self._transports: dict[Member, Transport] = {}  # on global rank 0
         self._senders = Senders(self.converter)
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of which the next publish sends the changes. None until a server was verified
@@ -149,12 +142,16 @@ class Publisher:
         trim_heap()  # gives back what the step has freed
         self.version += 1
         self._sent = {}
-        links = self._link(self._fleet.members("serving", "joining"))
-        holders = [link for link in links if self._base and link.holds(self._base)]
+        members = self._fleet.members("serving", "joining")
+        holders = [member for member in members if self._base and member.holds(self._base)]
         if not from_rank_zero(lambda: bool(holders)):
-            return self._send_to(links)
+            return self._send_to(members)
         delta = self._send_to(holders, self._base)
-        rest = [link for link in links if not link.is_lost and not link.holds(self.version)]
+        rest = [
+            member
+            for member in members
+            if member.state != "lost" and not member.holds(self.version)
+        ]
         if not from_rank_zero(lambda: bool(rest)):
             return delta
         whole = self._send_to(rest)
@@ -168,7 +165,7 @@ class Publisher:
             PublishError: no server holds the weights that were sent, or the learner's weights
                 have changed since the current version.
         """
-        self._send_to(self._link(self._fleet.members("joining")))
+        self._send_to(self._fleet.members("joining"))
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -198,8 +195,8 @@ class Publisher:
 
     def close(self) -> None:
         """Leave the servers, which keep the last version."""
-        self._wait(link.close() for link in self._links.values())
-        self._links.clear()
+        self._wait(transport.close() for transport in self._transports.values())
+        self._transports.clear()
         self._senders.close()  # while the servers still run
 
     @cache  # noqa: B019  a run has few publishers, and keeps them
@@ -208,20 +205,11 @@ class Publisher:
         manifests = self.converter.manifests(changing=changing)
         return announce(to_rank_zero(manifests, self.converter.senders))
 
-    def _link(self, members: list[Member]) -> list[Link]:
-        """Return the links to these servers; close the links to lost servers."""
-        lost = [member for member in self._links if member.state == "lost"]
-        self._wait(self._links.pop(member).close() for member in lost)
-        for member in members:
-            if member not in self._links:
-                self._links[member] = self._link_to(member)
-        return [self._links[member] for member in members]
-
-    def _send_to(self, links: list[Link], base: int | None = None) -> Published:
+    def _send_to(self, members: list[Member], base: int | None = None) -> Published:
         """Convert the weights once, and send them, or what changed since version `base`."""
         self._base = None  # until a server was verified to hold this version
         senders = self.converter.senders
-        in_place = self._writes_to(links)
+        in_place = self._writes_to(members)
         if in_place:
             request = announce_in_place()
         else:
@@ -232,18 +220,21 @@ class Publisher:
                 request = announce_delta(base, len(senders))
             else:
                 request = self._announcement(changing=base is not None)
-        update = Update(request, self.version, len(senders), base, in_place)
+        delivery = Delivery(request, self.version, len(senders), base, in_place)
+        used: list[Transport] = []  # by this delivery
 
         def begin() -> tuple[list[Destination], list[str]]:
-            self._wait(link.begin(update) for link in links)
-            held = [each for link in self._links.values() if (each := link.destination)]
-            return held, [each.token for link in links if (each := link.destination)]
+            used.extend(self._transports_to(members, in_place))
+            self._wait(transport.begin(delivery) for transport in used)
+            # Read once each: after a failure the controller's loop takes a destination away.
+            held = [each for x in self._transports.values() if (each := x.destination)]
+            return held, [each.token for x in used if (each := x.destination)]
 
         destinations, tokens = from_rank_zero(begin)
-        sent_bytes, conversion = self._senders.send(update, destinations, tokens)
+        sent_bytes, conversion = self._senders.send(delivery, destinations, tokens)
 
         def commit() -> tuple[int, bool]:
-            num_servers = self._commit(links, update, conversion)
+            num_servers = self._commit(used, delivery, conversion)
             may_give_up = base is not None and self._settings.publish == "auto"
             return num_servers, may_give_up and sent_bytes > LARGEST_DELTA * conversion.num_bytes
 
@@ -253,7 +244,21 @@ class Publisher:
             self._base = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
 
-    def _writes_to(self, links: list[Link]) -> bool:
+    def _transports_to(self, members: list[Member], in_place: bool) -> list[Transport]:
+        """Return the transports to these servers; leave lost ones, and those of another kind."""
+        kinds = {member: transport_to(member.server, in_place=in_place) for member in members}
+        left = [
+            member
+            for member, transport in self._transports.items()
+            if member.state == "lost" or not isinstance(transport, kinds.get(member, Transport))
+        ]
+        self._wait(self._transports.pop(member).close() for member in left)
+        for member, kind in kinds.items():
+            if member not in self._transports:
+                self._transports[member] = kind(member)
+        return [self._transports[member] for member in members]
+
+    def _writes_to(self, members: list[Member]) -> bool:
         """Return whether weights are written into the parameters of these servers.
 
         Raises:
@@ -265,30 +270,40 @@ class Publisher:
         machines = set(self.converter.machines)
 
         def is_possible() -> bool:
-            servers = [link.server for link in links]
+            servers = [member.server for member in members]
             remote = [server.url for server in servers if server.machine not in machines]
             if remote and transport == "direct":
                 raise PublishError(
                     f"quantization.transport=direct: no learner rank is on the machine of server "
                     f"{remote[0]}; set it to broadcast or auto"
                 )
-            return bool(links) and not remote
+            return bool(members) and not remote
 
         return from_rank_zero(is_possible)
 
-    def _commit(self, links: list[Link], update: Update, conversion: Conversion) -> int:
+    def _commit(self, used: list[Transport], delivery: Delivery, conversion: Conversion) -> int:
         """Wait until each server has verified its weights; return how many hold this version."""
         if conversion.non_finite:
             raise NonFinite(f"{conversion.non_finite}; resume from a checkpoint")
         if self._sent and self._sent != conversion.checksums:
             raise PublishError(f"the learner no longer has the weights of version {self.version}")
         self._sent = conversion.checksums
-        self._wait([update.end(self._sent), *(link.updated() for link in links)])
-        num_servers = sum(link.holds(self.version) for link in self._links.values())
-        wrong = [link.failure for link in links if isinstance(link.failure, PublishError)]
-        if wrong and all(link.is_lost for link in links) and not num_servers:
+        self._wait([delivery.end(self._sent), *(transport.delivered() for transport in used)])
+        num_servers = sum(member.holds(self.version) for member in self._transports)
+        wrong = [each.failure for each in used if isinstance(each.failure, PublishError)]
+        if wrong and all(each.member.state == "lost" for each in used) and not num_servers:
             raise wrong[0]
-        if links and not num_servers and not self._has_served:  # the next ones would fail alike
+        if used and not num_servers and not self._has_served:  # the next ones would fail alike
             raise PublishError(f"no server took the first weights: {self._fleet.last_loss}")
         self._has_served |= num_servers > 0
         return num_servers
+
+
+def transport_to(server: Server, *, in_place: bool) -> type[Transport]:
+    """Return the transport to a server; with `in_place`, ranks write into its parameters."""
+    if in_place:
+        return InPlace
+    if server.is_remote:
+        http: type[Transport] = needed("elsewhere", "transport", by="rollout.servers_at").Http
+        return http
+    return Broadcast

@@ -11,7 +11,7 @@ from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
 from qurl_megatron.weight_sync.in_place import ParametersDestination
 from qurl_megatron.weight_sync.reshard import Converter
-from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Destination, Update
+from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Delivery, Destination
 
 
 class Senders:
@@ -24,7 +24,7 @@ class Senders:
         self._parameters = ServerParameters()
 
     def send(
-        self, update: Update, destinations: Sequence[Destination], tokens: Sequence[str]
+        self, delivery: Delivery, destinations: Sequence[Destination], tokens: Sequence[str]
     ) -> tuple[int, Conversion]:
         """Convert the weights and send them; return the bytes sent, on rank 0, and the measures.
 
@@ -32,27 +32,27 @@ class Senders:
 
         Args:
             destinations: of all servers that can be reached. Channels to others are closed.
-            tokens: of the destinations to which this update goes.
+            tokens: of the destinations to which this delivery goes.
         """
-        if update.in_place:
-            return 0, self._write(update, destinations, tokens)
+        if delivery.in_place:
+            return 0, self._write(delivery, destinations, tokens)
         to_channels = [each for each in destinations if isinstance(each, ChannelDestination)]
         if dist.get_rank() in self._converter.senders:
             self._open_channels(to_channels)
         sizes: list[int] = []  # bytes sent for each bucket: the most that one server took
 
         def send(bucket: Bucket) -> Callable[[], None]:
-            sending = [self.channels[token].send(bucket, update.version) for token in tokens]
+            sending = [self.channels[token].send(bucket, delivery.version) for token in tokens]
             return lambda: sizes.append(max((future.result() for future in sending), default=0))
 
         # Relative deltas compress much better.
         is_relative = any(destination.may_compress for destination in to_channels)
-        conversion = self._converter.convert(send, base=update.base, is_relative=is_relative)
+        conversion = self._converter.convert(send, base=delivery.base, is_relative=is_relative)
         own = {token: each.failure for token, each in self.channels.items() if each.failure}
         sent_bytes = 0
         for num_bytes, failed in to_rank_zero((sum(sizes), own), self._converter.senders):
             sent_bytes += num_bytes
-            update.failed |= failed
+            delivery.failed |= failed
         return sent_bytes, conversion
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class Senders:
                 self.channels[destination.token] = destination.open(number)
 
     def _write(
-        self, update: Update, destinations: Sequence[Destination], paused: Sequence[str]
+        self, delivery: Delivery, destinations: Sequence[Destination], paused: Sequence[str]
     ) -> Conversion:
         """Write the weights into the servers' parameters."""
         held = [each for each in destinations if isinstance(each, ParametersDestination)]
@@ -79,4 +79,4 @@ class Senders:
         new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
         self._parameters.attach(new)
         self._parameters.keep({each.token: each.machine for each in held}, paused)
-        return self._converter.write(self._parameters, base=update.base)
+        return self._converter.write(self._parameters, base=delivery.base)

@@ -7,6 +7,10 @@
 Global rank 0 has a `Transport` for each server. Its `destination` says how the other ranks reach
 it: there each sender opens a `Channel`, which sends buckets in order. A transport does the same
 for a key frame and for a delta.
+
+A server is paused, connected, loads what is sent, and resumes if it then holds the right weights.
+If something fails, it is lost, unless it refuses a delta or holds other weights after one: then it
+can still get a key frame.
 """
 
 import asyncio
@@ -14,12 +18,20 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from qurl_megatron.rollout.control import ServerControl
+from qurl_megatron.device import SharedError
+from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.controller import end
+from qurl_megatron.rollout.fleet import Member
+from qurl_megatron.rollout.server import Server, UpdateRefused
+from qurl_megatron.rollout.wire import escaped
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest
 
 # A server that ends a channel says why in its answer, which may come this many seconds later.
 ANSWER_GRACE_S = 5.0
+
+
+class PublishError(SharedError, RuntimeError):
+    """A server does not hold the weights that were sent."""
 
 
 class Channel:
@@ -83,7 +95,7 @@ class ChannelDestination(Destination):
 
 
 @dataclass
-class Update:
+class Delivery:
     """What global rank 0 knows of weights that are sent to several servers at once."""
 
     request: Manifest  # announces them
@@ -102,56 +114,133 @@ class Update:
 
 
 class Transport:
-    """Global rank 0's end of the way to one server, from its first publish to its first failure.
+    """Global rank 0's end of the way to one server. Its coroutines run in the controller's loop.
 
-    All methods may raise `ServerFailed`.
+    It connects in the first publish, and again in the one after a failure.
     """
 
     # True if `connect` waits for the senders, so they must begin before it returns.
     meets_senders = False
 
-    def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
-        """Take a server, which may share the learner's GPUs. This may wait for the network."""
-        self.destination: Destination | None = None
-        self._control = control
+    def __init__(self, member: Member) -> None:
+        """Take a server; connect later."""
+        self.member = member
+        self.server = member.server
+        self.destination: Destination | None = None  # where the ranks reach the server, if they can
+        self.failure: RuntimeError | None = None  # of the last delivery
+        self._delivering: asyncio.Task[None] | None = None
+
+    async def begin(self, delivery: Delivery) -> None:
+        """Begin a delivery, and wait until the ranks may send to the destination, if there is one.
+
+        A sleeping server goes on sleeping.
+        """
+        self.failure = self.member.version = None
+        reachable = asyncio.Event()
+        self._delivering = asyncio.create_task(self._deliver(delivery, reachable))
+        await reachable.wait()
+
+    async def delivered(self) -> None:
+        """Wait until the delivery has ended."""
+        if self._delivering:
+            await self._delivering
+
+    async def close(self) -> None:
+        """Disconnect, and leave the server as it is."""
+        if self._delivering:
+            await end([self._delivering])
+        await self.leave()
+        self.member.version = None
+        self.member.expect_answers()
+
+    async def _deliver(self, delivery: Delivery, reachable: asyncio.Event) -> None:
+        member, loads = self.member, False
+        try:
+            is_new = self.destination is None
+            if is_new:
+                await asyncio.to_thread(self.open)
+            if self.meets_senders:
+                reachable.set()
+            await member.pause()
+            if is_new:
+                await self.connect(delivery.num_senders)
+            reachable.set()
+            loads = True
+            await self.load(delivery)
+            await verify(self.server, delivery.checksums)
+            await member.resume()
+            member.version = delivery.version
+            member.join()
+        except RuntimeError as error:
+            self.failure = error
+            is_refusal = isinstance(error, (PublishError, UpdateRefused))
+            if loads and is_refusal and delivery.base is not None:
+                member.note(f"gets all tensors, not a delta: {error}")
+            else:
+                member.lose(str(error))
+            await self.leave()
+        finally:
+            reachable.set()  # after a failure too: `begin` waits for it
+
+    def open(self) -> None:
+        """Prepare to connect. This may wait for the network."""
 
     async def connect(self, num_senders: int) -> None:
         """Connect the server, which is paused, with this many senders."""
 
-    async def load(self, update: Update) -> None:
+    async def load(self, delivery: Delivery) -> None:
         """Let the server load what is sent; wait until it has done so and all was sent.
 
         Raises:
             ServerFailed: the server failed or hung, or a channel to it ended.
         """
         assert self.destination is not None
-        request, token = update.request, self.destination.token
+        request, token = delivery.request, self.destination.token
         answer = asyncio.create_task(
-            self._control.update_weights(
+            self.server.update_weights(
                 request.names,
                 request.dtypes,
                 request.shapes,
                 group_name=token,
-                weight_version=update.version,
+                weight_version=delivery.version,
+                flush_cache=self.member.fleet.flushes_cache,
             )
         )
-        sent = asyncio.create_task(update.sent.wait())
+        sent = asyncio.create_task(delivery.sent.wait())
         try:
             await asyncio.wait({answer, sent}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                failure = update.failed.get(token)
-                timeout_s = ANSWER_GRACE_S if failure else self._control.timeout_s
+                failure = delivery.failed.get(token)
+                timeout_s = ANSWER_GRACE_S if failure else self.server.timeout_s
                 await asyncio.wait({answer}, timeout=timeout_s)
                 if not answer.done():
                     what = str(failure) if failure else "did not load its weights in time"
-                    raise self._control.server.failed(what)
+                    raise self.server.failed(what)
             answer.result()
             await sent
         finally:
             await end([answer, sent])
-        if token in update.failed:
+        if token in delivery.failed:
             await self.leave()  # the next publish has new channels
 
     async def leave(self) -> None:
         """End the channels, so that no sender goes on waiting for the server."""
         self.destination = None
+
+
+async def verify(server: Server, sent: Mapping[str, int]) -> None:
+    """Compare the checksums of a server's tensors with those of the tensors `sent`, by name.
+
+    Raises:
+        PublishError: a checksum differs; the message names the first such tensor.
+    """
+    try:
+        held = checksum.combine(await server.checksums())
+    except ValueError as error:
+        raise PublishError(f"{server.url}: {escaped(str(error))}") from None
+    wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
+    if wrong:
+        raise PublishError(
+            f"{server.url} does not hold the weights it was sent: {len(wrong)} of "
+            f"{len(sent)} checksums differ, first {escaped(wrong[0])}"
+        )

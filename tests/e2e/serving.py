@@ -23,11 +23,10 @@ from qurl_megatron.config.values import OptionValue
 from qurl_megatron.machine.network import free_port
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.bucket import announce
-from qurl_megatron.weight_sync.link import PublishError, verify
+from qurl_megatron.weight_sync.transport import PublishError, verify
 from sent import packed
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
@@ -48,14 +47,14 @@ class Sender:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         from sglang.srt.utils import init_custom_process_group
 
-        self.control = ServerControl(server, pause_mode)
+        self.server, self.pause_mode = server, pause_mode
         self._thread = ThreadPoolExecutor(max_workers=1)
         port = free_port()
         self._group_name = f"weights-{port}"  # unique among the groups of this process
         world_size = 1 + server.tensor_parallel_size
         joining = self._thread.submit(
             asyncio.run,
-            self.control.init_weights_group(
+            self.server.init_weights_group(
                 master_address="127.0.0.1",
                 master_port=port,
                 world_size=world_size,
@@ -76,20 +75,21 @@ class Sender:
         """Pause the server, replace these tensors, and resume under `version`."""
         bucket = packed(weights)
         request = announce([[[bucket]]])
-        asyncio.run(self.control.pause())
+        asyncio.run(self.server.pause(self.pause_mode))
         receiving = self._thread.submit(
             asyncio.run,
-            self.control.update_weights(
+            self.server.update_weights(
                 request.names,
                 request.dtypes,
                 request.shapes,
                 group_name=self._group_name,
                 weight_version=version,
+                flush_cache=self.pause_mode == "retract",
             ),
         )
         torch.distributed.broadcast(bucket.flat, src=0, group=self._group)
         receiving.result()
-        asyncio.run(self.control.resume())
+        asyncio.run(self.server.resume())
 
     def close(self) -> None:
         """Leave the process group."""
@@ -218,7 +218,7 @@ def assert_reloads_bit_for_bit(deployment: Deployment, reloads: int) -> None:
 
 
 def held_checksums(deployment: Deployment) -> dict[str, int]:
-    return combine(asyncio.run(deployment.sender.control.checksums()))
+    return combine(asyncio.run(deployment.server.checksums()))
 
 
 def corrupt(weights: Weights, name: str) -> Weights:
@@ -236,10 +236,10 @@ def assert_checksums_match_the_held_tensors(
         deployment.sender.send(weights)
         sent = {name: checksum(tensor) for name, tensor in weights.items()}
         assert held_checksums(deployment) == sent
-        asyncio.run(verify(deployment.sender.control, sent))
+        asyncio.run(verify(deployment.server, sent))
     for name in corrupted:
         deployment.sender.send(corrupt(weights, name))
         held = held_checksums(deployment)
         assert {key for key in sent if held[key] != sent[key]} == {name}
         with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {name}"):
-            asyncio.run(verify(deployment.sender.control, sent))
+            asyncio.run(verify(deployment.server, sent))

@@ -26,12 +26,11 @@ from benchmarks.deployment import (
 )
 from benchmarks.soak import FAULTS, Soak
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import AdmissionNeeded, FleetTooSmall
 from qurl_megatron.rollout.roster import incarnation, reported_lost
+from qurl_megatron.rollout.server import Server
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.link import PublishError
-from qurl_megatron.weight_sync.transport import Channel
+from qurl_megatron.weight_sync.transport import Channel, PublishError
 from tiny import build_tiny_model
 
 PROMPTS = [
@@ -172,11 +171,13 @@ def test_a_server_lost_in_a_publish_neither_hangs_nor_spoils_the_other(
 ) -> None:
     lost = both.roster[0]
     both.publisher.publish()  # there are channels to both
-    link = next(
-        link for member, link in both.publisher._links.items() if member.server.pid == lost.pid
+    destination = next(
+        transport.destination
+        for transport in both.publisher._transports.values()
+        if transport.server.pid == lost.pid
     )
-    assert link.destination is not None
-    its_channel = both.publisher._senders.channels[link.destination.token]
+    assert destination is not None
+    its_channel = both.publisher._senders.channels[destination.token]
     sent: list[Channel] = []
 
     def send(channel: Channel, bucket: Bucket, version: int) -> Future[int]:
@@ -215,15 +216,15 @@ def test_a_server_with_other_weights_is_lost_and_if_all_have_them_it_is_an_error
     both: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = [both.roster[0].pid]
-    original = ServerControl.checksums
+    original = Server.checksums
 
-    async def checksums(control: ServerControl) -> list[dict[str, int]]:
-        ranks = await original(control)
-        if control.server.pid in wrong:
+    async def checksums(server: Server) -> list[dict[str, int]]:
+        ranks = await original(server)
+        if server.pid in wrong:
             ranks[0][min(ranks[0])] += 1
         return ranks
 
-    monkeypatch.setattr(ServerControl, "checksums", checksums)
+    monkeypatch.setattr(Server, "checksums", checksums)
     assert both.publisher.publish().num_servers == 1
     assert both.serving() == [1]
     wrong.append(both.roster[1].pid)

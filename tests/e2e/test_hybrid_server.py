@@ -24,7 +24,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import PauseMode
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.quantization.checksum import checksum
-from qurl_megatron.rollout.control import RELEASED, ServerControl
+from qurl_megatron.rollout.server import RELEASED
 from qurl_megatron.weight_sync.bucket import IN_PLACE
 from qurl_megatron.weight_sync.delta import Change
 from qurl_megatron.weight_sync.direct import ServerParameters
@@ -174,8 +174,7 @@ def test_requests_that_a_full_cache_retracts_go_on_from_states_computed_again(
 def test_every_token_is_of_the_version_that_it_names(
     deployment: Deployment, pause_mode: PauseMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control = ServerControl(deployment.server, pause_mode)
-    monkeypatch.setattr(deployment.sender, "control", control)
+    monkeypatch.setattr(deployment.sender, "pause_mode", pause_mode)
     deployment.sender.send(deployment.weights[0], version=10)
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(
@@ -214,34 +213,34 @@ def test_every_token_is_of_the_version_that_it_names(
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU's memory is torch_memory_saver's: benchmarks/gpu")
 def test_a_server_that_slept_answers_as_before(deployment: Deployment) -> None:
-    control = deployment.sender.control
+    server = deployment.server
     deployment.sender.send(deployment.weights[0])
     before = deployment.greedy()
-    asyncio.run(control.sleep(RELEASED["cache"]))
-    asyncio.run(control.wake(RELEASED["cache"]))
-    asyncio.run(control.resume())
+    asyncio.run(server.sleep(RELEASED["cache"]))
+    asyncio.run(server.wake(RELEASED["cache"]))
+    asyncio.run(server.resume())
     assert deployment.greedy() == before
-    asyncio.run(control.sleep(RELEASED["all"]))
-    asyncio.run(control.wake(RELEASED["all"]))
+    asyncio.run(server.sleep(RELEASED["all"]))
+    asyncio.run(server.wake(RELEASED["all"]))
     deployment.sender.send(deployment.weights[0])
     assert deployment.greedy() == before
 
 
 def test_what_is_written_into_the_parameters_is_served(deployment: Deployment) -> None:
-    control, server = deployment.sender.control, deployment.server
+    server = deployment.server
     deployment.sender.send(deployment.weights[1])
     expected = deployment.greedy()[:2]
     deployment.sender.send(deployment.weights[0])
     held = ServerParameters()
-    held.attach({"server": asyncio.run(control.parameters())})
+    held.attach({"server": asyncio.run(server.parameters())})
     held.keep({"server": server.machine}, ["server"])
-    asyncio.run(control.pause())
+    asyncio.run(server.pause())
     for name, tensor in deployment.weights[1].items():
         held.write(Change.whole(name, (0, 0), tensor))
     asyncio.run(
-        control.update_weights([IN_PLACE], [torch.uint8], [[1]], group_name="", weight_version=12)
+        server.update_weights([IN_PLACE], [torch.uint8], [[1]], group_name="", weight_version=12)
     )
-    asyncio.run(control.resume())
+    asyncio.run(server.resume())
     sent = {name: checksum(tensor) for name, tensor in deployment.weights[1].items()}
     assert held_checksums(deployment) == sent
     assert deployment.greedy()[:2] == expected

@@ -24,7 +24,6 @@ from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.server import ServerPlan
 from tiny import build_tiny_model, quantized
 
@@ -171,6 +170,6 @@ def test_two_groups_of_ranks_load_a_quantized_directory(tmp_path: Path) -> None:
     )
     plan = ServerPlan(written, config, "int8", 64, tmp_path / "server.log", seed=0, loads=True)
     with plan.running() as server:
-        held = combine(asyncio.run(ServerControl(server).checksums()))
+        held = combine(asyncio.run(server.checksums()))
     stored = load_file(written / "model.safetensors")
     assert held == {name: checksum(tensor) for name, tensor in stored.items()}

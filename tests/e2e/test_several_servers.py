@@ -30,11 +30,9 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
-from qurl_megatron.rollout.control import ServerControl
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.roster import read_roster, save_roster
-from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
-from qurl_megatron.weight_sync.link import PEER_TIMEOUT_S
+from qurl_megatron.rollout.server import PEER_TIMEOUT_S, Server, ServerPlan, wait_ready
 from qurl_megatron.weight_sync.publish import Published, Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
@@ -119,7 +117,7 @@ def publish_to_both(publisher: Publisher) -> Published:
     published = publisher.publish()
     assert published.num_servers == 2
     for member in publisher._fleet.members("serving"):
-        held = asyncio.run(ServerControl(member.server).checksums())
+        held = asyncio.run(member.server.checksums())
         assert combine(held) == published.conversion.checksums
     return published
 

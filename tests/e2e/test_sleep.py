@@ -16,8 +16,7 @@ from e2e.running import PER_STEP, QUICK, Command, Start, metrics_of, prompts_tra
 from e2e.serving import Deployment, held_checksums, joined, launched
 from qurl_megatron.machine.processes import GpuLock
 from qurl_megatron.quantization.checksum import checksum
-from qurl_megatron.rollout.control import RELEASED
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.server import RELEASED, Server
 
 MIB = 2**20
 CYCLES = 100
@@ -53,23 +52,23 @@ def resident_bytes(server: Server) -> int:
 def test_a_sleeping_server_gives_its_memory_back_by_tag_and_its_core(
     deployment: Deployment,
 ) -> None:
-    server, control = deployment.server, deployment.sender.control
+    server = deployment.server
     weights = deployment.weights[0]
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     assert weight_bytes > 30 * MIB
     deployment.sender.send(weights)
     before = deployment.greedy()
-    asyncio.run(control.sleep(RELEASED["cache"]))
+    asyncio.run(server.sleep(RELEASED["cache"]))
     asleep = resident_bytes(server)
     assert held_checksums(deployment) == {name: checksum(held) for name, held in weights.items()}
-    asyncio.run(control.sleep(["weights"]))
+    asyncio.run(server.sleep(["weights"]))
     without_weights = resident_bytes(server)
     print(f"asleep {asleep / MIB:.1f} MiB, without weights {without_weights / MIB:.1f}")
     assert asleep - without_weights > 0.8 * weight_bytes
     before_rest = scheduler_of(server).cpu_times()
     time.sleep(1.0)
     assert sum(scheduler_of(server).cpu_times()[:2]) - sum(before_rest[:2]) < 0.1
-    asyncio.run(control.wake(RELEASED["all"]))
+    asyncio.run(server.wake(RELEASED["all"]))
     assert held_checksums(deployment) != {name: checksum(held) for name, held in weights.items()}
     deployment.sender.send(weights)  # resumes
     assert deployment.greedy()[:2] == before[:2]
@@ -80,8 +79,8 @@ def test_a_hundred_cycles_leave_memory_flat(deployment: Deployment) -> None:
     server, sender = deployment.server, deployment.sender
     resident = []
     for cycle in range(CYCLES):
-        asyncio.run(sender.control.sleep(RELEASED["all"]))
-        asyncio.run(sender.control.wake(RELEASED["all"]))
+        asyncio.run(sender.server.sleep(RELEASED["all"]))
+        asyncio.run(sender.server.wake(RELEASED["all"]))
         sender.send(deployment.weights[cycle % 2])
         resident.append(resident_bytes(server))
     first, last = resident[CYCLES // 10 : CYCLES // 2], resident[CYCLES // 2 :]
@@ -101,9 +100,9 @@ def test_a_request_that_waits_through_a_sleep_is_answered(deployment: Deployment
             deployment.ask, [5, 6, 7], temperature=0, max_new_tokens=60, ignore_eos=True
         )
         time.sleep(0.5)  # it has some of its tokens
-        asyncio.run(sender.control.sleep(RELEASED["cache"]))
-        asyncio.run(sender.control.wake(RELEASED["cache"]))
-        asyncio.run(sender.control.resume())
+        asyncio.run(sender.server.sleep(RELEASED["cache"]))
+        asyncio.run(sender.server.wake(RELEASED["cache"]))
+        asyncio.run(sender.server.resume())
         assert len(asking.result()[0]) == 60
 
 

@@ -169,7 +169,8 @@ def sampled(deployment: Deployment, pause_mode: PauseMode) -> Sampled:
     """Publish several times while requests run; answer their prompts afresh after each."""
     settings = QuantizationConfig(bucket_bytes=2**20)
     fleet = deployment.client.fleet
-    publisher = Publisher(deployment.learner, fleet, settings, pause_mode=pause_mode)
+    fleet.pause_mode = pause_mode
+    publisher = Publisher(deployment.learner, fleet, settings)
     publisher.version = max(deployment.sent, default=0)
     fresh = {}
     with closing(publisher), ThreadPoolExecutor() as threads:

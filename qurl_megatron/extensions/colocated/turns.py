@@ -17,6 +17,7 @@ import torch.distributed as dist
 from qurl_megatron import device
 from qurl_megatron.device import SharedError, from_rank_zero
 from qurl_megatron.machine.processes import GpuLock
+from qurl_megatron.rollout.fleet import Member
 from qurl_megatron.weight_sync.publish import Publisher
 
 
@@ -76,6 +77,7 @@ class ColocatedPublisher(Publisher):
         """Take the other arguments as `Publisher` does."""
         super().__init__(*arguments, **named)
         self._colocation = colocation
+        self._awake: list[Member] = []  # the servers whose turn it is, on global rank 0
 
     def admit(self) -> None:
         """Give the learner a turn, in which the servers that wait to join get the weights."""
@@ -95,14 +97,15 @@ class ColocatedPublisher(Publisher):
 
     def _begin_serving(self) -> None:
         """Send the current weights to servers that lack them, then let all servers wake."""
-        links = self._link(self._fleet.members("serving", "joining"))
-        lacking = [link for link in links if not link.holds(self.version)]
+        self._awake = self._fleet.members("serving", "joining")
+        lacking = [member for member in self._awake if not member.holds(self.version)]
         if from_rank_zero(lambda: bool(lacking)):
             self._send_to(lacking)
         self._colocation.release()
-        from_rank_zero(lambda: self._wait(link.wake() for link in links if not link.is_lost))
+        waking = [member for member in self._awake if member.state != "lost"]
+        from_rank_zero(lambda: self._wait(member.wake() for member in waking))
 
     def _end_serving(self) -> None:
         """Put the servers to sleep, and bring the learner back."""
-        from_rank_zero(lambda: self._wait(link.sleep() for link in self._links.values()))
+        from_rank_zero(lambda: self._wait(member.sleep() for member in self._awake))
         self._colocation.acquire()

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.extensions.elsewhere.wire import BucketHeader
-from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.requests import NoAnswer, ask, transfer_s
-from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.server import Server, UpdateRefused
 from qurl_megatron.rollout.wire import WEIGHTS_PATH, dtype_names, escaped
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.delta import base_version
-from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport, Update
+from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Delivery, Transport
 
 # A core takes about as long to compress and read a delta of a 32B model as a link of this rate
 # takes for the saved bytes (docs/findings/systems.md).
@@ -39,7 +38,6 @@ class HttpDestination(ChannelDestination):
     """How the senders reach a server that was started elsewhere."""
 
     server: Server
-    timeout_s: float
     flush_cache: bool
     may_compress = True  # if the link is slow enough
 
@@ -80,7 +78,7 @@ class HttpChannel(Channel):
             num_bytes=len(bucket.flat),
             is_compressed=is_compressed,
         )
-        send_s = post_weights(destination.server, destination.timeout_s, header, payload)
+        send_s = post_weights(destination.server, header, payload)
         if len(payload) >= MEASURED_BYTES:
             self.rate = len(payload) / send_s
         return len(payload)
@@ -89,28 +87,23 @@ class HttpChannel(Channel):
 class Http(Transport):
     """Global rank 0's end of the way to a server that was started elsewhere."""
 
-    def __init__(self, control: ServerControl, *, shares_gpus: bool) -> None:
+    def open(self) -> None:
         """Tell the senders the server's address."""
-        super().__init__(control, shares_gpus=shares_gpus)
         self.destination = HttpDestination(
-            token=f"weights-{secrets.token_hex(8)}",
-            server=control.server,
-            timeout_s=control.timeout_s,
-            flush_cache=control.flushes_cache,
+            f"weights-{secrets.token_hex(8)}", self.server, self.member.fleet.flushes_cache
         )
 
-    async def load(self, update: Update) -> None:
+    async def load(self, delivery: Delivery) -> None:
         """Wait until all was sent, then raise what a channel raised: senders get the answers."""
-        await update.sent.wait()
-        if self.destination and self.destination.token in update.failed:
-            raise update.failed[self.destination.token]
+        await delivery.sent.wait()
+        if self.destination and self.destination.token in delivery.failed:
+            raise delivery.failed[self.destination.token]
 
 
-def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload: Tensor) -> float:
+def post_weights(server: Server, header: BucketHeader, payload: Tensor) -> float:
     """Send a bucket to a server; return how many seconds it was on its way.
 
     Args:
-        timeout_s: time that this may take beside the transfer.
         payload: `[bytes]` uint8, on any device.
 
     Raises:
@@ -128,7 +121,7 @@ def post_weights(server: Server, timeout_s: float, header: BucketHeader, payload
                 "POST",
                 url,
                 {**server.headers, **headers},
-                timeout_s=timeout_s + transfer_s(num_bytes),
+                timeout_s=server.timeout_s + transfer_s(num_bytes),
                 data=_chunks(start, payload),
             )
         )

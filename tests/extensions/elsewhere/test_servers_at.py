@@ -370,7 +370,7 @@ def test_a_lost_server_elsewhere_is_asked_until_it_answers_and_is_then_another(
     with closing(Fleet("rollout", roster, loaded=True, patience_s=99, say=said.append)) as fleet:
         fleet.watch(lambda: roster)
         (lost,) = fleet.members("serving")
-        fleet.lose(lost, "closed the connection")
+        lost.lose("closed the connection")
         assert said == [
             "server rollout_4 is lost: closed the connection; it was started elsewhere, so it is "
             "asked again until it answers"
@@ -446,7 +446,7 @@ def test_a_server_that_reads_weights_too_slowly_is_given_up(
 
     with server_that(read_little) as server:
         with pytest.raises(ServerFailed, match="did not answer /qurl/weights in"):
-            post_weights(server, 0.2, header, payload)
+            post_weights(dataclasses.replace(server, timeout_s=0.2), header, payload)
 
 
 @pytest.mark.parametrize("load_s", [None, "1", float("nan"), -1.0, 1e9])
@@ -454,7 +454,7 @@ def test_a_server_that_lies_about_its_time_is_given_up(load_s: Any) -> None:
     header = BucketHeader(["a"], ["int8"], [[1]], 1, True, 1, False)
     with server_that(saying(json.dumps({"success": True, "load_s": load_s}))) as server:
         with pytest.raises(ServerFailed, match="says that it loaded weights in"):
-            post_weights(server, 1.0, header, torch.zeros(1, dtype=torch.uint8))
+            post_weights(server, header, torch.zeros(1, dtype=torch.uint8))
 
 
 def test_servers_are_asked_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

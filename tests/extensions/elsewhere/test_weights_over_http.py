@@ -31,8 +31,8 @@ from qurl_megatron.extensions.elsewhere import transport as channels
 from qurl_megatron.extensions.elsewhere.servers import remote_server
 from qurl_megatron.extensions.elsewhere.transport import HttpChannel, HttpDestination
 from qurl_megatron.extensions.elsewhere.wire import BucketHeader, Description
-from qurl_megatron.rollout.control import UpdateRefused
 from qurl_megatron.rollout.requests import Answer
+from qurl_megatron.rollout.server import UpdateRefused
 from qurl_megatron.sglang_plugin import access, weights
 from qurl_megatron.sglang_plugin import routes as plugin
 from qurl_megatron.sglang_plugin.access import AccessControl
@@ -135,8 +135,8 @@ class ServerProcess:
         return True, "loaded"
 
     def channel(self, key: str = KEY) -> HttpChannel:
-        server = remote_server("http://a", key, "first")
-        channel = HttpChannel(HttpDestination("weights", server, timeout_s=1.0, flush_cache=True))
+        server = dataclasses.replace(remote_server("http://a", key, "first"), timeout_s=1.0)
+        channel = HttpChannel(HttpDestination("weights", server, flush_cache=True))
         return channel
 
 

@@ -20,7 +20,6 @@ from qurl_megatron.extensions.elsewhere.servers import check_servers, remote_ser
 from qurl_megatron.machine.network import free_port
 from qurl_megatron.recipes import quickstart
 from qurl_megatron.rollout import requests
-from qurl_megatron.rollout.control import ServerControl
 
 KEY = "the-key-of-the-test"
 SLOW = 4e6  # bytes per second, at which deltas are compressed
@@ -140,4 +139,4 @@ def test_a_run_trains_on_a_server_elsewhere_also_after_it_was_killed_and_started
     assert steps[0]["publish_bytes"] < full / 2 and steps[-1]["publish_bytes"] < full / 2
     assert {step["servers_serving"] for step in steps} <= {0, 1}
     # What the server holds is what the run published last: it was verified with each publish.
-    assert asyncio.run(ServerControl(remote_server(link.url, KEY, "the test")).checksums())
+    assert asyncio.run(remote_server(link.url, KEY, "the test").checksums())

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from fleets import make_server
 from qurl_megatron.machine.processes import die_with_parent
 from qurl_megatron.quantization.checksum import part_key
-from qurl_megatron.rollout.control import ServerControl, UpdateRefused
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.weight_sync import link as link_module
+from qurl_megatron.rollout.server import Server, UpdateRefused
+from qurl_megatron.weight_sync import transport as transports
 from qurl_megatron.weight_sync.broadcast import Broadcast, GroupChannel, GroupDestination
-from qurl_megatron.weight_sync.link import Link, PublishError, verify
+from qurl_megatron.weight_sync.transport import PublishError, Transport, verify
 from sent import packed
 from waiting import wait_until
 
@@ -61,7 +61,8 @@ def test_a_sender_that_waits_for_a_lost_server_learns_that_and_torch_prints_noth
     assert not sending.done()
 
     of_lost = make_server(0, tmp_path, url="http://127.0.0.1:1")
-    broadcast = Broadcast(ServerControl(of_lost), shares_gpus=False)
+    (member,) = Fleet("rollout", {0: of_lost}).members("joining")
+    broadcast = Broadcast(member)
     broadcast.store = store
     del store
     asyncio.run(broadcast.leave())  # the end of a server that is lost lets go of its store
@@ -82,64 +83,52 @@ def test_a_server_with_fewer_more_or_other_tensors_does_not_hold_what_was_sent(
     async def checksums() -> list[dict[str, int]]:
         return [{part_key("a", 0, 0): 1}]
 
-    control: Any = SimpleNamespace(server=SimpleNamespace(url="http://a"), checksums=checksums)
-    asyncio.run(verify(control, {"a": 1}))
+    server: Any = SimpleNamespace(url="http://a", checksums=checksums)
+    asyncio.run(verify(server, {"a": 1}))
     with pytest.raises(PublishError, match=f"1 of {len(sent)} checksums differ, first {first}$"):
-        asyncio.run(verify(control, sent))
-
-
-class Wire:
-    """Stands for a transport, and for the requests that control its server."""
-
-    meets_senders = True
-    destination = "there"
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.asked: list[str] = []
-        self.refused = ""  # the request that the server refuses
-
-    def __getattr__(self, request: str) -> Any:
-        async def ask(*_: Any) -> None:
-            self.asked.append(request)
-            if request == self.refused:
-                raise UpdateRefused(f"refused to {request}")
-
-        return ask
+        asyncio.run(verify(server, sent))
 
 
 @pytest.mark.parametrize(("refused", "state"), [("load", "serving"), ("pause", "lost")])
 def test_a_server_is_paused_once_and_may_refuse_a_delta_but_not_the_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str, state: str
 ) -> None:
+    asked: list[str] = []
+
+    def answering(request: str) -> Any:
+        async def ask(*_: Any) -> None:
+            asked.append(request)
+            if request == refused:
+                raise UpdateRefused(f"refused to {request}")
+
+        return ask
+
     async def verified(*_: Any) -> None:
         pass
 
-    wire = Wire()
-    monkeypatch.setattr(link_module, "transport_to", lambda *_, **__: Wire)
-    monkeypatch.setattr(link_module, "verify", verified)
+    monkeypatch.setattr(transports, "verify", verified)
+    for request in ("pause", "resume"):
+        monkeypatch.setattr(Server, request, answering(request))
+    for request in ("load", "leave"):
+        monkeypatch.setattr(Transport, request, answering(request))
     fleet = Fleet("rollout", {0: make_server(0, tmp_path)}, loaded=True)
     (member,) = fleet.members("serving")
-    link = Link(fleet, member, TIMEOUT_S, "retract", None)
-    link._control = link._transport = wire  # type: ignore[assignment]
+    transport = Transport(member)
 
-    async def update(base: int | None) -> None:
-        request: Any = SimpleNamespace(
-            in_place=False, base=base, version=2, num_senders=1, checksums={}
-        )
-        await link.begin(request)
-        await link.updated()
+    async def deliver(base: int | None) -> None:
+        delivery: Any = SimpleNamespace(base=base, version=2, num_senders=1, checksums={})
+        await transport.begin(delivery)
+        await transport.delivered()
 
     with asyncio.Runner() as runner:
-        wire.refused = refused
-        runner.run(update(base=1))
-        assert member.state == state and member.is_paused and not link.holds(2)
+        runner.run(deliver(base=1))
+        assert member.state == state and member.is_paused and not member.holds(2)
         if state == "lost":
             return
-        link._transport = wire  # type: ignore[assignment]
-        wire.refused = ""
-        runner.run(update(base=None))
-    assert link.holds(2) and not member.is_paused
-    assert wire.asked == ["pause", "load", "leave", "load", "resume"]
+        refused = ""
+        runner.run(deliver(base=None))
+    assert member.holds(2) and not member.is_paused
+    assert asked == ["pause", "load", "leave", "load", "resume"]
 
 
 class NcclGroup:
