@@ -20,7 +20,7 @@ from pathlib import Path
 
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.nodes import ServerSpec
-from qurl_megatron.config.schema import AdaptersConfig, Config
+from qurl_megatron.config.schema import Config
 from qurl_megatron.launch.status import logs_of, newest_attempt
 from qurl_megatron.machine.network import make_key
 from qurl_megatron.machine.output import tail
@@ -32,9 +32,9 @@ from qurl_megatron.rollout.server import (
     RELEASED,
     Server,
     ServerFailed,
-    ServerPlan,
     answers,
 )
+from qurl_megatron.rollout.start import start
 
 SEED_STRIDE = 100_003  # between the seeds of two servers, or of a server in two attempts
 RESTART_SEED_STRIDE = 1_009  # between the seeds of a server's starts in one attempt
@@ -133,7 +133,7 @@ class Servers:
 
     attempt: Attempt
     roster: Path  # the file to write
-    host: str = LOOPBACK  # for this and the next see `ServerPlan`
+    host: str = LOOPBACK  # for this and the next see `rollout/start.py`
     api_key: str = field(default_factory=make_key)
     _slots: list[_Slot] = field(default_factory=list)
     _has_turn: bool = False  # while a server starts on GPUs that it shares with the learner
@@ -192,23 +192,16 @@ class Servers:
 
     def _start(self, spec: ServerSpec, gpus: Sequence[int]) -> Server:
         """Start a server; each of its starts in the attempt has a log and a seed of its own."""
-        attempt, config = self.attempt, self.attempt.config
-        restarts, rollout = attempt.num_starts(spec), config.rollout
-        return ServerPlan(
-            Path(config.model),
-            spec.server,
-            spec.weight_format,
-            context_length=rollout.max_length,
-            log_file=attempt.server_log(spec, restarts),
+        attempt = self.attempt
+        restarts = attempt.num_starts(spec)
+        return start(
+            spec,
+            attempt.server_log(spec, restarts),
             seed=attempt.server_seed(spec.index, restarts),
-            keep=spec.keep,
-            adapters=config.adapters if spec.weight_format != "bf16" else AdaptersConfig(),
-            releases=spec.server.releases if self.are_colocated else None,
-            records_routing=spec.set_name == "rollout" and rollout.routing != "ignore",
             host=self.host,
             api_key=self.api_key,
             gpus=gpus,
-        ).start()
+        )
 
     def _failure(self, slot: _Slot, reported: set[Incarnation]) -> str:
         """Return what is wrong with a server, or an empty string."""
@@ -223,9 +216,9 @@ class Servers:
             return f"died {starting}({how_it_ended(server.pid)})"
         timeout_s = slot.spec.server.start_timeout_s
         if not slot.is_ready and answers(server):
-            if self.are_colocated:
+            if releases := slot.spec.releases:
                 try:
-                    asyncio.run(server.sleep(RELEASED[slot.spec.server.releases]))
+                    asyncio.run(server.sleep(RELEASED[releases]))
                 except ServerFailed as failure:
                     return f"did not go to sleep: {failure}"
             slot.is_ready, slot.listed = True, server

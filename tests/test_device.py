@@ -12,10 +12,11 @@ import torch
 
 from distributed import run_ranks
 from qurl_megatron import device
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ConfigError, ServerConfig
 from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.machine import gpus
-from qurl_megatron.rollout.server import ServerPlan
+from qurl_megatron.rollout.start import start
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -175,9 +176,8 @@ def test_gpus_that_torch_cannot_use_are_refused_and_hidden_ones_are_not(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=refused):
         prepare_new("quickstart", [], num_gpus=0)
-    plan = ServerPlan(tmp_path, ServerConfig(), "int8", 64, tmp_path / "log", seed=0)
     with pytest.raises(ConfigError, match=refused):
-        plan.start()
+        start(ServerSpec(tmp_path, ServerConfig(), "int8", 64), tmp_path / "log", seed=0)
     smi.write_text("#!/bin/sh\nexec sleep 60\n")  # a broken driver
     monkeypatch.setattr(gpus, "DRIVER_TIMEOUT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"not answered in 0.2 s: .*; restart this machine, or"):

@@ -13,20 +13,21 @@ import torch
 
 from benchmarks.gpu import timing
 from qurl_megatron import device
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ConfigError, ServerConfig
 from qurl_megatron.launch.prepare import prepare_new
-from qurl_megatron.rollout.server import ServerPlan
+from qurl_megatron.rollout.start import environment, start
 
 
 def test_deepgemm_compiles_a_few_of_its_kernels_at_a_servers_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    plan = ServerPlan(tmp_path, ServerConfig(), "fp8-block", 64, tmp_path / "log", seed=0)
+    spec = ServerSpec(tmp_path, ServerConfig(), "fp8-block", 64)
     from sglang.srt.environ import envs
 
     assert envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get() is False
-    for name, value in plan.environment().items():
+    for name, value in environment(spec).items():
         monkeypatch.setenv(name, value)
     assert envs.SGLANG_JIT_DEEPGEMM_FAST_WARMUP.get() is True
 
@@ -42,7 +43,7 @@ def test_int8_is_refused_on_blackwell_which_has_no_product_for_it(
     monkeypatch.chdir(tmp_path)
     words = ["quantization.format=int8"]
     with pytest.raises(ConfigError, match=refused):
-        ServerPlan(tmp_path, ServerConfig(), "int8", 64, tmp_path / "log", seed=0).start()
+        start(ServerSpec(tmp_path, ServerConfig(), "int8", 64), tmp_path / "log", seed=0)
     with pytest.raises(ConfigError, match=refused):
         prepare_new("quickstart", words, num_gpus=2)
 

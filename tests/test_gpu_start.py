@@ -12,10 +12,11 @@ from transformers import Qwen2Config
 
 import stub_driver
 from qurl_megatron import device
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.server_options import command_line
 from qurl_megatron.launch.recipe import load_recipe, recipe_names
-from qurl_megatron.rollout.server import ServerPlan
+from qurl_megatron.rollout import start
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +42,9 @@ def started(servers: list[Config], tmp_path_factory: pytest.TempPathFactory) -> 
         for config in servers:
             server, length = config.rollout.server, config.rollout.max_length
             method = config.quantization.format
-            plan = ServerPlan(directory, server, method, length, directory / "log", seed=0)
-            words.append(command_line({**plan.options(), **server.options}))
-        environment = plan.environment()
+            spec = ServerSpec(directory, server, method, length)
+            words.append(command_line({**start.options(spec, seed=0), **server.options}))
+        environment = start.environment(spec)
         output = stub_driver.run(
             "gpu_start", json.dumps(words), directory=directory, environment=environment
         )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from qurl_megatron.config.nodes import server_specs
+from qurl_megatron.config.nodes import ServerSpec, server_specs
 from qurl_megatron.config.schema import Config, ServerConfig
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
@@ -25,7 +25,8 @@ from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.fleet import HEALTH_TIMEOUT_S
 from qurl_megatron.rollout.roster import read_roster, report_lost
-from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan
+from qurl_megatron.rollout.server import Server, ServerFailed
+from qurl_megatron.rollout.start import options, prefill_chunk, step_s, token_flops
 from tiny import build_tiny_model
 
 TIMEOUT_S = 20.0
@@ -42,24 +43,26 @@ class Machine:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.answering: set[str] = set()  # URLs
 
-    def start(self, plan: ServerPlan) -> Server:
-        plan.log_file.write_text(f"the log of {plan.log_file.name}\n")
+    def start(
+        self, _: ServerSpec, log_file: Path, *, seed: int, host: str, api_key: str, gpus: list[int]
+    ) -> Server:
+        log_file.write_text(f"the log of {log_file.name}\n")
         process = subprocess.Popen(["sleep", "1000"])
         pid = process.pid
-        self.seeds.append(plan.seed)
+        self.seeds.append(seed)
         self.processes[pid] = process
         preload._started[pid] = preload.Started(pid, process.poll)
         scratch = self.config.run_dir / f"scratch{pid}"
         scratch.mkdir()
         return Server(
             url=f"http://{pid}",
-            api_key=plan.api_key,
+            api_key=api_key,
             machine=socket.gethostname(),
             pid=pid,
             start_ticks=start_ticks(pid),
             tensor_parallel_size=1,
-            gpus=list(plan.gpus or []),
-            log_file=str(plan.log_file),
+            gpus=gpus,
+            log_file=str(log_file),
             scratch_dir=str(scratch),
         )
 
@@ -80,7 +83,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
     config.run_dir.mkdir()
     save(config, config.run_dir / "config.yaml")
     machine = Machine(config)
-    monkeypatch.setattr(ServerPlan, "start", lambda plan: machine.start(plan))
+    monkeypatch.setattr(servers, "start", machine.start)
     monkeypatch.setattr(servers, "answers", lambda server: server.url in machine.answering)
     yield machine
     for pid in machine.processes:
@@ -252,15 +255,15 @@ def test_an_exit_code_is_described_and_whether_memory_ran_out(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has memory of its own")
 def test_without_a_gpu_a_cache_holds_what_a_servers_requests_can_need(tmp_path: Path) -> None:
-    def options(model_dir: Path, **fields: Any) -> dict[str, object]:
+    def chosen(model_dir: Path, **fields: Any) -> dict[str, object]:
         server = ServerConfig(max_running_requests=4, **fields)
-        return ServerPlan(model_dir, server, "bf16", 10, tmp_path / "log", seed=0).options()
+        return options(ServerSpec(model_dir, server, "bf16", 10), seed=0)
 
     dense = build_tiny_model(tmp_path / "dense")
-    assert options(dense)["max_total_tokens"] == 4 * (10 + 6)
-    assert options(dense, max_total_tokens=17)["max_total_tokens"] == 17
-    assert "max_mamba_cache_size" not in options(dense)
-    hybrid = options(build_tiny_model(tmp_path / "hybrid", "qwen3_5_text"))
+    assert chosen(dense)["max_total_tokens"] == 4 * (10 + 6)
+    assert chosen(dense, max_total_tokens=17)["max_total_tokens"] == 17
+    assert "max_mamba_cache_size" not in chosen(dense)
+    hybrid = chosen(build_tiny_model(tmp_path / "hybrid", "qwen3_5_text"))
     assert hybrid["max_mamba_cache_size"] == 4 * 4
 
 
@@ -279,15 +282,14 @@ def test_without_a_gpu_a_server_answers_in_time_at_real_sizes(tmp_path: Path, bu
     family: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "eos_token_id": 1}
     Qwen2Config(**fields, **family).save_pretrained(tmp_path / "half")
 
-    def plan(model_dir: Path, **options: Any) -> ServerPlan:
-        server = ServerConfig(options=options)
-        return ServerPlan(model_dir, server, "int8", 1024, tmp_path / "log", seed=0)
+    def spec(model_dir: Path, **options: Any) -> ServerSpec:
+        return ServerSpec(model_dir, ServerConfig(options=options), "int8", 1024)
 
-    half, toy = plan(tmp_path / "half"), plan(build_tiny_model(tmp_path / "toy"))
-    seconds = half.prefill_chunk * half._token_flops / 54e9 * busy
-    assert seconds < HEALTH_TIMEOUT_S and half.step_s > 2 * seconds
-    assert half.options()["watchdog_timeout"] == 300 + half.step_s
-    assert toy.prefill_chunk == 4096 and toy.step_s < 1
-    assert plan(tmp_path / "half", page_size=192).prefill_chunk == 192
-    whole = plan(tmp_path / "half", chunked_prefill_size=-1)
-    assert whole.step_s > 10 * half.step_s
+    half, toy = spec(tmp_path / "half"), spec(build_tiny_model(tmp_path / "toy"))
+    seconds = prefill_chunk(half) * token_flops(half) / 54e9 * busy
+    assert seconds < HEALTH_TIMEOUT_S and step_s(half) > 2 * seconds
+    assert options(half, seed=0)["watchdog_timeout"] == 300 + step_s(half)
+    assert prefill_chunk(toy) == 4096 and step_s(toy) < 1
+    assert prefill_chunk(spec(tmp_path / "half", page_size=192)) == 192
+    whole = spec(tmp_path / "half", chunked_prefill_size=-1)
+    assert step_s(whole) > 10 * step_s(half)

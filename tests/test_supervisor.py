@@ -8,18 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, Config
-from qurl_megatron.launch import supervisor
+from qurl_megatron.launch import servers, supervisor
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.launch.supervisor import Signals, supervise
 from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.preload import Program, Started
-from qurl_megatron.rollout.server import Server, ServerFailed, ServerPlan
+from qurl_megatron.rollout.server import Server, ServerFailed
 
 END, STOP = signal.SIGUSR2, signal.SIGTERM  # as in a job
 RANK = """
@@ -50,14 +51,14 @@ class Node:
         self.settled.append((servers, ranks))
         return []
 
-    def start_server(self, plan: ServerPlan) -> Server:
+    def start_server(self, _: Any, log_file: Path, **__: Any) -> Server:
         self.begin("servers")
-        plan.log_file.touch()
+        log_file.touch()
         process = subprocess.Popen(["sleep", "600"])
         self.servers.append(process)
         preload._started[process.pid] = Started(process.pid, process.poll)
         machine, ticks = os.uname().nodename, start_ticks(process.pid)
-        return Server("http://x", "key", machine, process.pid, ticks, log_file=str(plan.log_file))
+        return Server("http://x", "key", machine, process.pid, ticks, log_file=str(log_file))
 
     def start_rank(self, program: Program) -> Started:
         self.programs.append(program)
@@ -90,7 +91,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     monkeypatch.setattr(supervisor, "preload", lambda *_: node.begin("imports"))
     monkeypatch.setattr(supervisor, "settle_run", node.settle)
     monkeypatch.setattr(supervisor, "start", node.start_rank)
-    monkeypatch.setattr(ServerPlan, "start", lambda plan: node.start_server(plan))
+    monkeypatch.setattr(servers, "start", node.start_server)
     monkeypatch.setattr("qurl_megatron.launch.servers.answers", lambda server: True)
     yield node
     for number, handler in before.items():

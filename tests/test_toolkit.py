@@ -11,9 +11,10 @@ import pytest
 import stub_driver
 from qurl_megatron import device
 from qurl_megatron.commands import doctor
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ConfigError, ServerConfig
 from qurl_megatron.rollout import toolkit
-from qurl_megatron.rollout.server import ServerPlan
+from qurl_megatron.rollout.start import environment
 
 
 @pytest.fixture(autouse=True)
@@ -21,8 +22,8 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stub_driver.leave_only_packages(monkeypatch, tmp_path)
 
 
-def plan(directory: Path) -> ServerPlan:
-    return ServerPlan(directory, ServerConfig(), "int8", 64, directory / "log", seed=0)
+def spec(directory: Path) -> ServerSpec:
+    return ServerSpec(directory, ServerConfig(), "int8", 64)
 
 
 def make_toolkit(root: Path) -> Path:
@@ -65,7 +66,7 @@ def test_an_incomplete_toolkit_is_passed_over_unless_it_was_named(
     assert toolkit.find_toolkit(tmp_path) != part
     monkeypatch.setenv("CUDA_HOME", str(part))
     with pytest.raises(ConfigError, match=r"^CUDA_HOME=.*it has no lib64/libcudart.so; unset"):
-        plan(tmp_path).environment()
+        environment(spec(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_what_is_missing_is_one_line_before_a_server_starts_and_in_the_doctors_p
     monkeypatch.setattr(device, "capabilities", lambda: [(9, 0)])
     monkeypatch.setattr(device, "num_gpus", lambda: 1)
     with pytest.raises(ConfigError, match=message) as refused:
-        plan(tmp_path).environment()
+        environment(spec(tmp_path))
     assert "\n" not in str(refused.value)
     monkeypatch.setattr(doctor, "visible_gpus", lambda: ["a GPU"])
     monkeypatch.setattr(doctor, "CHECKS", {"kernels": doctor.check_kernels})

@@ -10,10 +10,12 @@ from pathlib import Path
 import httpx
 
 from qurl_megatron import device
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.rollout.server import Server, ServerPlan
+from qurl_megatron.rollout.server import Server
+from qurl_megatron.rollout.start import running
 
 # Shapes of Qwen2.5: hidden size, intermediate size, layers, heads, key-value heads.
 SHAPES = {
@@ -39,11 +41,9 @@ def run_server(
     """Start a server of this shape from a config.json without weights; stop it at the end."""
     with tempfile.TemporaryDirectory() as directory:
         write_config(shape, Path(directory))
-        plan = ServerPlan(
-            Path(directory), server, weight_format, context_length, log, seed=0, gpus=gpus
-        )
-        with plan.running() as running:
-            yield running, Architecture.from_directory(directory)
+        spec = ServerSpec(Path(directory), server, weight_format, context_length)
+        with running(spec, log, seed=0, gpus=gpus) as started:
+            yield started, Architecture.from_directory(directory)
 
 
 def write_config(shape: str, directory: Path) -> None:

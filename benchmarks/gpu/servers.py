@@ -34,6 +34,7 @@ import httpx
 from benchmarks.gpu import policy, record, timing
 from benchmarks.shards import random_learner
 from qurl_megatron import device
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     FormatName,
@@ -43,7 +44,8 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
+from qurl_megatron.rollout.server import Server, wait_ready
+from qurl_megatron.rollout.start import start as start_server
 from qurl_megatron.weight_sync.publish import Publisher
 
 # Format and rank of adapters of each server.
@@ -114,10 +116,8 @@ def measure(
             weight_format, rank = VARIANTS[name]
             log = results.log_dir / f"servers_{shape}_{name.replace(' ', '_')}.log"
             adapters = AdaptersConfig(rank)
-            plan = ServerPlan(
-                directory, config, weight_format, length, log, seed=0, adapters=adapters
-            )
-            servers[name] = plan.start()
+            spec = ServerSpec(directory, config, weight_format, length, adapters=adapters)
+            servers[name] = start_server(spec, log, seed=0)
             stack.callback(servers[name].stop)
         wait_ready(list(servers.values()), config.start_timeout_s)
         start_s = time.perf_counter() - start

@@ -38,6 +38,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.proof import WrongRollouts, check_differ
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.extensions import needed
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -73,7 +74,7 @@ from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer
 from qurl_megatron.data.rewards import absolute, is_own_function
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
-from qurl_megatron.memory.host import ServerSet, check_workers, settle_caches
+from qurl_megatron.memory.host import check_workers, settle_caches
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
@@ -82,7 +83,7 @@ from qurl_megatron.report.console import show_progress, table_console
 from qurl_megatron.rollout.client import RolloutClient, client_type
 from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import ServerPlan
+from qurl_megatron.rollout.start import running
 
 UNFINISHED = "unfinished.json"  # the settings, in the output of an evaluation that is not complete
 
@@ -150,6 +151,11 @@ class EvalConfig(SamplingConfig):
     def served_format(self) -> WeightFormat:
         """The format in which the server holds weights."""
         return "bf16" if self.adapters else self.weight_format
+
+    def server_spec(self, model: Path) -> ServerSpec:
+        """Return the server that loads this directory."""
+        held = self.served_format, self.max_length, self.keep
+        return ServerSpec(model, self.server, *held, loads=True)
 
 
 @dataclass(frozen=True)
@@ -296,13 +302,6 @@ def _answers(completions: list[Completion], scores: list[Score]) -> list[Answer]
     ]
 
 
-def settle_cache(config: EvalConfig, architecture: Architecture) -> None:
-    """Set the size of the server's KV cache without a GPU; see `settle_caches`."""
-    of_model = architecture, config.served_format, config.max_length, config.keep
-    for line in settle_caches([ServerSet(config.server, *of_model)]):
-        print(f"qurl: {line}", file=sys.stderr)
-
-
 def write_answers(results: list[ProblemResult], path: Path) -> None:
     """Write `results` as jsonl, one problem per line."""
     write_whole(path, "".join(f"{_as_json(result)}\n" for result in results))
@@ -441,7 +440,8 @@ def run(config: EvalConfig) -> None:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
-        settle_cache(config, architecture)
+        for line in settle_caches([config.server_spec(model_dir)]):
+            print(f"qurl: {line}", file=sys.stderr)
         day = date.today().isoformat()
         if _has_answers(output):
             day = read_json_object(output / UNFINISHED).get("day", day)
@@ -542,16 +542,8 @@ def serving(config: EvalConfig, model_dir: Path, console: Console) -> Iterator[F
     """Start a server of a model, yield a fleet of it, and end it afterwards."""
     output, start = Path(config.output), time.monotonic()
     console.print("starting the server", markup=False)
-    plan = ServerPlan(
-        model_dir,
-        config.server,
-        config.served_format,
-        context_length=config.max_length,
-        log_file=output / "server.log",
-        seed=config.seed,
-        loads=True,
-    )
-    with plan.running() as server:
+    spec = config.server_spec(model_dir)
+    with running(spec, output / "server.log", seed=config.seed) as server:
         waited = f"{time.monotonic() - start:.0f} s"
         console.print(f"the server is up after {waited}: {server.url}", markup=False)
         with contextlib.closing(Controller()) as controller:

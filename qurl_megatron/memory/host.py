@@ -1,14 +1,13 @@
 """What a run needs from a machine without a GPU: the memory and cores of learner and servers."""
 
 import copy
-import dataclasses
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from qurl_megatron import device
-from qurl_megatron.config.nodes import server_specs
-from qurl_megatron.config.schema import Config, ConfigError, ServerConfig, WeightFormat
+from qurl_megatron.config.nodes import ServerSpec, server_specs
+from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.server_options import states_per_request, tokens_of_requests
 from qurl_megatron.config.validate import validate
 from qurl_megatron.files import gigabytes
@@ -39,57 +38,21 @@ REAL_WEIGHTS = 20_000_000  # in linear layers; the time of smaller models is Pyt
 MAX_PROCESSES_PER_CORE = 16  # more would wait for each other longer than they compute
 
 
-@dataclasses.dataclass
-class ServerSet:
-    """Identical servers on this machine, and the fields that make them smaller."""
-
-    server: ServerConfig
-    architecture: Architecture
-    weight_format: WeightFormat
-    max_length: int  # prompt plus completion, in tokens
-    keep: Sequence[str] = ()  # as in `quantization.keep`
-    number: int = 1
-    section: str = "server"  # in messages
-    number_field: str = "model"
-    length_field: str = "max_completion_length"
-
-    @property
-    def token_bytes(self) -> int:
-        """The bytes of a token's keys and values on all ranks of a server."""
-        ranks, value_bytes = self.server.tensor_parallel_size, kv_value_bytes(self.server)
-        return ranks * kv_bytes_per_token(self.architecture, ranks, value_bytes)
-
-    def tokens(self, requests: int) -> int:
-        """Return the tokens in a KV cache for this many requests."""
-        return tokens_of_requests(self.server, self.max_length, requests)
-
-    def least_bytes(self) -> dict[str, int]:
-        """Return the least bytes that the servers take, by the field that shrinks them."""
-        ranks, given = self.server.tensor_parallel_size, self.server.max_total_tokens
-        by_part = server_weight_bytes(
-            self.architecture, self.weight_format, ranks, tuple(self.keep)
-        )
-        weights = sum(by_part.values()) + KEPT_BYTES * num_parameters(self.architecture) // ranks
-        logits = LOGIT_BYTES * self.server.max_running_requests * self.architecture.vocab_size
-        states = states_per_request(self.server, on_gpu=False) * self.server.max_running_requests
-        of_states = (states + 1) * state_bytes_per_sequence(self.architecture, ranks)
-        cache = f"{self.section}.max_total_tokens" if given else self.length_field
-        return {
-            self.number_field: self.number * ranks * (SERVER_BYTES + weights),
-            f"{self.section}.max_running_requests": self.number * ranks * (logits + of_states),
-            cache: self.number * self.token_bytes * (given or self.tokens(1)),
-        }
-
-
-def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None = None) -> list[str]:
+def settle_caches(
+    specs: Sequence[ServerSpec],
+    learner: Mapping[str, int] | None = None,
+    *,
+    length_field: str = "max_completion_length",
+) -> list[str]:
     """Set the size of each KV cache that is left open, on a machine without a GPU.
 
     A cache holds all requests that its server decodes at once, or fewer if they exceed its part.
     The caches divide equally what learner and servers leave of `SHARE` of the free memory.
 
     Args:
-        sets: all servers of this machine; their `server.max_total_tokens` are set.
+        specs: all servers of this machine; their `server.max_total_tokens` are set.
         learner: the bytes of its processes here, by the field that shrinks them.
+        length_field: the field that shrinks their `context_length`.
 
     Returns:
         A line for the user on each cache that holds fewer requests.
@@ -100,9 +63,11 @@ def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None =
     """
     if device.num_gpus():
         return []  # a GPU has memory of its own
+    numbers = Counter(spec.set_name for spec in specs)
+    sets = {spec.set_name: spec for spec in specs}.values()  # the servers of a set are identical
     parts = Counter(learner or {})
-    for one in sets:
-        parts.update(one.least_bytes())
+    for spec in sets:
+        parts.update(_least_bytes(spec, numbers[spec.set_name], length_field))
     free = device.free_memory_bytes()
     if parts.total() > free:
         most = ", ".join(f"{field} ({gigabytes(size)})" for field, size in parts.most_common(3))
@@ -110,19 +75,52 @@ def settle_caches(sets: Sequence[ServerSet], learner: Mapping[str, int] | None =
             f"memory: without a GPU this needs {gigabytes(parts.total())}, and {gigabytes(free)} "
             f"are free here; lower what takes most: {most}"
         )
-    are_open = [one for one in sets if one.server.max_total_tokens is None]
+    are_open = [spec for spec in sets if spec.server.max_total_tokens is None]
     lines = []
-    for one in are_open:
+    for spec in are_open:
         more = max(0, int(SHARE * free) - parts.total())
-        room = one.tokens(1) + more // sum(other.number for other in are_open) // one.token_bytes
-        wanted = one.server.max_running_requests
-        one.server.max_total_tokens = min(one.tokens(wanted), room)
-        if (fitting := room // one.tokens(1)) < wanted:
+        one, wanted = _tokens(spec, 1), spec.server.max_running_requests
+        room = one + more // sum(numbers[x.set_name] for x in are_open) // _token_bytes(spec)
+        spec.server.max_total_tokens = min(_tokens(spec, wanted), room)
+        if (fitting := room // one) < wanted:
             lines.append(
-                f"{one.section}.max_running_requests={wanted}: the memory that is free here holds "
-                f"{fitting} of them at the maximum length; others wait"
+                f"{_section(spec)}.max_running_requests={wanted}: the memory that is free here "
+                f"holds {fitting} of them at the maximum length; others wait"
             )
     return lines
+
+
+def _section(spec: ServerSpec) -> str:
+    return f"{spec.set_name}.server" if spec.set_name else "server"
+
+
+def _token_bytes(spec: ServerSpec) -> int:
+    """Return the bytes of a token's keys and values on all ranks of a server."""
+    ranks, value_bytes = spec.server.tensor_parallel_size, kv_value_bytes(spec.server)
+    return ranks * kv_bytes_per_token(spec.architecture, ranks, value_bytes)
+
+
+def _tokens(spec: ServerSpec, requests: int) -> int:
+    """Return the tokens in a KV cache for this many requests."""
+    return tokens_of_requests(spec.server, spec.context_length, requests)
+
+
+def _least_bytes(spec: ServerSpec, number: int, length_field: str) -> dict[str, int]:
+    """Return the least bytes that this many servers take, by the field that shrinks them."""
+    server, architecture, ranks = spec.server, spec.architecture, spec.server.tensor_parallel_size
+    by_part = server_weight_bytes(architecture, spec.weight_format, ranks, tuple(spec.keep))
+    weights = sum(by_part.values()) + KEPT_BYTES * num_parameters(architecture) // ranks
+    logits = LOGIT_BYTES * server.max_running_requests * architecture.vocab_size
+    states = states_per_request(server, on_gpu=False) * server.max_running_requests
+    of_states = (states + 1) * state_bytes_per_sequence(architecture, ranks)
+    given, section = server.max_total_tokens, _section(spec)
+    fewer = {"rollout": "rollout.servers", "evaluation": "evaluation.server"}
+    cache = f"{section}.max_total_tokens" if given else length_field
+    return {
+        fewer.get(spec.set_name, "model"): number * ranks * (SERVER_BYTES + weights),
+        f"{section}.max_running_requests": number * ranks * (logits + of_states),
+        cache: number * _token_bytes(spec) * (given or _tokens(spec, 1)),
+    }
 
 
 def settle_run(config: Config, servers: Iterable[str], ranks: int) -> list[str]:
@@ -133,23 +131,10 @@ def settle_run(config: Config, servers: Iterable[str], ranks: int) -> list[str]:
         servers: the set name of each server here, rollout or evaluation.
         ranks: the number of learner ranks here.
     """
-    architecture, numbers = Architecture.from_directory(config.model), Counter(servers)
-    sets = [
-        ServerSet(
-            spec.server,
-            architecture,
-            spec.weight_format,
-            config.rollout.max_length,
-            spec.keep,
-            numbers[name],
-            section=f"{name}.server",
-            number_field="rollout.servers" if name == "rollout" else "evaluation.server",
-            length_field="rollout.max_completion_length",
-        )
-        for name, spec in {spec.set_name: spec for spec in server_specs(config)}.items()
-        if numbers[name]
-    ]
-    return settle_caches(sets, learner_bytes(config, architecture, ranks))
+    learner = learner_bytes(config, Architecture.from_directory(config.model), ranks)
+    specs = {spec.set_name: spec for spec in server_specs(config)}
+    length_field = "rollout.max_completion_length"
+    return settle_caches([specs[name] for name in servers], learner, length_field=length_field)
 
 
 def use_cores(config: Config, given: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""Start, watch and stop SGLang servers; only this folder sends them requests.
+"""SGLang servers that run: how to ask, wait for and stop them; only this folder sends requests.
 
 Callers rely on four properties of SGLang with this package's plugin. Tests check each of
 them on the real server:
@@ -15,15 +15,12 @@ The key is stored in `Server`, and never appears on a command line.
 import asyncio
 import contextlib
 import dataclasses
-import json
-import math
 import os
 import shutil
 import socket
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +28,13 @@ import psutil
 import pydantic
 import torch
 
-from qurl_megatron import device
-from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import (
-    AdaptersConfig,
-    ConfigError,
     PauseMode,
     Releases,
-    ServerConfig,
-    WeightFormat,
 )
-from qurl_megatron.config.server_options import (
-    CONTEXT_RESERVE,
-    command_line,
-    states_per_request,
-    tokens_of_requests,
-)
-from qurl_megatron.config.validate import check_weight_format
-from qurl_megatron.files import write_whole
-from qurl_megatron.machine.environment import NO_THREADS, scratch_directory
-from qurl_megatron.machine.network import free_port, make_key
 from qurl_megatron.machine.output import tail
-from qurl_megatron.machine.processes import LAUNCHER_SIGNALS, start_ticks
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.model.huggingface import served_directory
-from qurl_megatron.quantization.quantize import ENGINE_METHODS
-from qurl_megatron.rollout import preload, toolkit
+from qurl_megatron.machine.processes import start_ticks
+from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.requests import Answer, NoAnswer, ask
 from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, RUN_HEADER, dtype_names, escaped
 
@@ -72,17 +50,8 @@ _CACHE = ("kv_cache", "cuda_graph")
 RELEASED: Mapping[Releases, Sequence[str]] = {"cache": _CACHE, "all": (*_CACHE, "weights")}
 """SGLang's tags for the memory that a sleeping server releases, by `ServerConfig.releases`."""
 
-_said_dropped: set[str] = set()
-_locks: dict[str, int] = {}  # of the scratch directories of servers that this process started
+locks: dict[str, int] = {}  # of the scratch directories of servers that this process started
 STOP_TIMEOUT_S = 30.0  # for killed processes to end; one that waits for a broken GPU may never end
-
-# A server answers nothing, not even /health, before it has computed a chunk of prompts. Without a
-# GPU a chunk has so many FLOPs, for which an idle core with AVX2 takes two seconds.
-CHUNK_FLOPS = 1e11
-CHUNK_TOKENS = 64, 4096  # smaller ones waste time; SGLang's own are not larger
-UNCHUNKED_TOKENS = 2**14  # SGLang's limit of a batch of whole prompts
-SLOWEST_FLOPS_PER_S = 2.5e9  # of a core that others use as well: 5 % of an idle one's
-WATCHDOG_S = 300.0  # SGLang's own; after a longer step a server ends itself
 
 
 class ServerFailed(RuntimeError):
@@ -120,7 +89,7 @@ class Server:
     log_file: str = ""
     scratch_dir: str = ""  # holds its sockets and temporary files
     is_remote: bool = False  # somebody started it elsewhere
-    step_s: float = 0.0  # that it may compute without an answer; see `ServerPlan`
+    step_s: float = 0.0  # that it may compute without an answer; see `start.step_s`
     timeout_s: float = PEER_TIMEOUT_S  # of an answer to what controls it, and of a transfer to it
     run: str = OWN_RUN  # names the run to the server, which serves one at a time
 
@@ -273,8 +242,8 @@ class Server:
                 process.kill()
         shutil.rmtree(self.scratch_dir, ignore_errors=True)  # before the wait, which may be long
         psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
-        if self.scratch_dir in _locks:
-            os.close(_locks.pop(self.scratch_dir))
+        if self.scratch_dir in locks:
+            os.close(locks.pop(self.scratch_dir))
 
     def failed(self, what: str) -> ServerFailed:
         """Return the exception for a failure, with the end of the log if there is one here."""
@@ -284,247 +253,6 @@ class Server:
         with contextlib.suppress(OSError):  # a shared file system may falter
             end = tail(log)
         return ServerFailed(f"server {self.url} {what}; {log} ends:\n{end}")
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerPlan:
-    """The settings of one server's start."""
-
-    model_dir: Path  # Hugging Face directory with configuration and tokenizer
-    config: ServerConfig
-    weight_format: WeightFormat
-    context_length: int  # maximum prompt plus completion length, in tokens
-    log_file: Path
-    seed: int
-    keep: Sequence[str] = ()  # the layers that stay in BF16, as in `quantization.keep`
-    adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
-    # Load the directory's weights, which are in `weight_format`. Otherwise the server has random
-    # weights until the first publish.
-    loads: bool = False
-    releases: Releases | None = None  # what it gives back while it sleeps; None: it never does
-    records_routing: bool = False  # answer with the experts chosen, if a request asks for them
-    host: str = LOOPBACK  # address to listen on
-    port: int = dataclasses.field(default_factory=free_port)
-    api_key: str = dataclasses.field(default_factory=make_key)
-    # Consecutive GPUs of this machine, one per tensor-parallel rank; None: the first ones.
-    gpus: Sequence[int] | None = None
-
-    def start(self) -> Server:
-        """Start the server in the background and return at once; `wait_ready` waits for it.
-
-        It dies with the calling process.
-
-        Raises:
-            ConfigError: the GPUs cannot be used or do not support its weight format, or a compiler
-                of kernels is missing.
-        """
-        if problem := device.unusable_gpus():
-            raise ConfigError(problem)
-        check_weight_format(self.weight_format, device.capabilities())
-        host, num_ranks = self.host, self.config.tensor_parallel_size
-        gpus = self.gpus
-        if gpus is None:
-            gpus = range(min(num_ranks, device.num_gpus()))
-        needed = self.environment()  # first, because it may raise
-        scratch_dir, lock = scratch_directory("qurl-server-")
-        _locks[scratch_dir] = lock
-        options = self.options()
-        if self._architecture and self._architecture.is_hybrid:
-            options["model_path"] = served_directory(self.model_dir, Path(scratch_dir) / "model")
-        if gpus:
-            options["base_gpu_id"] = gpus[0]
-        key_file = Path(scratch_dir) / "key.yaml"
-        write_whole(key_file, f"api-key: {json.dumps(self.api_key)}\n", private=True)
-        options["config"] = key_file
-        words = command_line({**options, **self.config.options})
-        environment = {**needed, "TMPDIR": scratch_dir, **self.config.environment}
-        dropped = preload.shell_variables() - set(environment)
-        say_dropped(dropped)
-        on_cpu = device.accelerator() == "cpu"
-        program = preload.Program(
-            preload.__name__ if on_cpu else "sglang.launch_server",
-            [str(self.config.threads), *words] if on_cpu else words,
-            title=f"sglang::server {host}:{self.port}",
-            log_file=self.log_file,
-            environment=environment,
-            without=dropped,
-            is_fresh=bool(dropped or self.config.environment),
-            blocked_signals=LAUNCHER_SIGNALS,
-        )
-        pid = preload.start(program).pid
-        return Server(
-            url=f"http://{f'[{host}]' if ':' in host else host}:{self.port}",
-            machine=socket.gethostname(),
-            pid=pid,
-            start_ticks=start_ticks(pid),
-            tensor_parallel_size=num_ranks,
-            gpus=list(gpus),
-            log_file=str(self.log_file),
-            scratch_dir=scratch_dir,
-            api_key=self.api_key,
-            step_s=self.step_s,
-        )
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Server]:
-        """Yield the server once it answers, and end it afterwards.
-
-        Raises:
-            ServerFailed: it did not start.
-        """
-        server = self.start()
-        try:
-            wait_ready([server], self.config.start_timeout_s)
-            yield server
-        finally:
-            server.stop()
-
-    @cached_property
-    def _architecture(self) -> Architecture | None:
-        """The model's; None if it has become unreadable: then the server's own log says so."""
-        with contextlib.suppress(ArchitectureError):
-            return Architecture.from_directory(self.model_dir)
-        return None
-
-    @property
-    def _token_flops(self) -> float:
-        """The FLOPs of a rank for each token of the longest sequence."""
-        if self._architecture is None:
-            return 0.0
-        flops = self._architecture.forward_flops(self.context_length) / self.context_length
-        return flops / self.config.tensor_parallel_size
-
-    @property
-    def prefill_chunk(self) -> int:
-        """The tokens of prompts that a server without a GPU computes at once."""
-        least, most = CHUNK_TOKENS
-        tokens = min(most, max(least, CHUNK_FLOPS / max(1.0, self._token_flops)))
-        page = int(self.config.options.get("page_size", 1))  # SGLang wants a multiple of it
-        return math.ceil(2 ** int(math.log2(tokens)) / page) * page
-
-    @property
-    def step_s(self) -> float:
-        """The longest time, in seconds, for which a server without a GPU computes one batch."""
-        if device.accelerator() == "cuda" or self._architecture is None:
-            return 0.0
-        requests = self.config.max_running_requests
-        chunk = int(self.config.options.get("chunked_prefill_size", self.prefill_chunk))
-        tokens = max(requests, chunk if chunk > 0 else UNCHUNKED_TOKENS)
-        logits = 2.0 * requests * self._architecture.vocab_size * self._architecture.hidden_size
-        return (tokens * self._token_flops + logits) / SLOWEST_FLOPS_PER_S
-
-    def options(self) -> dict[str, object]:
-        """Return the server's options of `sglang.launch_server`, by name with underscores."""
-        config = self.config
-        options: dict[str, object] = {
-            "model_path": self.model_dir,
-            "load_format": "safetensors" if self.loads else "dummy",
-            "dtype": "bfloat16",
-            "host": self.host,
-            "port": self.port,
-            "nccl_port": free_port(),
-            "tensor_parallel_size": config.tensor_parallel_size,
-            "expert_parallel_size": config.expert_parallel_size,
-            "enable_return_routed_experts": self.records_routing,
-            "mem_fraction_static": config.mem_fraction_static,
-            "max_running_requests": config.max_running_requests,
-            "context_length": self.context_length + CONTEXT_RESERVE,
-            "random_seed": self.seed,
-            "weight_version": 0,
-            "log_level_http": "warning",
-            "grammar_backend": "none",  # no request asks for structured output
-            "skip_tokenizer_init": True,  # prompts and completions travel as token ids
-            # Like the learner, do not round logits to bfloat16. On a CPU this is also faster.
-            "enable_fp32_lm_head": True,
-            # FlashInfer's would be compiled in the first request with top_p, which takes minutes.
-            # Meanwhile the server does not answer /health, and would be taken for dead.
-            "sampling_backend": "pytorch",
-        }
-        if config.max_total_tokens is not None:
-            options["max_total_tokens"] = config.max_total_tokens
-        if self.weight_format != "bf16" and not self.loads:  # a quantized directory has its own
-            method = options["quantization"] = ENGINE_METHODS[self.weight_format]
-            quantization: dict[str, object] = {"quant_method": method}
-            if self.keep:
-                kept = kept_layers(self.keep, Architecture.from_directory(self.model_dir))
-                quantization["modules_to_not_convert"] = layers_of(kept)
-            if rank := self.adapters.rank:
-                quantization["adapters"] = {"rank": rank, "alpha": self.adapters.alpha}
-            if len(quantization) > 1:
-                override = {"quantization_config": quantization}
-                options["json_model_override_args"] = json.dumps(override)
-        if device.accelerator() == "cpu":
-            # By default SGLang would fill a fraction of all memory, which others need too.
-            requests = config.max_running_requests
-            needed = tokens_of_requests(config, self.context_length, requests)
-            options["max_total_tokens"] = config.max_total_tokens or needed
-            options["mem_fraction_static"] = 1.0
-            options["chunked_prefill_size"] = self.prefill_chunk
-            options["watchdog_timeout"] = WATCHDOG_S + self.step_s
-            if self._architecture and self._architecture.is_hybrid:
-                # SGLang's choice on a GPU: completions of one prompt share the prompt's state.
-                options["mamba_radix_cache_strategy"] = "extra_buffer"
-                # With fewer states SGLang would serve fewer requests at a time.
-                states = states_per_request(config, on_gpu=False)
-                options["max_mamba_cache_size"] = states * requests
-            # Without sleep-on-idle the scheduler polls and takes a core from the learner.
-            flags = ("disable_overlap_schedule", "sleep_on_idle")
-            options |= {"device": "cpu", **dict.fromkeys(flags, True)}
-        else:
-            options["enable_memory_saver"] = self.releases is not None
-            # This tells `sglang_plugin/memory.py` that the weights stay in a sleeping server.
-            options["enable_weights_cpu_backup"] = self.releases == "cache"
-            # Every batch is decoded from a graph, and no graph is captured for larger ones.
-            options["cuda_graph_max_bs_decode"] = config.max_running_requests
-            # Capturing graphs of prefills took 40 of a start's 100 s (7B on an H100). A rollout
-            # mostly decodes.
-            options["cuda_graph_backend_prefill"] = "disabled"
-        if device.lacks_flash_attention():
-            options["attention_backend"] = "triton"
-        return options
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables that the server needs."""
-        variables = {
-            # A crashed server would otherwise diagnose itself for over a minute before it ends.
-            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
-            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
-            **preload.ENVIRONMENT,
-            # With the reserve the context may exceed the model's positions; no request does.
-            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-            # The server asks itself over HTTP, and a proxy could not reach its loopback.
-            **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
-        }
-        if self.host == LOOPBACK:
-            # Its process groups are on this machine too, and need not listen elsewhere.
-            variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-        if device.accelerator() == "cpu":
-            variables |= {**NO_THREADS, "SGLANG_PLATFORM": preload.PLATFORM}
-            # SGLang then calls torch.multinomial, which `sglang_plugin/sampling.py` replaces.
-            variables["SGLANG_OPT_USE_GUMBEL_SAMPLE"] = "0"
-            num_ranks, cores = self.config.tensor_parallel_size, psutil.cpu_count() or 1
-            if num_ranks > 1:  # SGLang requires one core for each rank
-                bindings = "|".join(str(rank % cores) for rank in range(num_ranks))
-                variables["SGLANG_CPU_OMP_THREADS_BIND"] = bindings
-        else:
-            variables |= toolkit.environment()
-            # DeepGEMM (fp8-block) would compile 16384 kernels for each shape at the first start,
-            # which takes 10 to 20 minutes; with this it compiles 3072.
-            variables["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = "1"
-        if device.lacks_flash_attention():
-            variables["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
-        return variables
-
-
-def say_dropped(names: set[str]) -> None:
-    """Print which of the user's variables servers do not get, once for each."""
-    if new := names - _said_dropped:
-        _said_dropped.update(new)
-        print(
-            f"qurl: servers do not get {', '.join(sorted(new))} from this shell; to set a variable "
-            "in one, give the server's environment.NAME=value",
-            file=sys.stderr,
-        )
 
 
 def wait_ready(

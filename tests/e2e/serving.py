@@ -18,13 +18,15 @@ from transformers import AutoTokenizer
 
 from e2e.reference import Weights
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import PauseMode, ServerConfig, WeightFormat
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.machine.network import free_port
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
+from qurl_megatron.rollout.server import Server, wait_ready
+from qurl_megatron.rollout.start import start
 from qurl_megatron.weight_sync.bucket import announce
 from qurl_megatron.weight_sync.transport import PublishError, verify
 from sent import packed
@@ -151,15 +153,9 @@ def launched(
         max_total_tokens=8192,
         options=dict(options),
     )
-    server = ServerPlan(
-        model_dirs[0],
-        config,
-        weight_format,
-        context_length,
-        directory / "server.log",
-        seed=0,
-        records_routing=records_routing,
-    ).start()
+    held = weight_format, context_length
+    spec = ServerSpec(model_dirs[0], config, *held, records_routing=records_routing)
+    server = start(spec, directory / "server.log", seed=0)
     try:
         yield server, model_dirs
     finally:

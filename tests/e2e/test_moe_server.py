@@ -21,10 +21,11 @@ from e2e.serving import (
     launched,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.rollout.server import ServerPlan
+from qurl_megatron.rollout.start import running
 from tiny import build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -168,8 +169,8 @@ def test_two_groups_of_ranks_load_a_quantized_directory(tmp_path: Path) -> None:
         expert_parallel_size=2,
         max_total_tokens=1024,
     )
-    plan = ServerPlan(written, config, "int8", 64, tmp_path / "server.log", seed=0, loads=True)
-    with plan.running() as server:
+    spec = ServerSpec(written, config, "int8", 64, loads=True)
+    with running(spec, tmp_path / "server.log", seed=0) as server:
         held = combine(asyncio.run(server.checksums()))
     stored = load_file(written / "model.safetensors")
     assert held == {name: checksum(tensor) for name, tensor in stored.items()}

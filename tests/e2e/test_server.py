@@ -23,10 +23,12 @@ from e2e.serving import (
     joined,
     launched,
 )
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.rollout.fleet import FleetTooSmall
-from qurl_megatron.rollout.server import ServerFailed, ServerPlan
+from qurl_megatron.rollout.server import ServerFailed
+from qurl_megatron.rollout.start import running
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
 torch.set_num_threads(1)
@@ -308,7 +310,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_log(tmp_path: Path) -> 
     model_dir = build_tiny_model(tmp_path / "without_weights")
     (model_dir / "model.safetensors").unlink()
     log_file = tmp_path / "server.log"
-    plan = ServerPlan(model_dir, ServerConfig(), "int8", 64, log_file, seed=0, loads=True)
+    spec = ServerSpec(model_dir, ServerConfig(), "int8", 64, loads=True)
     with pytest.raises(ServerFailed, match="(?s)died while starting.*without_weights"):
-        with plan.running():
+        with running(spec, log_file, seed=0):
             pass

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from batches import score
 from e2e.reference import Reference
 from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     LearnerConfig,
     OptimizerConfig,
@@ -32,7 +33,8 @@ from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.roster import read_roster, save_roster
-from qurl_megatron.rollout.server import PEER_TIMEOUT_S, Server, ServerPlan, wait_ready
+from qurl_megatron.rollout.server import PEER_TIMEOUT_S, Server, wait_ready
+from qurl_megatron.rollout.start import start
 from qurl_megatron.weight_sync.publish import Published, Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
 
@@ -68,17 +70,8 @@ def deployment(
         servers = []
         for index in range(2):
             log = directory / f"server_{index}.log"
-            server = ServerPlan(
-                model,
-                config,
-                "int8",
-                keep=KEEP,
-                context_length=64,
-                log_file=log,
-                seed=index,
-                host=ADDRESS,
-                api_key="a key of the run",
-            ).start()
+            spec = ServerSpec(model, config, "int8", 64, KEEP)
+            server = start(spec, log, seed=index, host=ADDRESS, api_key="a key of the run")
             stack.callback(server.stop)
             servers.append(server)
         learner = Learner(model, LearnerConfig(dtype="float32"), OptimizerConfig())

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from e2e.reference import NEARER, MixedReference, Reference, Weights
 from e2e.serving import START_TIMEOUT_S, wait_for_tokens
 from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     LearnerConfig,
     OptimizerConfig,
@@ -26,7 +27,8 @@ from qurl_megatron.config.values import OptionValue
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
+from qurl_megatron.rollout.server import Server, wait_ready
+from qurl_megatron.rollout.start import start
 from qurl_megatron.weight_sync.publish import Publisher
 from qurl_megatron.weight_sync.reshard import Converter
 from tiny import EOS_TOKEN_ID, build_tiny_model
@@ -130,16 +132,11 @@ def deployment(
     model_dir = build_tiny_model(directory / "model")
     with ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setenv("GLOO_SOCKET_IFNAME", "lo")
-        server = ServerPlan(
-            model_dir,
-            ServerConfig(
-                ranks, mem_fraction_static=0.3, max_total_tokens=CACHE_TOKENS, options=options
-            ),
-            "int8",
-            context_length=CONTEXT_LENGTH,
-            log_file=directory / "server.log",
-            seed=0,
-        ).start()
+        config = ServerConfig(
+            ranks, mem_fraction_static=0.3, max_total_tokens=CACHE_TOKENS, options=options
+        )
+        spec = ServerSpec(model_dir, config, "int8", CONTEXT_LENGTH)
+        server = start(spec, directory / "server.log", seed=0)
         stack.callback(server.stop)
         learner = Learner(model_dir, LearnerConfig(dtype="float32"), OptimizerConfig())
         stack.enter_context(closing(learner))

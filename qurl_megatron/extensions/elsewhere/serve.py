@@ -9,11 +9,12 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
 from qurl_megatron.config.keep import kept_layers
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     ConfigError,
     FormatName,
@@ -26,10 +27,11 @@ from qurl_megatron.config.values import Count, GroupSize, Place, Seed, Text
 from qurl_megatron.extensions.elsewhere.key import read_key
 from qurl_megatron.files import check_output
 from qurl_megatron.machine.network import free_port
-from qurl_megatron.memory.host import ServerSet, settle_caches
+from qurl_megatron.memory.host import settle_caches
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.preload import how_it_ended
-from qurl_megatron.rollout.server import LOOPBACK, POLL_S, ServerPlan
+from qurl_megatron.rollout.server import LOOPBACK, POLL_S
+from qurl_megatron.rollout.start import running
 
 EVERYWHERE = ("0.0.0.0", "::")
 
@@ -82,6 +84,18 @@ class ServeConfig:
         """The format and its group size."""
         return with_group_size(self.format, self.group_size)
 
+    @property
+    def server_spec(self) -> ServerSpec:
+        """The server."""
+        return ServerSpec(
+            Path(self.model).absolute(),
+            self.server,
+            self.weight_format,
+            self.max_length,
+            self.keep,
+            records_routing=self.records_routing,
+        )
+
 
 def run(config: ServeConfig) -> int:
     """Serve until a signal ends it; return the exit code: 1 if the server ended by itself.
@@ -96,26 +110,15 @@ def run(config: ServeConfig) -> int:
     check_output(log_file)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.open("wb").close()  # what cannot be written is refused before anything starts
-    plan = ServerPlan(
-        Path(config.model).absolute(),
-        config.server,
-        config.weight_format,
-        context_length=config.max_length,
-        log_file=log_file,
-        seed=config.seed,
-        keep=config.keep,
-        records_routing=config.records_routing,
-        host=config.host,
-        port=config.port or free_port(),
-        api_key=key,
-    )
+    spec, port = config.server_spec, config.port or free_port()
     print(
         f"starting a server of {config.model} in {config.weight_format}, log {log_file}", flush=True
     )
-    with plan.running() as server:
+    place: dict[str, Any] = {"host": config.host, "port": port, "api_key": key}
+    with running(spec, log_file, seed=config.seed, **place) as server:
         url = server.url
         if config.host in EVERYWHERE:
-            url = f"http://{socket.gethostname()}:{plan.port}"
+            url = f"http://{socket.gethostname()}:{port}"
         print(f"ready: rollout.servers_at=[{url}]", flush=True)
         while server.alive():
             time.sleep(POLL_S)
@@ -133,8 +136,7 @@ def _check(config: ServeConfig) -> None:
     check_group_size(config.format, config.group_size, "group_size=")
     validate_server("server", config.server, architecture, config.weight_format, config.max_length)
     kept_layers(config.keep, architecture, "keep")
-    of_model = architecture, config.weight_format, config.max_length, config.keep
-    for line in settle_caches([ServerSet(config.server, *of_model, length_field="max_length")]):
+    for line in settle_caches([config.server_spec], length_field="max_length"):
         print(f"qurl: {line}", file=sys.stderr)
     if config.records_routing and not architecture.num_experts:
         raise ConfigError("records_routing=True: the model has no experts; leave it out")

@@ -30,6 +30,7 @@ from described import KEPT, KEY, config_of, description
 from answering import Address, nothing, saying, server_that
 from fleets import wait_for
 from qurl_megatron import cli
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.extensions.elsewhere import claims, key, serve
@@ -42,7 +43,8 @@ from qurl_megatron.rollout import preload, requests, server
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
-from qurl_megatron.rollout.server import ServerFailed, ServerPlan, answers, revive
+from qurl_megatron.rollout.server import ServerFailed, answers, revive
+from qurl_megatron.rollout.start import environment
 from tiny import build_tiny_model
 
 
@@ -235,8 +237,7 @@ def test_no_proxy_is_asked_for_a_server(
 def test_a_server_asks_no_proxy_when_it_asks_itself(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = ServerPlan(model_dir, ServerConfig(), "int8", 10, tmp_path / "log", seed=0)
-    given = plan.environment()
+    given = environment(ServerSpec(model_dir, ServerConfig(), "int8", 10))
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, given[name])
         assert proxy_bypass("127.0.0.1")
@@ -263,8 +264,8 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
     for name in [*of_shell, "NCCL_DEBUG", "SGLANG_PYSPY_DUMP_BEFORE_CRASH"]:
         monkeypatch.setenv(name, "1")
     for given in ServerConfig(), ServerConfig(environment={"TORCH_LOGS": "+dynamo"}):
-        plan = ServerPlan(model_dir, given, "bf16", 10, tmp_path / "log", seed=0)
-        shutil.rmtree(plan.start().scratch_dir)
+        spec = ServerSpec(model_dir, given, "bf16", 10)
+        shutil.rmtree(start(spec, tmp_path / "log", seed=0).scratch_dir)
     assert set(programs[0].without) == of_shell and programs[0].is_fresh
     assert programs[0].environment["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == "0"
     assert set(programs[1].without) == of_shell - {"TORCH_LOGS"}
@@ -273,8 +274,8 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
     assert capsys.readouterr().err.startswith(said)
     for name in of_shell:
         monkeypatch.delenv(name)
-    plan = ServerPlan(model_dir, ServerConfig(), "bf16", 10, tmp_path / "log", seed=0)
-    shutil.rmtree(plan.start().scratch_dir)
+    spec = ServerSpec(model_dir, ServerConfig(), "bf16", 10)
+    shutil.rmtree(start(spec, tmp_path / "log", seed=0).scratch_dir)
     assert not programs[2].without and not programs[2].is_fresh
     assert not capsys.readouterr().err
 

@@ -17,6 +17,7 @@ from batches import score
 from e2e.running import QUICK, Start, metrics_of
 from extensions.adapters.adapters_reference import ALPHA, RANK, write_b
 from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     LearnerConfig,
@@ -29,7 +30,8 @@ from qurl_megatron.extensions.adapters.learner import AdaptedLearner
 from qurl_megatron.files import list_checkpoints
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
+from qurl_megatron.rollout.server import Server, wait_ready
+from qurl_megatron.rollout.start import start
 from qurl_megatron.weight_sync.publish import Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
@@ -56,15 +58,9 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     with ExitStack() as stack:
         servers = []
         for ranks in (1, 2):
-            server = ServerPlan(
-                model,
-                ServerConfig(max_total_tokens=4096, tensor_parallel_size=ranks),
-                "int8",
-                adapters=AdaptersConfig(RANK, ALPHA),
-                context_length=64,
-                log_file=directory / f"server_{ranks}.log",
-                seed=ranks,
-            ).start()
+            config = ServerConfig(max_total_tokens=4096, tensor_parallel_size=ranks)
+            spec = ServerSpec(model, config, "int8", 64, adapters=AdaptersConfig(RANK, ALPHA))
+            server = start(spec, directory / f"server_{ranks}.log", seed=ranks)
             stack.callback(server.stop)
             servers.append(server)
         adapters = Adapters(RANK, ALPHA, "int8")

@@ -19,6 +19,7 @@ from conversations import DROPS_THOUGHTS, VOCABULARY, chat_tokenizer
 from e2e.extensions.agents import talker
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, pack
 from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
+from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     FormatName,
     LearnerConfig,
@@ -32,7 +33,8 @@ from qurl_megatron.extensions.agents.pool import Agents
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
-from qurl_megatron.rollout.server import Server, ServerPlan, wait_ready
+from qurl_megatron.rollout.server import Server, wait_ready
+from qurl_megatron.rollout.start import start
 from qurl_megatron.weight_sync.publish import Publisher
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
@@ -82,18 +84,11 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
         agents = stack.enter_context(Agents(config, model, logs=directory))
         servers: dict[str, list[Server]] = {}
         for name, (weight_format, count) in formats.items():
-            plans = [
-                ServerPlan(
-                    model,
-                    ServerConfig(mem_fraction_static=0.2, max_total_tokens=65536),
-                    weight_format,
-                    context_length=CONTEXT_LENGTH,
-                    log_file=directory / f"{name}_{index}.log",
-                    seed=index,
-                )
-                for index in range(count)
+            of_server = ServerConfig(mem_fraction_static=0.2, max_total_tokens=65536)
+            spec = ServerSpec(model, of_server, weight_format, CONTEXT_LENGTH)
+            servers[name] = [
+                start(spec, directory / f"{name}_{index}.log", seed=index) for index in range(count)
             ]
-            servers[name] = [plan.start() for plan in plans]
             for server in servers[name]:
                 stack.callback(server.stop)
         learner = Learner(model, LearnerConfig(dtype="float32"), OptimizerConfig())
