@@ -167,12 +167,12 @@ def run_paths(arguments: argparse.Namespace) -> None:
     rows = []
     for weight_format in arguments.formats:
         converter = Converter(learner, weight_format, bucket_bytes)
-        changing = Converter(learner, weight_format, bucket_bytes, keeps_codes=True)
+        changing = Converter(learner, weight_format, bucket_bytes, sends_deltas=True)
         direct = Converter(learner, weight_format, bucket_bytes)
         held, parameters = place_server(converter)
         paths: dict[str, Callable[[], Any]] = {
             "quantize first": functools.partial(converter.convert, drop),
-            "delta": functools.partial(changing.convert, drop, base=1),
+            "delta": functools.partial(changing.convert, drop, since=1),
             "direct": functools.partial(direct.write, parameters),
             "gather first": functools.partial(
                 gather_then_quantize, learner, weight_format, bucket_bytes

@@ -13,7 +13,7 @@ from qurl_megatron.weight_sync.bucket import (
     is_key_frame,
     read_key_frame,
 )
-from qurl_megatron.weight_sync.delta import base_version
+from qurl_megatron.weight_sync.delta import changed_version
 from sent import packed
 
 TENSORS = {
@@ -64,7 +64,7 @@ BUCKETS = [
 
 def test_the_senders_of_a_key_frame_take_turns_team_after_team() -> None:
     request = announce(BUCKETS)
-    assert is_key_frame(request.names) and base_version(request.names) is None
+    assert is_key_frame(request.names) and changed_version(request.names) is None
     sent = Manifest.read(request.names, dtype_names(request.dtypes), request.shapes)
     read = list(read_key_frame(sent))
     assert [(sender, list(bucket.names)) for sender, bucket in read] == [
@@ -84,10 +84,10 @@ def test_the_senders_of_a_key_frame_take_turns_team_after_team() -> None:
 
 def test_deltas_and_weights_written_in_place_are_no_key_frames() -> None:
     request = announce_delta(7, num_senders=3)
-    assert (base_version(request.names), request.shapes) == (7, [[3]])
+    assert (changed_version(request.names), request.shapes) == (7, [[3]])
     assert not is_key_frame(request.names)
     for names in (announce_in_place().names, ["model.norm.weight"], []):
-        assert not is_key_frame(names) and base_version(names) is None
+        assert not is_key_frame(names) and changed_version(names) is None
 
 
 def test_the_channels_of_a_server_have_names_of_their_own() -> None:

@@ -77,7 +77,7 @@ def record_versions(directory: Path) -> dict[WeightFormat, list[Version]]:
     for name, formats in FORMATS_OF.items():
         learner = Learner(directory / name, LAYOUT, OptimizerConfig())
         converters = {
-            f: [Converter(learner, f, BUCKET_BYTES, keeps_codes=True) for _ in range(2)]
+            f: [Converter(learner, f, BUCKET_BYTES, sends_deltas=True) for _ in range(2)]
             for f in formats
         }
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -89,11 +89,13 @@ def record_versions(directory: Path) -> dict[WeightFormat, list[Version]]:
                 whole = Converter(learner, weight_format, BUCKET_BYTES).convert(
                     version.whole.append
                 )
-                base = number - 1 if number else None
-                conversion = converter.convert(version.delta.append, base=base)
-                another.convert(version.relative.append, base=base, is_relative=True)
+                since = number - 1 if number else None
+                conversion = converter.convert(version.delta.append, since=since)
+                another.convert(version.relative.append, since=since, is_relative=True)
                 version.checksums = conversion.checksums
-                version.kept_bytes = sum(len(bucket.flat) for bucket in converter._kept[False])
+                version.kept_bytes = sum(
+                    len(bucket.flat) for bucket in (converter._kept or {})[False]
+                )
                 assert conversion.checksums == whole.checksums
                 assert conversion.num_bytes == whole.num_bytes
                 versions.setdefault(weight_format, []).append(version)
@@ -240,9 +242,9 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     wrong: list[int] = []  # servers that do not hold what they are sent, each once
 
     def send(index: int, names: Sequence[str]) -> None:
-        base = delta.base_version(names)
-        sent.append((index, "all" if base is None else f"delta of {base}"))
-        if base is not None and index in refusing:
+        since = delta.changed_version(names)
+        sent.append((index, "all" if since is None else f"delta of {since}"))
+        if since is not None and index in refusing:
             refusing.remove(index)
             raise UpdateRefused("refused")
 
@@ -250,7 +252,8 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
         send(int(server.url[-1]), names)
 
     def send_over_http(server: Server, header: Any, payload: Tensor) -> float:
-        if delta.base_version(header.names) is None or not header.num_bytes:  # the end of a delta
+        is_delta = delta.changed_version(header.names) is not None
+        if not is_delta or not header.num_bytes:  # the end of a delta
             send(int(server.url[-1]), header.names)
         return 1.0
 

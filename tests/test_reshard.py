@@ -129,7 +129,7 @@ def convert(model_dir: Path, config: LearnerConfig) -> dict[str, Sent]:
     converted = FEWER if has_experts or config.world_size == 8 else CONVERTERS
     for name, (weight_format, kept) in converted.items():
         keep = KEEP if kept else []
-        converter = Converter(learner, weight_format, BUCKET_BYTES, keeps_codes=True, keep=keep)
+        converter = Converter(learner, weight_format, BUCKET_BYTES, sends_deltas=True, keep=keep)
         another = Converter(learner, weight_format, BUCKET_BYTES, keep=keep)
         learner.smoothing = smoothing if name in SMOOTHED else None
         converters[name], results[name] = (converter, another), Sent()
@@ -140,7 +140,7 @@ def convert(model_dir: Path, config: LearnerConfig) -> dict[str, Sent]:
     for name, (converter, another) in converters.items():
         learner.smoothing = smoothing if name in SMOOTHED else None
         another.convert(results[name].second.append)
-        results[name].conversions.append(converter.convert(results[name].delta.append, base=0))
+        results[name].conversions.append(converter.convert(results[name].delta.append, since=0))
     learner.close()
     return results
 

@@ -115,18 +115,18 @@ def test_a_server_is_paused_once_and_may_refuse_a_delta_but_not_the_pause(
     (member,) = fleet.members("serving")
     transport = Transport(member)
 
-    async def deliver(base: int | None) -> None:
-        delivery: Any = SimpleNamespace(base=base, version=2, num_senders=1, checksums={})
+    async def deliver(since: int | None) -> None:
+        delivery: Any = SimpleNamespace(since=since, version=2, num_senders=1, checksums={})
         await transport.begin(delivery)
         await transport.delivered()
 
     with asyncio.Runner() as runner:
-        runner.run(deliver(base=1))
+        runner.run(deliver(since=1))
         assert member.state == state and member.is_paused and not member.holds(2)
         if state == "lost":
             return
         refused = ""
-        runner.run(deliver(base=None))
+        runner.run(deliver(since=None))
     assert member.holds(2) and not member.is_paused
     assert asked == ["pause", "load", "leave", "load", "resume"]
 

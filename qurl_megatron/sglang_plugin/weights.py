@@ -66,7 +66,7 @@ from qurl_megatron.weight_sync.bucket import (
     read_file,
     read_key_frame,
 )
-from qurl_megatron.weight_sync.delta import base_version, unpack
+from qurl_megatron.weight_sync.delta import changed_version, unpack
 from qurl_megatron.weight_sync.direct import describe
 
 # A hung learner holds a server up for this long; PyTorch's own limit is half an hour.
@@ -91,14 +91,14 @@ def update_weights(original: Callable[..., Any], updater: Any, request: Any) -> 
     Refuse a delta of a version that this scheduler does not hold.
     """
     scheduler = updater.scheduler
-    base, held = base_version(request.names), loaded_version(scheduler)
+    since, held = changed_version(request.names), loaded_version(scheduler)
     # After the first bucket of a delta, the scheduler holds the version that the others bring too.
-    if base is not None and held not in (base, int(request.weight_version)):
+    if since is not None and held not in (since, int(request.weight_version)):
         if not request.group_name.startswith(FILE_PREFIX):
             # Otherwise the senders would wait until their time limit.
             leave(updater.tp_worker.model_runner.weight_updater, request.group_name)
         return UpdateWeightsFromDistributedReqOutput(
-            success=False, message=f"it holds version {held}, and was sent a delta of {base}"
+            success=False, message=f"it holds version {held}, and was sent a delta of {since}"
         )
     scheduler.device_module.synchronize()  # the last pass before a pause may still read the weights
     forget()  # copies of these weights that CPU products have made
@@ -182,9 +182,9 @@ def receive(
     Return the tensors that SGLang still has to load: none. Its `original` handles requests without
     markers. After a failure this leaves the process groups, so that no sender waits for the server.
     """
-    base = base_version(names)
+    is_delta = changed_version(names) is not None
     is_file = group_name.startswith(FILE_PREFIX)
-    if not is_file and base is None and not is_key_frame(names):
+    if not is_file and not is_delta and not is_key_frame(names):
         return original(
             updater,
             names=names,
@@ -198,7 +198,7 @@ def receive(
         if is_file:
             flat = read_file(group_name.removeprefix(FILE_PREFIX)).to(updater.device)
             write_bucket(updater.get_model(), Bucket.around(request, flat))
-        elif base is not None:
+        elif is_delta:
             for sender in range(request.shapes[0][0]):
                 for flat in _receive_delta(updater, channel_name(group_name, sender)):
                     write_bucket(updater.get_model(), Bucket.around(request, flat))
@@ -265,7 +265,7 @@ def leave(updater: Any, group_name: str) -> None:
 def write_bucket(model: torch.nn.Module, bucket: Bucket) -> None:
     """Write a bucket of whole tensors, or of a delta, into a model's parameters."""
     held = held_parts(model)
-    if base_version(bucket.names) is not None:
+    if changed_version(bucket.names) is not None:
         for change in unpack(bucket.flat):
             for values, row, column in held.get(change.name, ()):
                 change.write_to(values, row, column)

@@ -22,7 +22,7 @@ from torch import Tensor
 from qurl_megatron.device import backend_to, device, rank, surviving_errors
 from qurl_megatron.machine.network import address_towards
 from qurl_megatron.weight_sync.bucket import Bucket, channel_name
-from qurl_megatron.weight_sync.delta import base_version
+from qurl_megatron.weight_sync.delta import changed_version
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport
 
 _GIVEN_UP = "given up"  # a key of the store
@@ -105,7 +105,7 @@ class GroupChannel(Channel):
 
         Rank 0 has also told their sizes, except for a delta.
         """
-        if base_version(bucket.names) is not None:
+        if changed_version(bucket.names) is not None:
             self._broadcast(torch.tensor([len(bucket.flat)], device=self._place))
         if len(bucket.flat):
             self._broadcast(bucket.flat)

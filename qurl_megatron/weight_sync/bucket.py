@@ -309,9 +309,9 @@ def announce(senders: Sequence[Sequence[Sequence[Manifest]]]) -> Manifest:
     return Manifest(names, dtypes, shapes)
 
 
-def announce_delta(base: int, num_senders: int) -> Manifest:
-    """Announce a delta of version `base`."""
-    return Manifest([bucket_name(base)], [torch.uint8], [[num_senders]])
+def announce_delta(since: int, num_senders: int) -> Manifest:
+    """Announce a delta since this version."""
+    return Manifest([bucket_name(since)], [torch.uint8], [[num_senders]])
 
 
 def announce_in_place() -> Manifest:

@@ -224,12 +224,12 @@ def unpack(flat: Tensor) -> Iterator[Change]:
             yield Change(name, offset, shape, gaps, values, is_relative)
 
 
-def bucket_name(base: int) -> str:
-    """Return the name of a bucket of messages that change version `base`."""
-    return f"{PREFIX}{base}"
+def bucket_name(version: int) -> str:
+    """Return the name of a bucket of messages that change this version."""
+    return f"{PREFIX}{version}"
 
 
-def base_version(names: Sequence[str]) -> int | None:
+def changed_version(names: Sequence[str]) -> int | None:
     """Return the version that a bucket with these names changes; None: it holds whole tensors."""
     if len(names) != 1 or not names[0].startswith(PREFIX):
         return None

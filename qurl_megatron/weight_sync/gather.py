@@ -99,21 +99,26 @@ def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
 class Gatherer:
     """Gathers a team's full buckets from the parts of its ranks; the first rank sends them."""
 
-    def __init__(self, send: Send, team: Team) -> None:
-        self._send = send
-        self._team = team
-        self._release: Release = None  # of the bucket that was sent last
-
-    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Gather a bucket and send it, once the one sent before is released.
-
-        Collective over the team.
+    def __init__(self, send: Send, team: Team, kept: list[Bucket] | None = None) -> None:
+        """Gather nothing yet.
 
         Args:
-            own: this rank's part of the bucket.
-            before: the same part in the last pass; None: it was not kept.
+            kept: this rank's part of each bucket in the last pass, which gets those of this one,
+                for a delta in the next; None: nothing is kept.
+        """
+        self._send = send
+        self._team = team
+        self._kept = kept
+        self._number = 0  # of the bucket that comes next
+        self._release: Release = None  # of the bucket that was sent last
+
+    def add(self, planned: PlannedBucket, own: Bucket) -> None:
+        """Gather a bucket and send it, once the one sent before is released.
+
+        Collective over the team. `own` is this rank's part of the bucket.
         """
         self.finish()
+        self._keep(own)
         if self._team.size == 1:
             self._release = self._send(own)
             return
@@ -123,6 +128,12 @@ class Gatherer:
             parts = [Bucket.around(*both) for both in zip(manifests, flats, strict=True)]
             self._release = self._send(_assemble(planned, parts))
 
+    def _keep(self, own: Bucket) -> None:
+        """Keep a part in place of the last pass's, if parts are kept."""
+        if self._kept is not None:
+            self._kept[self._number : self._number + 1] = [own]
+        self._number += 1
+
     def finish(self) -> None:
         """Wait until the last bucket may be released."""
         if self._release:
@@ -131,28 +142,36 @@ class Gatherer:
 
 
 class DeltaGatherer(Gatherer):
-    """Gathers what changed since version `base`, in few buckets.
+    """Gathers what changed since a version, in few buckets.
 
     A bucket has changes of at most `bucket_bytes`, or of one larger weight, and their headers.
     """
 
     def __init__(
-        self, send: Send, team: Team, base: int, bucket_bytes: int, *, is_relative: bool
+        self,
+        send: Send,
+        team: Team,
+        kept: list[Bucket],
+        since: int,
+        bucket_bytes: int,
+        *,
+        is_relative: bool,
     ) -> None:
-        super().__init__(send, team)
-        self._base = base
+        super().__init__(send, team, kept)
+        self._before = kept
+        self._since = since
         self._bucket_bytes = bucket_bytes
         self._is_relative = is_relative
         self._changes: list[delta.Change] = []  # of this rank
         self._num_bytes = 0  # of all ranks
 
-    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
+    def add(self, planned: PlannedBucket, own: Bucket) -> None:
         """Collect the changes of a bucket; first send the earlier ones if both exceed the limit.
 
         Collective over the team.
         """
-        assert before is not None
-        old, new = dict(before.tensors()), dict(own.tensors())
+        old, new = dict(self._before[self._number].tensors()), dict(own.tensors())
+        self._keep(own)
         changes = []
         for tensor in planned.tensors:
             name, offset = tensor.name, tensor.offset_on(self._team.rank)
@@ -188,7 +207,7 @@ class DeltaGatherer(Gatherer):
         dist.all_gather(sizes, torch.tensor([len(own)], device=device()), group=self._team.group)
         flats = gather(own, torch.cat(sizes).tolist(), self._team)
         if flats is not None:
-            self._release = self._send(delta_bucket(self._base, torch.cat(flats)))
+            self._release = self._send(delta_bucket(self._since, torch.cat(flats)))
 
 
 @dataclass(frozen=True)
@@ -234,8 +253,8 @@ class ParameterWriter:
                 self._transfers.setdefault(transfer.round, []).append(transfer)
         self._number = 0  # of the bucket that comes next
 
-    def add(self, planned: PlannedBucket, own: Bucket, before: Bucket | None) -> None:
-        """Write `own`, this rank's part of a bucket, and let parts cross; `before` is not used.
+    def add(self, planned: PlannedBucket, own: Bucket) -> None:
+        """Write `own`, this rank's part of a bucket, and let parts cross.
 
         Collective over the ranks that send to each other.
         """
@@ -280,9 +299,9 @@ def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def delta_bucket(base: int, flat: Tensor) -> Bucket:
-    """Return a bucket of delta messages, `[bytes]` uint8, that change version `base`."""
-    return Bucket([delta.bucket_name(base)], [flat.dtype], [tuple(flat.shape)], flat)
+def delta_bucket(since: int, flat: Tensor) -> Bucket:
+    """Return a bucket of delta messages, `[bytes]` uint8, that change version `since`."""
+    return Bucket([delta.bucket_name(since)], [flat.dtype], [tuple(flat.shape)], flat)
 
 
 def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None:

@@ -119,7 +119,7 @@ class Publisher:
             learner,
             quantization.weight_format,
             quantization.bucket_bytes,
-            keeps_codes=quantization.publish != "full",
+            sends_deltas=quantization.publish != "full",
             keep=quantization.keep,
         )
         self._transports: dict[Member, Transport] = {}  # on global rank 0
@@ -127,7 +127,7 @@ class Publisher:
         self._sent: dict[str, int] = {}  # checksums of the current version
         # The version of which the next publish sends the changes. None until a server was verified
         # to hold it, or if the converter always sends all.
-        self._base: int | None = None
+        self._since: int | None = None
         self._has_served = False  # a server has held weights
 
     def publish(self) -> Published:
@@ -143,10 +143,10 @@ class Publisher:
         self.version += 1
         self._sent = {}
         members = self._fleet.members("serving", "joining")
-        holders = [member for member in members if self._base and member.holds(self._base)]
+        holders = [member for member in members if self._since and member.holds(self._since)]
         if not from_rank_zero(lambda: bool(holders)):
             return self._send_to(members)
-        delta = self._send_to(holders, self._base)
+        delta = self._send_to(holders, self._since)
         rest = [
             member
             for member in members
@@ -205,9 +205,9 @@ class Publisher:
         manifests = self.converter.manifests(changing=changing)
         return announce(to_rank_zero(manifests, self.converter.senders))
 
-    def _send_to(self, members: list[Member], base: int | None = None) -> Published:
-        """Convert the weights once, and send them, or what changed since version `base`."""
-        self._base = None  # until a server was verified to hold this version
+    def _send_to(self, members: list[Member], since: int | None = None) -> Published:
+        """Convert the weights once, and send them, or what changed since a version."""
+        self._since = None  # until a server was verified to hold this version
         senders = self.converter.senders
         in_place = self._writes_to(members)
         if in_place:
@@ -216,11 +216,11 @@ class Publisher:
             if dist.get_rank() in senders:
                 import sglang.srt.utils  # noqa: F401  # takes seconds: servers would wait for it
             # The first request is a key frame: rank 0 has it when all senders have imported that.
-            if base is not None and self.converter.keeps_codes:
-                request = announce_delta(base, len(senders))
+            if since is not None and self.converter.sends_deltas:
+                request = announce_delta(since, len(senders))
             else:
-                request = self._announcement(changing=base is not None)
-        delivery = Delivery(request, self.version, len(senders), base, in_place)
+                request = self._announcement(changing=since is not None)
+        delivery = Delivery(request, self.version, len(senders), since, in_place)
         used: list[Transport] = []  # by this delivery
 
         def begin() -> tuple[list[Destination], list[str]]:
@@ -235,13 +235,14 @@ class Publisher:
 
         def commit() -> tuple[int, bool]:
             num_servers = self._commit(used, delivery, conversion)
-            may_give_up = base is not None and self._settings.publish == "auto"
+            may_give_up = since is not None and self._settings.publish == "auto"
             return num_servers, may_give_up and sent_bytes > LARGEST_DELTA * conversion.num_bytes
 
         num_servers, gives_up = from_rank_zero(commit)
-        self.converter.keeps_codes &= not gives_up
+        if gives_up:
+            self.converter.give_up_deltas()
         if num_servers and self.converter.sends_changes:
-            self._base = self.version
+            self._since = self.version
         return Published(self.version, num_servers, sent_bytes, conversion)
 
     def _transports_to(self, members: list[Member], in_place: bool) -> list[Transport]:

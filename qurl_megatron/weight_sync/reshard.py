@@ -22,7 +22,7 @@ Invariants, each with a test:
 - Beside the model, a rank holds at most two buckets and one tensor, or two with smoothing. While it
   converts, these are the bucket on its way and its own part of the next. While it gathers, they are
   the full bucket and the parts of all ranks. A bucket is released before the next is gathered.
-- A converter that keeps codes, for deltas, also keeps this rank's parts of all buckets.
+- A converter that sends deltas also keeps this rank's parts of all buckets.
 - Checksums are computed from the shards, before anything is sent.
 - Constants are what the learner does not train, such as the base of adapters. They are sent only to
   servers that lack them. Their checksums are those of the last pass that sent them.
@@ -33,10 +33,10 @@ Invariants, each with a test:
 
 Example, on every learner rank:
 
-    converter = Converter(learner, "int8", bucket_bytes=512 * 2**20, keeps_codes=True)
+    converter = Converter(learner, "int8", bucket_bytes=512 * 2**20, sends_deltas=True)
     conversion = converter.convert(send)  # each sender calls send(bucket) for each of its buckets
     conversion.checksums                  # the servers' must equal these; complete on global rank 0
-    converter.convert(send, base=1)       # only changes since the last pass, which sent version 1
+    converter.convert(send, since=1)      # only changes since the last pass, which sent version 1
     converter.write(parameters)           # or write into the servers' parameters
 """
 
@@ -95,7 +95,7 @@ class Converter:
         weight_format: WeightFormat | Literal["masters"],
         bucket_bytes: int,
         *,
-        keeps_codes: bool = False,
+        sends_deltas: bool = False,
         keep: Sequence[str] = (),
     ) -> None:
         """Store the settings; allocate nothing.
@@ -104,10 +104,9 @@ class Converter:
             weight_format: a server's format, or "masters" for the optimizer's float32 values of
                 what is trained.
             bucket_bytes: largest bucket; a single weight larger than that gets its own.
-            keeps_codes: keep what a pass sends, so that the next can be a delta.
+            sends_deltas: keep what a pass sends, so that the next can be a delta.
             keep: the run's `quantization.keep`.
         """
-        self.keeps_codes = keeps_codes
         self._learner = learner
         self.weight_format = weight_format
         self._bucket_bytes = bucket_bytes
@@ -121,9 +120,12 @@ class Converter:
         self._is_quantizing = not self._is_exact and weight_format != "bf16"
         self._source = learner.source(weight_format)
         self._constants: dict[bool, Conversion] = {}  # their measures, by `Team.of_experts`
-        # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass.
+        # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass. None: no
+        # pass sends a delta.
         self._plans: dict[bool, list[PlannedBucket]] = {}
-        self._kept: dict[bool, list[Bucket]] = {False: [], True: []}
+        self._kept: dict[bool, list[Bucket]] | None = None
+        if sends_deltas:
+            self._kept = {False: [], True: []}
         layers = kept_layers(keep, learner.architecture)
         self._unquantized = {f"{layer}.weight" for layer in layers}
 
@@ -143,9 +145,18 @@ class Converter:
         return [rank for rank, sends in enumerate(flags) if sends]
 
     @property
+    def sends_deltas(self) -> bool:
+        """True if what is sent to servers that hold the last pass is a delta."""
+        return self._kept is not None
+
+    @property
     def sends_changes(self) -> bool:
         """True if a server that holds the last pass needs less than a key frame."""
-        return self.keeps_codes or self._source.constants is not None
+        return self.sends_deltas or self._source.constants is not None
+
+    def give_up_deltas(self) -> None:
+        """Keep nothing more, and send no more deltas."""
+        self._kept = None
 
     def manifests(self, *, changing: bool = False) -> list[list[Manifest]]:
         """Return the manifests of the buckets that this rank sends in a key frame, by team.
@@ -158,7 +169,7 @@ class Converter:
         ]
 
     def convert(
-        self, send: Send, *, base: int | None = None, is_relative: bool = False
+        self, send: Send, *, since: int | None = None, is_relative: bool = False
     ) -> Conversion:
         """Convert the current weights, and return their checksums and drift.
 
@@ -167,34 +178,33 @@ class Converter:
         less. If a quantized weight holds NaN or infinity, `non_finite` of the result says so.
 
         Args:
-            base: the version of the last pass. No constants are sent, and a converter that keeps
-                codes sends only what changed since, in buckets of `delta.py`; the last of them is
-                empty. None: all is sent.
+            since: the version of the last pass. No constants are sent, and a converter that sends
+                deltas sends only what changed, in buckets of `delta.py`; the last of them is empty.
+                None: all is sent.
             is_relative: send by how much the bits of an element moved, not its new value.
         """
-        conversions, changing = [], base is not None
-        if not self.keeps_codes:
-            base = None
+        conversions, changing = [], since is not None
         for team in self.teams:
-            gatherer = Gatherer(send, team)
-            if base is not None:
-                limit = self._bucket_bytes
-                gatherer = DeltaGatherer(send, team, base, limit, is_relative=is_relative)
+            kept = self._kept[team.of_experts] if self._kept else None
+            gatherer = Gatherer(send, team, kept)
+            if kept is not None and since is not None:
+                to_delta = kept, since, self._bucket_bytes
+                gatherer = DeltaGatherer(send, team, *to_delta, is_relative=is_relative)
             conversions.append(self._convert_team(team, gatherer, changing=changing))
-        if base is not None and any(team.sends for team in self.teams):
-            release = send(delta_bucket(base, torch.empty(0, dtype=torch.uint8, device=device())))
+        if self._kept and since is not None and any(team.sends for team in self.teams):
+            release = send(delta_bucket(since, torch.empty(0, dtype=torch.uint8, device=device())))
             if release:
                 release()
         return self._complete(conversions)
 
-    def write(self, parameters: ServerParameters, *, base: int | None = None) -> Conversion:
+    def write(self, parameters: ServerParameters, *, since: int | None = None) -> Conversion:
         """Write the current weights into servers' parameters, and return checksums and drift.
 
         Collective, as `convert` is. Nothing is gathered. A part crosses between learner ranks only
-        if no rank of a server's machine holds it (`routes.py`). Servers that hold a version `base`
+        if no rank of a server's machine holds it (`routes.py`). Servers that hold a version `since`
         have the constants.
         """
-        conversions, changing = [], base is not None
+        conversions, changing = [], since is not None
         for team, holders in zip(self.teams, self._holders, strict=True):
             routes = find_routes(self.machines, holders, parameters.machines)
             parts = self._parts(changing)[team.of_experts] if routes.transfers else []
@@ -303,7 +313,7 @@ class Converter:
     def _convert_team(
         self,
         team: Team,
-        destination: Gatherer | ParameterWriter,
+        sink: Gatherer | ParameterWriter,
         converting: Collection[int] = (),
         *,
         changing: bool,
@@ -314,7 +324,7 @@ class Converter:
         collectives within a team need all of its ranks.
         """
         if not (team.converts or team.ranks & set(converting)):
-            destination.finish()
+            sink.finish()
             if self._is_exact:
                 for _ in self._source.shards(of_experts=team.of_experts):
                     pass  # the first replica gathers this rank's part
@@ -322,18 +332,13 @@ class Converter:
         meter = self._meters[team.of_experts]
         measures = Measures(meter, self.weight_format)
         of_constants = Measures(DriftMeter(), self.weight_format)
-        kept = self._kept[team.of_experts]
-        if not self.keeps_codes:
-            kept.clear()  # the publisher may have given deltas up
-        for number, planned in enumerate(self._plan(team, changing)):
+        for planned in self._plan(team, changing):
             own = Bucket.empty(planned.manifest_on(team.rank), device())
             into = of_constants if planned.is_constant else measures
             self._convert_bucket(planned, own, team, into)
-            destination.add(planned, own, kept[number] if number < len(kept) else None)
-            if self.keeps_codes:
-                kept[number : number + 1] = [own]  # replaces, or appends in the first pass
+            sink.add(planned, own)
             del own  # before the next is allocated
-        destination.finish()
+        sink.finish()
         if self._source.constants and not changing:
             self._constants[team.of_experts] = of_constants.finish(team)
         constants = self._constants.get(team.of_experts, Conversion())

@@ -47,7 +47,7 @@ class Senders:
 
         # Relative deltas compress much better.
         is_relative = any(destination.may_compress for destination in to_channels)
-        conversion = self._converter.convert(send, base=delivery.base, is_relative=is_relative)
+        conversion = self._converter.convert(send, since=delivery.since, is_relative=is_relative)
         own = {token: each.failure for token, each in self.channels.items() if each.failure}
         sent_bytes = 0
         for num_bytes, failed in to_rank_zero((sum(sizes), own), self._converter.senders):
@@ -79,4 +79,4 @@ class Senders:
         new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
         self._parameters.attach(new)
         self._parameters.keep({each.token: each.machine for each in held}, paused)
-        return self._converter.write(self._parameters, base=delivery.base)
+        return self._converter.write(self._parameters, since=delivery.since)

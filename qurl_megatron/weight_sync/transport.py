@@ -101,7 +101,7 @@ class Delivery:
     request: Manifest  # announces them
     version: int
     num_senders: int
-    base: int | None  # the version that the servers hold; None: everything is sent
+    since: int | None  # the version that the servers hold; None: everything is sent
     in_place: bool  # ranks write into the servers' parameters
     sent: asyncio.Event = field(default_factory=asyncio.Event)
     failed: dict[str, RuntimeError] = field(default_factory=dict)  # why channels failed, by token
@@ -174,7 +174,7 @@ class Transport:
         except RuntimeError as error:
             self.failure = error
             is_refusal = isinstance(error, (PublishError, UpdateRefused))
-            if loads and is_refusal and delivery.base is not None:
+            if loads and is_refusal and delivery.since is not None:
                 member.note(f"gets all tensors, not a delta: {error}")
             else:
                 member.lose(str(error))

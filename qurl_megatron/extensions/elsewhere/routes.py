@@ -25,7 +25,7 @@ from qurl_megatron.extensions.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, RUN_HEADER, escaped
 from qurl_megatron.weight_sync.bucket import FILE_PREFIX, SentTensor, check_manifest, read_file
-from qurl_megatron.weight_sync.delta import base_version, unpack
+from qurl_megatron.weight_sync.delta import changed_version, unpack
 
 
 class Claimed(Protocol):
@@ -73,7 +73,7 @@ class Routes:
         with tempfile.NamedTemporaryFile(prefix="weights-") as file:
             try:
                 header = await receive_body(request.stream(), file.file, self.held())
-                if base_version(header.names) is not None:
+                if changed_version(header.names) is not None:
                     await asyncio.to_thread(check_delta, read_file(file.name), self.held())
             except (OSError, RuntimeError, ValueError, zlib.error) as error:  # OSError: a full disk
                 message = escaped(str(error))

@@ -23,7 +23,7 @@ from qurl_megatron.rollout.requests import NoAnswer, ask, transfer_s
 from qurl_megatron.rollout.server import Server, UpdateRefused
 from qurl_megatron.rollout.wire import WEIGHTS_PATH, dtype_names, escaped
 from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.delta import base_version
+from qurl_megatron.weight_sync.delta import changed_version
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Delivery, Transport
 
 # A core takes about as long to compress and read a delta of a 32B model as a link of this rate
@@ -63,7 +63,7 @@ class HttpChannel(Channel):
             UpdateRefused: the server answered that it did not load the bucket.
         """
         destination = self._destination
-        is_delta = base_version(bucket.names) is not None
+        is_delta = changed_version(bucket.names) is not None
         payload = bucket.flat
         is_compressed = is_delta and self.rate < COMPRESSION_PAYS_BELOW_BYTES_PER_S
         if is_compressed:

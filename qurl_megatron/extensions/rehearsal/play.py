@@ -91,18 +91,18 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
         learner,
         config.quantization.weight_format,
         config.quantization.bucket_bytes,
-        keeps_codes=config.quantization.publish != "full",
+        sends_deltas=config.quantization.publish != "full",
         keep=config.quantization.keep,
     )
     forward = config.learner.quantized_forward
     as_trained = partial(learner.as_served, converter, config.rollout.server, forward)
     parameters = _OwnParameters(trace)
 
-    def publish(base: int | None) -> None:
+    def publish(since: int | None) -> None:
         if config.quantization.transport == "direct":
             converter.write(parameters)
         else:
-            converter.convert(_send, base=base)
+            converter.convert(_send, since=since)
 
     trace.start("first publish")
     publish(None)

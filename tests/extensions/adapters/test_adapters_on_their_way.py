@@ -100,7 +100,7 @@ def convert(model: Path, layout: dict[str, Any], weight_format: WeightFormat) ->
     sent = Sent([], [], [], [])
     sent.conversions.append(converter.convert(sent.first.append))
     write_b(learner)
-    sent.conversions.append(converter.convert(sent.second.append, base=1))
+    sent.conversions.append(converter.convert(sent.second.append, since=1))
     Converter(learner, "bf16", BUCKET_BYTES).convert(sent.merged.append)
     learner.close()
     return sent
