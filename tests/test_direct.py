@@ -23,9 +23,9 @@ from learner_reference import CP2, DP2, EP2, PP2, TP2, VPP2
 from qurl_megatron import files
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, WeightFormat
 from qurl_megatron.sglang_plugin.weights import handle
+from qurl_megatron.weight_sync.crossings import find_crossings
 from qurl_megatron.weight_sync.delta import Change
 from qurl_megatron.weight_sync.direct import attach, describe
-from qurl_megatron.weight_sync.routes import find_routes
 from sent import as_bytes
 from tiny import UNEVEN, UNEVEN_BLOCKS, Family, build_tiny_model, quantized
 
@@ -233,14 +233,14 @@ def test_servers_of_each_machine_hold_what_quantizing_the_checkpoint_directly_gi
 def test_ranks_share_what_crosses_evenly() -> None:
     """Two machines of eight ranks: TP8, and a pipeline stage on each."""
     machines = ["a"] * 8 + ["b"] * 8
-    routes = find_routes(machines, [(rank,) for rank in range(16)], {"a", "b"})
+    routes = find_crossings(machines, [(rank,) for rank in range(16)], {"a", "b"})
     assert routes.writers == set(range(16))
     assert sorted(each.sender for each in routes.transfers) == [*range(16)]
     assert sorted(each.receiver for each in routes.transfers) == [*range(16)]
     assert {each.round for each in routes.transfers} == {0}
-    onto_one = find_routes(machines, [(rank,) for rank in range(16)], {"b"})
+    onto_one = find_crossings(machines, [(rank,) for rank in range(16)], {"b"})
     assert {each.receiver for each in onto_one.transfers} == set(range(8, 16))
-    replicas = find_routes(machines, [(rank, rank + 8) for rank in range(8)] * 2, {"a", "b"})
+    replicas = find_crossings(machines, [(rank, rank + 8) for rank in range(8)] * 2, {"a", "b"})
     assert not replicas.transfers and replicas.writers == set(range(16))
 
 

@@ -24,7 +24,7 @@ from qurl_megatron.rollout.fleet import (
     RequestRefused,
     ServerBusy,
 )
-from qurl_megatron.rollout.requests import Answer, NoAnswer
+from qurl_megatron.rollout.requests import NoAnswer, Reply
 from qurl_megatron.rollout.roster import incarnation, report_lost, reported_lost
 from qurl_megatron.rollout.server import Server, ServerFailed
 from waiting import wait_until
@@ -289,7 +289,7 @@ def test_a_server_that_answers_a_prompt_while_it_is_probed_is_kept(
     async def answer(server: Server) -> str:
         return server.url
 
-    async def silence(server: Server, method: str, path: str, **_: Any) -> Answer:
+    async def silence(server: Server, method: str, path: str, **_: Any) -> Reply:
         if answers_a_prompt:
             await fleet.ask(1, answer)
         raise NoAnswer(f"did not answer {path}")

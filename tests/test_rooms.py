@@ -94,7 +94,7 @@ PURE = {
     "weight_sync/bucket",
     "weight_sync/delta",
     "weight_sync/direct",
-    "extensions/elsewhere/routes",
+    "extensions/elsewhere/receiver",
     "extensions/elsewhere/wire",
 }
 IMPURE_LIBRARIES = {"megatron", "sglang", "httpx", "requests", "aiohttp", "urllib3", "socket"}

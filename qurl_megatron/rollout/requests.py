@@ -36,7 +36,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     """A server's answer to one request."""
 
     status: int
@@ -108,7 +108,7 @@ async def ask(
     most_bytes: int = LARGEST_ANSWER_BYTES,
     connector: aiohttp.TCPConnector | None = None,
     **request: Any,
-) -> Answer:
+) -> Reply:
     """Send a request; return the answer, whatever its status.
 
     It ignores variables such as HTTP_PROXY: a proxy could not reach loopback, and would read what
@@ -158,4 +158,4 @@ async def ask(
         raise NoAnswer(f"cannot be reached: {escaped(str(error))}") from None
     except (aiohttp.ClientError, OSError) as error:
         raise NoAnswer(f"closed the connection in {path} ({escaped(repr(error))})") from None
-    return Answer(response.status, response.headers.get("Content-Type", ""), bytes(content))
+    return Reply(response.status, response.headers.get("Content-Type", ""), bytes(content))

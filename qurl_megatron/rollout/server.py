@@ -35,7 +35,7 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.machine.output import tail
 from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.rollout import preload
-from qurl_megatron.rollout.requests import Answer, NoAnswer, ask
+from qurl_megatron.rollout.requests import NoAnswer, Reply, ask
 from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, RUN_HEADER, dtype_names, escaped
 
 LOOPBACK = "127.0.0.1"
@@ -99,7 +99,7 @@ class Server:
         key = {"Authorization": f"Bearer {self.api_key}"}
         return key | ({RUN_HEADER: self.run} if self.run else {})
 
-    async def ask(self, method: str, path: str, **options: Any) -> Answer:
+    async def ask(self, method: str, path: str, **options: Any) -> Reply:
         """Send a request to the server, with its headers; see `requests.ask`."""
         return await ask(method, f"{self.url}{path}", self.headers, **options)
 

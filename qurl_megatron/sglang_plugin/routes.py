@@ -1,7 +1,7 @@
 """The routes of this package on a server, and access control before all of them (`access.py`).
 
 `add_routes` also gives a server the routes by which weights reach it over HTTP
-(`extensions/elsewhere/routes.py`). `without_key` keeps the key out of the log.
+(`extensions/elsewhere/receiver.py`). `without_key` keeps the key out of the log.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     """Add the routes before SGLang's `add_api_key_middleware`, which then protects them too."""
     tempfile.tempdir = None  # a fork has its parent's: TMPDIR now names another
     access = AccessControl(_held)
-    if elsewhere := find("elsewhere", "routes"):
-        routes = elsewhere.Routes(access, _arguments, _kept, _held, _update)
-        app.add_route(DESCRIPTION_PATH, routes.describe, methods=["GET"])
-        app.add_route(WEIGHTS_PATH, routes.receive, methods=["POST"])
-        app.add_route(RUN_PATH, routes.release, methods=["DELETE"])
+    if elsewhere := find("elsewhere", "receiver"):
+        receiver = elsewhere.Receiver(access, _arguments, _kept, _held, _update)
+        app.add_route(DESCRIPTION_PATH, receiver.describe, methods=["GET"])
+        app.add_route(WEIGHTS_PATH, receiver.receive, methods=["POST"])
+        app.add_route(RUN_PATH, receiver.release, methods=["DELETE"])
     app.add_middleware(access.guard)
     original(app, **keys)
 

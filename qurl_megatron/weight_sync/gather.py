@@ -20,8 +20,8 @@ from qurl_megatron.device import device
 from qurl_megatron.quantization.checksum import as_integers
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, Manifest, PlannedBucket
+from qurl_megatron.weight_sync.crossings import Crossings, Transfer
 from qurl_megatron.weight_sync.direct import ServerParameters
-from qurl_megatron.weight_sync.routes import Routes, Transfer
 
 T = TypeVar("T")
 
@@ -227,7 +227,7 @@ class PartOfBucket:
 class ParameterWriter:
     """Writes a team's buckets into servers' parameters; its methods are those of a `Gatherer`.
 
-    A rank writes its own parts, and the parts that others send to it (`routes.py`). All ranks go
+    A rank writes its own parts, and the parts that others send to it (`crossings.py`). All ranks go
     through their buckets in step: the first ones cross, then the second ones, and so on.
     """
 
@@ -235,7 +235,7 @@ class ParameterWriter:
         self,
         parameters: ServerParameters,
         team: Team,
-        routes: Routes,
+        crossings: Crossings,
         parts: Sequence[Sequence[PartOfBucket]],
     ) -> None:
         """Write nothing yet.
@@ -246,9 +246,9 @@ class ParameterWriter:
         self._parameters = parameters
         self._team = team
         self._parts = parts
-        self._writes = dist.get_rank() in routes.writers
+        self._writes = dist.get_rank() in crossings.writers
         self._transfers: dict[int, list[Transfer]] = {}  # of this rank, by round
-        for transfer in routes.transfers:
+        for transfer in crossings.transfers:
             if dist.get_rank() in (transfer.sender, transfer.receiver):
                 self._transfers.setdefault(transfer.round, []).append(transfer)
         self._number = 0  # of the bucket that comes next

@@ -72,6 +72,7 @@ from qurl_megatron.weight_sync.bucket import (
     scale_shape,
 )
 from qurl_megatron.weight_sync.conversion import Conversion, DriftMeter, Measures
+from qurl_megatron.weight_sync.crossings import find_crossings
 from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import (
     DeltaGatherer,
@@ -83,7 +84,6 @@ from qurl_megatron.weight_sync.gather import (
     delta_bucket,
     to_rank_zero,
 )
-from qurl_megatron.weight_sync.routes import find_routes
 
 
 class Converter:
@@ -201,16 +201,16 @@ class Converter:
         """Write the current weights into servers' parameters, and return checksums and drift.
 
         Collective, as `convert` is. Nothing is gathered. A part crosses between learner ranks only
-        if no rank of a server's machine holds it (`routes.py`). Servers that hold a version `since`
-        have the constants.
+        if no rank of a server's machine holds it (`crossings.py`). Servers that hold a version
+        `since` have the constants.
         """
         conversions, changing = [], since is not None
         for team, holders in zip(self.teams, self._holders, strict=True):
-            routes = find_routes(self.machines, holders, parameters.machines)
-            parts = self._parts(changing)[team.of_experts] if routes.transfers else []
-            writer = ParameterWriter(parameters, team, routes, parts)
+            crossings = find_crossings(self.machines, holders, parameters.machines)
+            parts = self._parts(changing)[team.of_experts] if crossings.transfers else []
+            writer = ParameterWriter(parameters, team, crossings, parts)
             conversions.append(
-                self._convert_team(team, writer, routes.converting, changing=changing)
+                self._convert_team(team, writer, crossings.converting, changing=changing)
             )
         return self._complete(conversions)
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 import sglang_loader
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
-from qurl_megatron.extensions.elsewhere import routes
+from qurl_megatron.extensions.elsewhere import receiver
 from qurl_megatron.extensions.elsewhere import transport as channels
 from qurl_megatron.extensions.elsewhere.servers import remote_server
 from qurl_megatron.extensions.elsewhere.transport import HttpChannel, HttpDestination
 from qurl_megatron.extensions.elsewhere.wire import BucketHeader, Description
-from qurl_megatron.rollout.requests import Answer
+from qurl_megatron.rollout.requests import Reply
 from qurl_megatron.rollout.server import UpdateRefused
 from qurl_megatron.sglang_plugin import access, weights
 from qurl_megatron.sglang_plugin import routes as plugin
@@ -62,9 +62,9 @@ def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
         for size in (1, 5, len(whole) - 2, len(whole)):
             file = BytesIO()
             chunks = [whole[start : start + size] for start in range(0, len(whole), size)]
-            assert asyncio.run(routes.receive_body(bodies(*chunks), file, HELD)) == sent
+            assert asyncio.run(receiver.receive_body(bodies(*chunks), file, HELD)) == sent
             assert file.getvalue() == b"x\nz"
-    monkeypatch.setattr(routes, "LARGEST_HEADER_BYTES", 1000)
+    monkeypatch.setattr(receiver, "LARGEST_HEADER_BYTES", 1000)
     for wrong, message in (
         (body[:-1], "not complete: 2 bytes of weights, not 3 bytes"),
         (body + b"!", "not complete: 4 bytes"),
@@ -82,7 +82,7 @@ def test_a_body_is_read_however_it_is_cut_and_refused_if_it_is_not_whole(
         (dataclasses.replace(squeezed, num_bytes=-1).pack() + small, "num_bytes=-1: "),
     ):
         with pytest.raises((ValueError, zlib.error), match=message):
-            asyncio.run(routes.receive_body(bodies(wrong), BytesIO(), HELD))
+            asyncio.run(receiver.receive_body(bodies(wrong), BytesIO(), HELD))
 
 
 class ServerProcess:
@@ -109,10 +109,10 @@ class ServerProcess:
         plugin.add_routes(add_api_key_middleware, app, api_key=KEY, admin_api_key=None)
         self.http = TestClient(app)
 
-        async def ask(method: str, url: str, headers: dict[str, str], **rest: Any) -> Answer:
+        async def ask(method: str, url: str, headers: dict[str, str], **rest: Any) -> Reply:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as http:
                 said = await http.request(method, url, headers=headers, content=rest["data"])
-            return Answer(said.status_code, said.headers["Content-Type"], said.content)
+            return Reply(said.status_code, said.headers["Content-Type"], said.content)
 
         monkeypatch.setattr(channels, "ask", ask)
 
@@ -160,13 +160,13 @@ def test_key_frames_and_deltas_plain_or_compressed_arrive_bit_for_bit(
     process: ServerProcess, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channels, "MEASURED_BYTES", 1)
-    check, threads = routes.check_delta, []
+    check, threads = receiver.check_delta, []
 
     def watched(*arguments: Any) -> None:
         threads.append(threading.current_thread())
         check(*arguments)
 
-    monkeypatch.setattr(routes, "check_delta", watched)
+    monkeypatch.setattr(receiver, "check_delta", watched)
     weights = quantized(model_dir, "int8")
     channel = process.channel()
     whole = sum(tensor.nbytes for tensor in weights.values())
@@ -202,7 +202,7 @@ def test_a_full_disk_of_a_server_is_told_to_the_run(
     async def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(routes, "receive_body", fail)
+    monkeypatch.setattr(receiver, "receive_body", fail)
     bucket = packed(quantized(model_dir, "int8"))
     channel = process.channel()
     assert channel.send(bucket, 1).result() == 0

@@ -40,7 +40,7 @@ class Claimed(Protocol):
 
 
 @dataclass(frozen=True)
-class Routes:
+class Receiver:
     """The routes of `wire.py` on a server; the fields tell what it is and holds."""
 
     claimed: Claimed

@@ -24,7 +24,7 @@ class Transfer:
 
 
 @dataclass(frozen=True)
-class Routes:
+class Crossings:
     """How the parts of all ranks reach all target machines."""
 
     writers: frozenset[int]  # global ranks that write their own part
@@ -36,10 +36,10 @@ class Routes:
         return self.writers | {transfer.sender for transfer in self.transfers}
 
 
-def find_routes(
+def find_crossings(
     machines: Sequence[str], holders: Sequence[tuple[int, ...]], targets: Collection[str]
-) -> Routes:
-    """Return the routes from all ranks to the machines `targets`, each of which has a rank.
+) -> Crossings:
+    """Return how the parts of all ranks reach the machines `targets`, each of which has a rank.
 
     Args:
         machines: the machine of each rank.
@@ -50,7 +50,7 @@ def find_routes(
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     ranks = range(len(machines))
-    # Every rank computes the routes itself, so their order must be the same everywhere.
+    # Every rank computes this itself, so their order must be the same everywhere.
     for part in sorted(set(holders)):
         for target in sorted(targets):
             here = [rank for rank in part if machines[rank] == target]
@@ -63,4 +63,4 @@ def find_routes(
             transfers.append(Transfer(sender, receiver, received[receiver]))
             sent[sender] += 1
             received[receiver] += 1
-    return Routes(frozenset(writers), tuple(transfers))
+    return Crossings(frozenset(writers), tuple(transfers))
