@@ -25,7 +25,7 @@ from qurl_megatron.config.values import CountOrZero, Finite
 from qurl_megatron.machine.network import raise_open_file_limit
 from qurl_megatron.rollout.controller import end
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, RequestRefused, ServerBusy
-from qurl_megatron.rollout.requests import LARGEST_ANSWER_BYTES, NoAnswer, connect
+from qurl_megatron.rollout.requests import LARGEST_ANSWER_BYTES, connect
 from qurl_megatron.rollout.server import POLL_S, Server
 
 T = TypeVar("T")
@@ -230,17 +230,14 @@ class RolloutClient:
 
     async def _post(self, body: dict[str, Any], server: Server) -> list[_Sampled]:
         """Return a server's answers to one request, one for each completion."""
-        try:
-            answer = await server.ask(
-                "POST",
-                "/generate",
-                json=body,
-                timeout_s=None,
-                most_bytes=self._most_bytes(body),
-                connector=self._connector,
-            )
-        except NoAnswer as error:
-            raise server.failed(str(error)) from None
+        answer = await server.request(
+            "POST",
+            "/generate",
+            json=body,
+            timeout_s=None,
+            most_bytes=self._most_bytes(body),
+            connector=self._connector,
+        )
         status = answer.status
         if server.is_remote and (
             not answer.is_json or status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.CONFLICT)
@@ -257,12 +254,15 @@ class RolloutClient:
             answers = sampled if isinstance(sampled, list) else [sampled]
             if any(each.meta_info.finish_reason.type == "abort" for each in answers):
                 raise ServerBusy  # the answer is not complete
-            self._check(answers, body)
+            are_whole = len(answers) == body["sampling_params"]["n"]
+            are_whole &= all(self._is_whole(each, body) for each in answers)
         except ValueError:
+            are_whole = False
+        if not are_whole:
             what = f"answered a prompt with unexpected content: {answer.text}"
             if server.is_remote:
-                raise server.failed(what) from None
-            raise RequestRefused(f"server {server.url} {what}") from None  # so would another server
+                raise server.failed(what)
+            raise RequestRefused(f"server {server.url} {what}")  # so would another server
         if server.is_remote and any(0 in each.meta_info.token_versions for each in answers):
             # No roster tells the run that a server elsewhere was started again.
             raise server.failed("was started again, and answered without weights")
@@ -279,38 +279,35 @@ class RolloutClient:
         num_bytes: int = sampling["n"] * tokens * of_token
         return LARGEST_ANSWER_BYTES + num_bytes
 
-    def _check(self, answers: Sequence[_Sampled], body: dict[str, Any]) -> None:
-        """Check that the answers have what was asked for: completions, and values of each token.
+    def _is_whole(self, answer: _Sampled, body: dict[str, Any]) -> bool:
+        """Return whether an answer has what was asked for: a completion, and values of each token.
 
         Raises:
-            ValueError: something is missing, or was not asked for.
+            ValueError: the experts are no base64.
         """
         sampling = body["sampling_params"]
-        if len(answers) != sampling["n"]:
-            raise ValueError("wrong number of completions")
-        for answer in answers:
-            meta, length = answer.meta_info, len(answer.output_ids)
-            per_token: list[Sequence[Any]] = [meta.token_versions, meta.output_token_logprobs]
-            masks = meta.output_token_sampling_mask
-            if (masks is not None) != (sampling["top_k"] > 0):
-                raise ValueError("sampling masks are missing, or were not asked for")
-            if masks is not None:
-                per_token += [masks.sizes.tolist(), meta.output_token_sampling_logprobs]
-            if not 0 < length <= sampling["max_new_tokens"]:
-                raise ValueError("wrong number of tokens")
-            if any(len(values) != length for values in per_token):
-                raise ValueError("not one value for each token")
-            if masks is not None:
-                # Each mask has its own token, exactly once.
-                drawn = torch.tensor(answer.output_ids).repeat_interleave(masks.sizes)
-                if int((drawn == masks.token_ids).sum()) != length:
-                    raise ValueError("a token is not in its sampling mask")
-            if self._routing_shape is not None:
-                layers, experts = self._routing_shape
-                read = len(body["input_ids"]) + length - 1  # the model does not read the last one
-                numbers = b64decode(meta.routed_experts or "", validate=True)
-                if len(numbers) != read * layers * experts * torch.int32.itemsize:
-                    raise ValueError("not all experts of each token")
+        meta, length = answer.meta_info, len(answer.output_ids)
+        per_token: list[Sequence[Any]] = [meta.token_versions, meta.output_token_logprobs]
+        masks = meta.output_token_sampling_mask
+        if (masks is not None) != (sampling["top_k"] > 0):
+            return False
+        if masks is not None:
+            per_token += [masks.sizes.tolist(), meta.output_token_sampling_logprobs]
+        if not 0 < length <= sampling["max_new_tokens"]:
+            return False
+        if any(len(values) != length for values in per_token):
+            return False
+        if masks is not None:
+            # Each mask has its own token, exactly once.
+            drawn = torch.tensor(answer.output_ids).repeat_interleave(masks.sizes)
+            if int((drawn == masks.token_ids).sum()) != length:
+                return False
+        if self._routing_shape is None:
+            return True
+        layers, experts = self._routing_shape
+        read = len(body["input_ids"]) + length - 1  # the model does not read the last one
+        numbers = b64decode(meta.routed_experts or "", validate=True)
+        return len(numbers) == read * layers * experts * torch.int32.itemsize
 
     @cached_property
     def _connector(self) -> aiohttp.TCPConnector:

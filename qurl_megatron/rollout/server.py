@@ -101,7 +101,15 @@ class Server:
 
     async def ask(self, method: str, path: str, **options: Any) -> Reply:
         """Send a request to the server, with its headers; see `requests.ask`."""
-        return await ask(method, f"{self.url}{path}", self.headers, **options)
+        headers = {**self.headers, **options.pop("headers", {})}
+        return await ask(method, f"{self.url}{path}", headers, **options)
+
+    async def request(self, method: str, path: str, **options: Any) -> Reply:
+        """Ask as `ask` does, but raise `ServerFailed` if there is no answer."""
+        try:
+            return await self.ask(method, path, **options)
+        except NoAnswer as error:
+            raise self.failed(str(error)) from None
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop sampling. Running requests wait where they are, and continue after `resume`.
@@ -195,10 +203,7 @@ class Server:
 
     async def _post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
         options = {"timeout_s": self.timeout_s, "most_bytes": LARGEST_HEADER_BYTES, **options}
-        try:
-            answer = await self.ask("POST", path, json=body, **options)
-        except NoAnswer as error:
-            raise self.failed(str(error)) from None
+        answer = await self.request("POST", path, json=body, **options)
         if not answer.is_success:
             raise UpdateRefused(str(self.failed(f"refused {path}: {answer.text}")))
         if answer.content == b"null":  # as after a sleep or a wake

@@ -14,6 +14,7 @@ can still get a key frame.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class PublishError(SharedError, RuntimeError):
     """A server does not hold the weights that were sent."""
 
 
-class Channel:
+class Channel(ABC):
     """A sender's connection to one server, with a thread. After a failure it sends nothing more."""
 
     def __init__(self, name: str) -> None:
@@ -69,11 +70,11 @@ class Channel:
 
         return self._thread.submit(guarded)
 
+    @abstractmethod
     def _send(self, bucket: Bucket, version: int) -> int:
         """Send a bucket; return the number of bytes that were sent."""
-        raise NotImplementedError
 
-    def _leave(self) -> None:
+    def _leave(self) -> None:  # noqa: B027  not every channel has something to leave
         """Disconnect."""
 
 
@@ -84,14 +85,14 @@ class Destination:
     token: str  # new for each connection, because servers refuse the names of earlier groups
 
 
-class ChannelDestination(Destination):
+class ChannelDestination(Destination, ABC):
     """How senders reach a server that loads buckets from channels."""
 
     may_compress = False  # whether channels may compress deltas
 
+    @abstractmethod
     def open(self, sender: int) -> Channel:
         """Begin to connect the sender of this number; return its channel."""
-        raise NotImplementedError
 
 
 @dataclass

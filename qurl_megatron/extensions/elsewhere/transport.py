@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.extensions.elsewhere.wire import BucketHeader
-from qurl_megatron.rollout.requests import NoAnswer, ask, transfer_s
+from qurl_megatron.rollout.requests import transfer_s
 from qurl_megatron.rollout.server import Server, UpdateRefused
 from qurl_megatron.rollout.wire import WEIGHTS_PATH, dtype_names, escaped
 from qurl_megatron.weight_sync.bucket import Bucket
@@ -112,21 +112,17 @@ def post_weights(server: Server, header: BucketHeader, payload: Tensor) -> float
     """
     start = header.pack()
     num_bytes = len(start) + len(payload)
-    url = f"{server.url}{WEIGHTS_PATH}"
     headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream"}
     begin = time.perf_counter()
-    try:
-        answer = asyncio.run(
-            ask(
-                "POST",
-                url,
-                {**server.headers, **headers},
-                timeout_s=server.timeout_s + transfer_s(num_bytes),
-                data=_chunks(start, payload),
-            )
+    answer = asyncio.run(
+        server.request(
+            "POST",
+            WEIGHTS_PATH,
+            headers=headers,
+            timeout_s=server.timeout_s + transfer_s(num_bytes),
+            data=_chunks(start, payload),
         )
-    except NoAnswer as error:
-        raise server.failed(str(error)) from None
+    )
     took_s = time.perf_counter() - begin
     fields: dict[str, Any] = {}
     with contextlib.suppress(ValueError):
