@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pydantic
@@ -32,6 +33,7 @@ from qurl_megatron.config.schema import (
     PauseMode,
     Releases,
 )
+from qurl_megatron.machine.network import address_towards
 from qurl_megatron.machine.output import tail
 from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.rollout import preload
@@ -216,6 +218,10 @@ class Server:
             message = f"failed in {path}: {escaped(str(fields.get('message')))}"
             raise UpdateRefused(str(self.failed(message)))
         return fields
+
+    def address_here(self) -> str:
+        """Return the address at which the server can reach this machine."""
+        return address_towards(urlsplit(self.url).hostname or "")
 
     @property
     def is_local(self) -> bool:

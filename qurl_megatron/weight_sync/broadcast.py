@@ -13,14 +13,12 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.device import backend_to, device, rank, surviving_errors
-from qurl_megatron.machine.network import address_towards
 from qurl_megatron.weight_sync.bucket import Bucket, channel_name
 from qurl_megatron.weight_sync.delta import changed_version
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport
@@ -156,7 +154,7 @@ class Broadcast(Transport):
         server, shares_gpus = self.server, bool(self.member.fleet.tags)
         destination = GroupDestination(
             token=f"weights-{secrets.token_hex(8)}",
-            address=address_towards(urlsplit(server.url).hostname or ""),
+            address=server.address_here(),
             port=0,
             # NCCL refuses two ranks on one GPU.
             backend="gloo" if shares_gpus else backend_to(server.gpus if server.is_local else []),
