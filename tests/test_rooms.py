@@ -297,7 +297,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "learner/cpu_runtime",
             "learner/layers",
             "rollout/preload",
-            "rollout/server",
+            "rollout/start",
         },
         ("is_cuda",): {
             "learner/delta_net",

@@ -302,6 +302,12 @@ def _answers(completions: list[Completion], scores: list[Score]) -> list[Answer]
     ]
 
 
+def settle_cache(config: EvalConfig, model: Path) -> None:
+    """Set the size of the server's KV cache without a GPU; see `settle_caches`."""
+    for line in settle_caches([config.server_spec(model)]):
+        print(f"qurl: {line}", file=sys.stderr)
+
+
 def write_answers(results: list[ProblemResult], path: Path) -> None:
     """Write `results` as jsonl, one problem per line."""
     write_whole(path, "".join(f"{_as_json(result)}\n" for result in results))
@@ -440,8 +446,7 @@ def run(config: EvalConfig) -> None:
         model_dir = _hugging_face_directory(Path(config.model), Path(scratch))
         check_model(model_dir)
         architecture = Architecture.from_directory(model_dir)
-        for line in settle_caches([config.server_spec(model_dir)]):
-            print(f"qurl: {line}", file=sys.stderr)
+        settle_cache(config, model_dir)
         day = date.today().isoformat()
         if _has_answers(output):
             day = read_json_object(output / UNFINISHED).get("day", day)

@@ -49,7 +49,7 @@ def run(config: EvalConfig, count: int) -> None:
     config.agent, model = absolute(config.agent), Path(config.model)
     check_model(model)
     architecture = Architecture.from_directory(model)
-    settle_cache(config, architecture)
+    settle_cache(config, model)
     own_template = read_template(config.chat_template, model)
     template = (config.chat_template_options, date.today().isoformat(), own_template)
     tokenizer = load_tokenizer(model, *template)

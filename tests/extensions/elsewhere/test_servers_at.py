@@ -40,6 +40,7 @@ from qurl_megatron.extensions.elsewhere.wire import BucketHeader
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout import fleet as fleets
 from qurl_megatron.rollout import preload, requests, server
+from qurl_megatron.rollout import start as starting
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.roster import SERVERS_AT, read_roster
@@ -252,12 +253,12 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
 ) -> None:
     programs: list[preload.Program] = []
 
-    def start(program: preload.Program) -> preload.Started:
+    def begin(program: preload.Program) -> preload.Started:
         programs.append(program)
         return preload.Started(os.getpid(), lambda: None)
 
-    monkeypatch.setattr(preload, "start", start)
-    monkeypatch.setattr(server, "_said_dropped", set())
+    monkeypatch.setattr(preload, "start", begin)
+    monkeypatch.setattr(starting, "_said_dropped", set())
     for name in [name for name in os.environ if name.startswith("SGLANG_")]:
         monkeypatch.delenv(name)  # SGLang sets some where it is imported
     of_shell = {"SGLANG_RETURN_ORIGINAL_LOGPROB", "SGL_X", "TORCH_LOGS", "DNNL_X", "ONEDNN_X"}
@@ -265,7 +266,7 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
         monkeypatch.setenv(name, "1")
     for given in ServerConfig(), ServerConfig(environment={"TORCH_LOGS": "+dynamo"}):
         spec = ServerSpec(model_dir, given, "bf16", 10)
-        shutil.rmtree(start(spec, tmp_path / "log", seed=0).scratch_dir)
+        shutil.rmtree(starting.start(spec, tmp_path / "log", seed=0).scratch_dir)
     assert set(programs[0].without) == of_shell and programs[0].is_fresh
     assert programs[0].environment["SGLANG_PYSPY_DUMP_BEFORE_CRASH"] == "0"
     assert set(programs[1].without) == of_shell - {"TORCH_LOGS"}
@@ -275,7 +276,7 @@ def test_a_server_gets_variables_of_engines_only_if_they_are_named(
     for name in of_shell:
         monkeypatch.delenv(name)
     spec = ServerSpec(model_dir, ServerConfig(), "bf16", 10)
-    shutil.rmtree(start(spec, tmp_path / "log", seed=0).scratch_dir)
+    shutil.rmtree(starting.start(spec, tmp_path / "log", seed=0).scratch_dir)
     assert not programs[2].without and not programs[2].is_fresh
     assert not capsys.readouterr().err
 
@@ -349,7 +350,7 @@ def test_a_command_that_is_ended_ends_its_server_and_removes_the_key(
         sys.exit(128 + signal.SIGTERM)
 
     monkeypatch.setattr(preload, "start", start)
-    monkeypatch.setattr("qurl_megatron.rollout.server.wait_ready", end)
+    monkeypatch.setattr("qurl_megatron.rollout.start.wait_ready", end)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     words = [f"key_file={key_file}", "max_length=100", f"log_file={tmp_path}/server.log"]
     with pytest.raises(SystemExit, match="143"):
