@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron import files
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.machine import memory
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory import host
 from recipe_inputs import write_inputs
@@ -170,7 +170,7 @@ def test_a_run_asks_for_the_shared_memory_of_its_semaphores_and_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusal(free_bytes: int, *words: str) -> str:
-        monkeypatch.setattr(files, "free_bytes", lambda path: free_bytes)
+        monkeypatch.setattr(memory, "free_bytes", lambda path: free_bytes)
         try:
             prepare_new("quickstart", ["name=first", *words], 0, writes=False)
         except ConfigError as error:

@@ -31,6 +31,7 @@ from qurl_megatron.extensions.elsewhere import transport as channels
 from qurl_megatron.extensions.elsewhere.servers import remote_server
 from qurl_megatron.extensions.elsewhere.transport import HttpChannel, HttpDestination
 from qurl_megatron.extensions.elsewhere.wire import BucketHeader, Description
+from qurl_megatron.rollout import server as servers
 from qurl_megatron.rollout.requests import Reply
 from qurl_megatron.rollout.server import UpdateRefused
 from qurl_megatron.sglang_plugin import access, weights
@@ -114,7 +115,7 @@ class ServerProcess:
                 said = await http.request(method, url, headers=headers, content=rest["data"])
             return Reply(said.status_code, said.headers["Content-Type"], said.content)
 
-        monkeypatch.setattr(channels, "ask", ask)
+        monkeypatch.setattr(servers, "ask", ask)
 
     async def _update(self, request: Any) -> tuple[bool, str]:
         self.versions.append((request.weight_version, request.flush_cache))
