@@ -21,7 +21,7 @@ from qurl_megatron.config.text import Given
 
 PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 LOGS = "logs"  # of jobs, below the directory that they are submitted from
-OWN_FUNCTIONS = ("reward", "objective.objective", "rollout.agent")
+USER_FUNCTIONS = ("reward", "objective.objective", "rollout.agent")
 
 
 Code = dict[Path, bytes | Path]
@@ -44,7 +44,7 @@ def read_code(configs: Iterable[Config] = ()) -> Code:
             found[Path(each)] = Path(str(each.locate()))
     links: dict[Path, Path] = {}
     for config in configs:
-        for file, _ in _own_functions(config).values():
+        for file, _ in _user_functions(config).values():
             for path in _beside(file.parent):
                 chosen = found if path.suffix == ".py" and path.is_file() else links
                 chosen[_copy_of(file.parent) / path.relative_to(file.parent)] = path
@@ -66,7 +66,7 @@ def copies(config: Config, place: Path) -> list[Given]:
     """Return what gives a job the copies of the user's functions."""
     return [
         Given(field, f"{place / _copy_of(file.parent) / file.name}:{name}")
-        for field, (file, name) in _own_functions(config).items()
+        for field, (file, name) in _user_functions(config).items()
     ]
 
 
@@ -90,9 +90,9 @@ def keep_code(code: Code, place: Path) -> None:
             raise
 
 
-def _own_functions(config: Config) -> dict[str, tuple[Path, str]]:
+def _user_functions(config: Config) -> dict[str, tuple[Path, str]]:
     """Return file and name of the functions in files of the user's own, by field."""
-    named = {field: attrgetter(field)(config).rpartition(":") for field in OWN_FUNCTIONS}
+    named = {field: attrgetter(field)(config).rpartition(":") for field in USER_FUNCTIONS}
     return {
         field: (Path(file).absolute(), name)
         for field, (file, _, name) in named.items()

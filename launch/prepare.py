@@ -369,7 +369,7 @@ def _check(
     columns = check_reward(config)
     if config.objective.objective not in OBJECTIVES:
         field = f"objective.objective={config.objective.objective}"
-        needed("own_objective", "own_objective", by=field).check_objective(config)
+        needed("user_objective", "user_objective", by=field).check_objective(config)
     check_model(Path(hub.local_model(config.model)))
     config.template_date = config.template_date or date.today().isoformat()
     template = (config.chat_template_options, config.template_date, config.chat_template)

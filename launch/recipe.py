@@ -45,7 +45,7 @@ from qurl_megatron.data.rewards import why
 RECIPES = "qurl_megatron.recipes"
 BASIS = "grpo"  # what a file's fields are compared with if it begins with no recipe of the package
 LARGEST_BYTES = 1_000_000
-OWN_RECIPE = "a file of your own is FILE.yaml or FILE.py:NAME"
+USER_RECIPE = "a file of your own is FILE.yaml or FILE.py:NAME"
 STDIN = "-"
 
 
@@ -96,7 +96,7 @@ def load_recipe(recipe: str | Recipe, words: Iterable[str | Given] = ()) -> Reci
     changes: list[Given] = []
     given, files = set(loaded.given), dict(loaded.files)
     for word in words:
-        if isinstance(word, str) and "=" not in word and is_own(word):
+        if isinstance(word, str) and "=" not in word and is_file(word):
             more, read = _fields(word)
             for each in more:
                 if each.path == "recipe":
@@ -113,7 +113,7 @@ def load_recipe(recipe: str | Recipe, words: Iterable[str | Given] = ()) -> Reci
     return Recipe(loaded.name, loaded.package, config, frozenset(given), files)
 
 
-def is_own(recipe: str) -> bool:
+def is_file(recipe: str) -> bool:
     """Return whether a recipe is a file."""
     return (
         recipe == STDIN
@@ -188,10 +188,10 @@ def _read(recipe: str, place: str = "", inside: tuple[Path, ...] = ()) -> Recipe
             f"{place}{recipe}: which function? give {recipe}:{' or :'.join(names) or 'NAME'}, a "
             "function that takes nothing and returns a Config"
         )
-    if not is_own(recipe):
+    if not is_file(recipe):
         names = recipe_names()
         close = difflib.get_close_matches(recipe, names, n=1)
-        known = f"there are {', '.join(names)}; {OWN_RECIPE}"
+        known = f"there are {', '.join(names)}; {USER_RECIPE}"
         hint = f"did you mean {close[0]}?" if close else known
         raise ConfigError(f"{place}{recipe}: no such recipe; {hint}")
     file, _, function = recipe.rpartition(":")
@@ -205,7 +205,7 @@ def _read(recipe: str, place: str = "", inside: tuple[Path, ...] = ()) -> Recipe
         if each.path == "recipe":
             if not isinstance(name := each.value, str):
                 raise ConfigError(f"{each.place}recipe: name one, such as grpo, or leave it out")
-            if is_own(name):  # relative to this file
+            if is_file(name):  # relative to this file
                 name = os.path.join(os.path.dirname(recipe), os.path.expanduser(name))
             base = _read(name, each.place, (*inside, Path(recipe).resolve()))
     given = [each for each in given if each.path != "recipe"]
@@ -250,7 +250,7 @@ def _content(file: str, place: str) -> bytes:
     path = Path(file)
     if not path.is_file():
         what = "not a file" if path.exists() else "no such file"
-        raise ConfigError(f"{place}{path}: {what}; {OWN_RECIPE}")
+        raise ConfigError(f"{place}{path}: {what}; {USER_RECIPE}")
     if path.stat().st_size > LARGEST_BYTES:
         raise ConfigError(f"{place}{path}: larger than a megabyte, and so no recipe")
     return path.read_bytes()

@@ -318,7 +318,7 @@ def main(logs: Path) -> int:
     own = next(node for node in plan.nodes if node.name == os.environ["SLURMD_NODENAME"])
     others = [node.name for node in plan.nodes if node != own]
     is_master = own.name == plan.master_address
-    host = own_address(own.name, others[0] if is_master and others else plan.master_address)
+    host = node_address(own.name, others[0] if is_master and others else plan.master_address)
     try:
         return supervise(attempt, plan, own, signals, host)
     except (ConfigError, PreloadFailed, ServerFailed) as failure:
@@ -326,7 +326,7 @@ def main(logs: Path) -> int:
         return START_FAILED
 
 
-def own_address(name: str, learner: str) -> str:
+def node_address(name: str, learner: str) -> str:
     """Return the address of this node, `name`, at which `learner`, another node, reaches it.
 
     A node's own name may stand for loopback on the node itself, as Debian writes it into

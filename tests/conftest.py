@@ -19,7 +19,7 @@ LONGEST_FILES = [
     "test_cli",
     "test_proof_benchmark",
     "test_quantized_forward",
-    "test_own_objective",
+    "test_user_objective",
     "test_preflight",
     "test_moe_kernels",
     "test_agents",

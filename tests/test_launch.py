@@ -475,7 +475,7 @@ def test_servers_listen_at_an_address_that_the_learner_reaches(
     known = {"own": own, "learner": learner}
     monkeypatch.setattr(socket, "gethostbyname", lambda name: known[name])
     monkeypatch.setattr(supervisor, "address_towards", lambda host: f"towards {host}")
-    assert supervisor.own_address("own", "learner") == listens
+    assert supervisor.node_address("own", "learner") == listens
 
 
 @pytest.mark.parametrize(

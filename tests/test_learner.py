@@ -705,7 +705,7 @@ def bytes_of(learner: Any) -> int:
     """Return the memory of a learner's weights, gradients and optimizer."""
     parameters = [parameter for chunk in learner.chunks for parameter in chunk.parameters()]
     gradients = [parameter.main_grad for parameter in parameters]
-    optimizer = list(learner._optimizer_shards.own_storages())
+    optimizer = list(learner._optimizer_shards.storages())
     return sum(each.untyped_storage().nbytes() for each in (*parameters, *gradients, *optimizer))
 
 

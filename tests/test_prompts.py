@@ -298,7 +298,7 @@ def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_el
     texts = map(text, after.train + after.held_out)
     own = [each for each in texts if not each.startswith("<system>Be brief.<user>")]
     assert own == ["<system>Own.<user>3 + 3?<assistant>"]
-    assert after.sources["data"].own_system_prompts == 1
+    assert after.sources["data"].kept_system_prompts == 1
     with pytest.raises(DataError, match="line 1: a chat of 2 messages.*and no system_prompt"):
         load(config)
 

@@ -82,7 +82,7 @@ STALENESS_BUCKETS = {"0": (0, 0), "1": (1, 1), "2": (2, 2), "3-4": (3, 4), "5+":
 # the cap, one token that the policy hardly samples any more could outweigh a batch: its gradient
 # would be e^20.
 MAX_K3_PENALTY = 10.0
-OWN = "own/"  # prefix of the names of statistics of a user's own objective
+USER = "user/"  # prefix of the names of statistics of a user's own objective
 
 
 class ObjectiveOutput(NamedTuple):
@@ -223,7 +223,7 @@ class _SumOverSequences(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class OwnObjective:
+class UserObjective:
     """An objective of the user's own: a function of named tensors that returns the J of tokens."""
 
     function: Callable[..., Any]
@@ -271,7 +271,7 @@ class PolicyLoss:
 
     config: ObjectiveConfig
     by_staleness: bool = False  # also return the stats of tokens by their staleness
-    own: OwnObjective | None = None  # in place of a built-in objective
+    own: UserObjective | None = None  # in place of a built-in objective
 
     def __call__(
         self,
@@ -341,7 +341,7 @@ class PolicyLoss:
             )
             loss = loss - (_where(counted, loss_weights) * _where(counted, gain)).sum()
             for name, values in statistics.items():
-                stats[f"{OWN}{name}"] = _where(counted, values.detach()).sum(dtype=torch.float64)
+                stats[f"{USER}{name}"] = _where(counted, values.detach()).sum(dtype=torch.float64)
         masks = {"": counted}
         if self.by_staleness:
             assert batch.token_staleness is not None

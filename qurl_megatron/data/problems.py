@@ -142,7 +142,7 @@ class Source:
     data: str  # as in the configuration
     problems: list[Problem] = dataclasses.field(default_factory=list)
     entries: int = 0
-    own_system_prompts: int = 0  # prompts that keep a system message of their own
+    kept_system_prompts: int = 0  # prompts that keep a system message of their own
     notes: list[str] = dataclasses.field(default_factory=list)  # what else a user should know
     dropped: defaultdict[str, list[str]] = dataclasses.field(
         default_factory=lambda: defaultdict(list)

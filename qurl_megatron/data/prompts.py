@@ -28,7 +28,7 @@ from qurl_megatron.data.problems import (
     keep_verifiable,
     read_problems,
 )
-from qurl_megatron.data.rewards import is_own_function
+from qurl_megatron.data.rewards import is_user_function
 from qurl_megatron.model.chat_template import TemplateError, knows_developer, render
 from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
 
@@ -63,7 +63,7 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
         config.answer_key,
         incomplete=config.incomplete,
         ignores_media=config.ignore_media,
-        for_function=is_own_function(config) or bool(config.rollout.agent),
+        for_function=is_user_function(config) or bool(config.rollout.agent),
         columns=() if config.rollout.agent else columns,
     )
     sources = {"data": read(config.data, config.data_options, fields=fields)}
@@ -148,7 +148,7 @@ def tokenize(
             reason = f"has more than {max_prompt_length:,} tokens (rollout.max_prompt_length)"
             source.dropped[reason].append(problem.location)
             continue
-        source.own_system_prompts += has_own
+        source.kept_system_prompts += has_own
         # The first problem with a question is identified by the question alone.
         identity = problem.question
         if identity in questions:
@@ -328,7 +328,7 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
     lines += length_lines([len(prompt.token_ids) for prompt in read])
     lines += tokenizer_lines(tokenizer, config.rollout.stop_token_ids, prompts.train)
     if config.system_prompt:
-        own = sum(source.own_system_prompts for source in prompts.sources.values())
+        own = sum(source.kept_system_prompts for source in prompts.sources.values())
         num_prompts = len(read) + sum(map(len, prompts.files.values()))
         lines.append(
             f"system_prompt: given to {num_prompts - own:,} prompts; {own:,} have their own"

@@ -54,14 +54,14 @@ def absolute(function: str) -> str:
     return f"{Path(place).absolute()}{colon}{name}" if place.endswith(".py") else function
 
 
-def is_own_function(config: Config) -> bool:
+def is_user_function(config: Config) -> bool:
     """Return whether the reward is a function of the user's own."""
     return config.reward not in VERIFIER_NAMES
 
 
 def failed(config: Config, reason: str) -> Score:
     """Return the score of a completion whose verifier failed: that of a wrong one."""
-    parts = {} if is_own_function(config) else {ACCURACY: 0.0}
+    parts = {} if is_user_function(config) else {ACCURACY: 0.0}
     return Score(config.reward_wrong, parts, one_line(reason))
 
 
@@ -338,7 +338,7 @@ def load(config: Config) -> RewardFunction:
         ImportError, OSError, SyntaxError, TypeError, or what else the import raises: a reward
             function cannot be used.
     """
-    if not is_own_function(config):
+    if not is_user_function(config):
         return BuiltIn(config)
     return RewardFunction(load_function(config.reward), config)
 

@@ -141,8 +141,8 @@ class _Worker:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._is_own = rewards.is_own_function(config)
-        self._limit_s = config.reward_timeout_s + GRACE_S if self._is_own else None
+        self._is_user = rewards.is_user_function(config)
+        self._limit_s = config.reward_timeout_s + GRACE_S if self._is_user else None
         self._process, self._connection = start_worker(WORKER)
         self._connection.send(config)
         self._error: str | None = None  # why the reward cannot be loaded; None: not known yet
@@ -186,7 +186,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process, and what a reward function has started."""
-        if self._is_own:
+        if self._is_user:
             self._process.send_signal(END_CONTAINED)
         else:
             self._process.kill()
@@ -213,7 +213,7 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
         ConfigError: the reward cannot be loaded.
     """
     reasons = [""] * len(questions)
-    if rewards.is_own_function(config):
+    if rewards.is_user_function(config):
         return reasons
     doubtful = [
         row
@@ -242,7 +242,7 @@ def check_reward(config: Config) -> list[str]:
     Raises:
         ConfigError: it cannot; the text says why.
     """
-    if not rewards.is_own_function(config):
+    if not rewards.is_user_function(config):
         return []
     with Scorer(config, workers=1) as scorer:
         return scorer.wait_ready()
@@ -257,7 +257,7 @@ def work(descriptor: int) -> None:
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):  # the other side is gone
         config = connection.recv()
-        if rewards.is_own_function(config):
+        if rewards.is_user_function(config):
             contain()
             limit_s = config.reward_import_timeout_s
             signal.setitimer(signal.ITIMER_REAL, limit_s)  # then SIGALRM ends the process

@@ -71,7 +71,7 @@ from qurl_megatron.config.values import (
 )
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
 from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer_lines
-from qurl_megatron.data.rewards import absolute, is_own_function
+from qurl_megatron.data.rewards import absolute, is_user_function
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.memory.host import check_workers, settle_caches
@@ -580,7 +580,7 @@ def _load_prompts(
         config.answer_key,
         incomplete=config.incomplete,
         ignores_media=config.ignore_media,
-        for_function=is_own_function(reward) or bool(config.agent),
+        for_function=is_user_function(reward) or bool(config.agent),
         columns=() if config.agent else columns,
     )
     sources = {

@@ -291,7 +291,7 @@ class Learner:
             self.optimizer.zero_grad()
             self._routing.reset_counts()
             offload = self._config.offload_optimizer
-            waiting = self._optimizer_shards.own_storages() if offload else ()
+            waiting = self._optimizer_shards.storages() if offload else ()
             with self._host_memory.holding(waiting):
                 self._run(share.micro_batches, loss, temperature, forward_only=False)
             # Before the update: Megatron's warmup starts at a learning rate of 0.
@@ -335,7 +335,7 @@ class Learner:
         Args:
             of_experts: True for the shards of experts only, False for the others; None for all.
         """
-        for rule, layer, parameter in self._own_parameters(of_experts):
+        for rule, layer, parameter in self._held_parameters(of_experts):
             yield rule, layer, parameter.detach()
 
     def masters(
@@ -346,7 +346,7 @@ class Learner:
         Collective over the ranks that hold replicas of the same shards; only the first of them gets
         values, the others empty tensors.
         """
-        for rule, layer, parameter in self._own_parameters(of_experts):
+        for rule, layer, parameter in self._held_parameters(of_experts):
             yield rule, layer, self._optimizer_shards.gather_master(parameter)
 
     def base_hash(self) -> str:
@@ -356,7 +356,7 @@ class Learner:
         """
         return ""
 
-    def _own_parameters(
+    def _held_parameters(
         self, of_experts: bool | None
     ) -> Iterator[tuple[Rule, int | None, torch.nn.Parameter]]:
         for name, rule, layer, parameter in self._parameters():
@@ -376,7 +376,7 @@ class Learner:
         ]
         weights = [buffer.param_data for buffer in buffers] + self._untrained()
         gradients = [buffer.grad_data for buffer in buffers]
-        optimizer = self._optimizer_shards.own_storages()
+        optimizer = self._optimizer_shards.storages()
         self._host_memory.take([*optimizer, *weights, *self._reference], dropped=gradients)
 
     def _untrained(self) -> list[Tensor]:
@@ -481,7 +481,7 @@ class Learner:
             yield parameter, Dither(merged, first_column)
         for chunk in self.chunks:
             for name, parameter in chunk.module.named_parameters():
-                if name in chunk.module.own_parameters:
+                if name in chunk.module.extra_parameters:
                     yield parameter, Dither(row_keys(name, 0, len(parameter), place), 0)
 
     @torch.no_grad()

@@ -114,7 +114,7 @@ def parameters_of(
     first_expert = experts.rank() * (architecture.num_experts // experts.size())
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            if name in chunk.own_parameters:
+            if name in chunk.extra_parameters:
                 continue
             tied = name == "output_layer.weight" and architecture.tie_word_embeddings
             # The last stage's copy of a tied embedding follows the embedding's rule.
@@ -183,7 +183,7 @@ def _ignore_extra_state(model: PolicyModel, keys: Any) -> None:
 class PolicyModel(GPTModel):
     """A GPTModel whose last stage returns hidden states, which `score` turns into log-probs."""
 
-    own_parameters: frozenset[str] = frozenset()  # parameters without a Hugging Face counterpart
+    extra_parameters: frozenset[str] = frozenset()  # parameters without a Hugging Face counterpart
 
     def __init__(
         self,

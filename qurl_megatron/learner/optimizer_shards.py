@@ -243,7 +243,7 @@ class OptimizerShards:
             work.wait()
         return whole.view(parameter.shape) if group.rank() == 0 else whole
 
-    def own_storages(self) -> Iterator[Tensor]:
+    def storages(self) -> Iterator[Tensor]:
         """Yield the moments that exist, and the masters that are not views of the weights.
 
         The masters of a float32 model are the weights of the forward pass.

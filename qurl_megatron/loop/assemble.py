@@ -264,11 +264,11 @@ def make_critic(config: Config) -> Critic | None:
 
 def make_loss(config: Config) -> PolicyLoss:
     """Return the loss of a run's objective, which may be the user's own."""
-    own, objective = None, config.objective
+    user, objective = None, config.objective
     if objective.objective not in OBJECTIVES:
         field = f"objective.objective={objective.objective}"
-        own = needed("own_objective", "own_objective", by=field).own_objective(objective)
-    return PolicyLoss(objective, config.rollout.max_staleness > 0, own)
+        user = needed("user_objective", "user_objective", by=field).user_objective(objective)
+    return PolicyLoss(objective, config.rollout.max_staleness > 0, user)
 
 
 def write_report(config: Config) -> None:

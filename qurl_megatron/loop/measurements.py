@@ -9,7 +9,7 @@ from typing import Any
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.objective import (
-    OWN,
+    USER,
     add_up,
     rollout_statistics,
     statistics_by_staleness,
@@ -114,9 +114,9 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         kl_reference=sums["kl_reference"] / tokens,
         entropy=sums["entropy"] / tokens,
         objective_parts={
-            name.removeprefix(OWN): value / tokens
+            name.removeprefix(USER): value / tokens
             for name, value in sums.items()
-            if name.startswith(OWN)
+            if name.startswith(USER)
         },
         loss=fmean(update.loss for update in results.updates),
         grad_norm=fmean(update.grad_norm for update in results.updates),

@@ -43,7 +43,7 @@ from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, RUN_HEADER, dtype_n
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.2
 REVIVE_TIMEOUT_S = 30.0
-OWN_RUN = "own"  # the name by which a run claims a server that it has started
+LOCAL_RUN = "own"  # the name by which a run claims a server that it has started
 # A server's death is noticed at once; this limit is for a server that hangs. A weight of 1.5 GB
 # takes 12 s over 1 Gb/s, and a server compiles its kernels in the first publish.
 PEER_TIMEOUT_S = 60.0
@@ -93,7 +93,7 @@ class Server:
     is_remote: bool = False  # somebody started it elsewhere
     step_s: float = 0.0  # that it may compute without an answer; see `start.step_s`
     timeout_s: float = PEER_TIMEOUT_S  # of an answer to what controls it, and of a transfer to it
-    run: str = OWN_RUN  # names the run to the server, which serves one at a time
+    run: str = LOCAL_RUN  # names the run to the server, which serves one at a time
 
     @property
     def headers(self) -> dict[str, str]:

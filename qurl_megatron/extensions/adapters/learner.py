@@ -97,7 +97,7 @@ class AdaptedLearner(Learner):
         self, *, of_experts: bool | None = None
     ) -> Iterator[tuple[Rule, int | None, Tensor]]:
         """Yield the masters of adapters."""
-        for rule, layer, parameter in self._own_parameters(of_experts):
+        for rule, layer, parameter in self._held_parameters(of_experts):
             if rule.is_adapter:
                 yield rule, layer, self._optimizer_shards.gather_master(parameter)
 

@@ -230,7 +230,7 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     """
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.validate import check_lengths
-    from qurl_megatron.launch.recipe import OWN_RECIPE, is_own, load_recipe, recipe_names
+    from qurl_megatron.launch.recipe import USER_RECIPE, is_file, load_recipe, recipe_names
     from qurl_megatron.model import hub
     from qurl_megatron.model.architecture import Architecture
     from qurl_megatron.model.known import KNOWN_MODELS
@@ -242,7 +242,7 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     if Path(subject).name == "config.json":
         subject = str(Path(subject).parent)
     names = recipe_names()
-    is_recipe = subject in names or is_own(subject)
+    is_recipe = subject in names or is_file(subject)
     is_model = subject in KNOWN_MODELS or (
         not is_recipe and (Path(subject).is_dir() or hub.repository_of(subject) is not None)
     )
@@ -255,7 +255,7 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     elif not is_recipe:
         raise ConfigError(
             f"{subject}: no such directory, model ({', '.join(KNOWN_MODELS)}) or recipe "
-            f"({', '.join(names)}); {OWN_RECIPE}"
+            f"({', '.join(names)}); {USER_RECIPE}"
         )
     recipe = load_recipe(subject, overrides)
     config = recipe.config

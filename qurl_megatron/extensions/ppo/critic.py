@@ -45,7 +45,7 @@ class Critic:
         """
         self._config = config.critic
         self._parallel_state = _without_layout()
-        with self._own_parallel_state():
+        with self._critics_parallel_state():
             self._learner = Learner(
                 Path(config.critic.model or config.model),
                 config.critic.layout(config.learner),
@@ -63,7 +63,7 @@ class Critic:
             The fields `value_loss`, `value_clip_fraction` and `value_explained_variance` of
             `StepMetrics`.
         """
-        with self._own_parallel_state():
+        with self._critics_parallel_state():
             values: list[Tensor] = []  # of each sequence, on global rank 0
             for share in self._shares(batch):
                 self._learner.score(share, ["values"], temperature=1.0)
@@ -105,29 +105,29 @@ class Critic:
 
     def sharded_state(self) -> dict[str, Any]:
         """Return `Learner.sharded_state` with its names prefixed by `critic.`."""
-        with self._own_parallel_state():
+        with self._critics_parallel_state():
             state = self._learner.sharded_state()
         add_prefix_for_sharding(state, "critic.")
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Load a `sharded_state`."""
-        with self._own_parallel_state():
+        with self._critics_parallel_state():
             self._learner.restore(state)
 
     def leave(self) -> None:
         """Move to the host's memory, as `Learner.leave` does."""
-        with self._own_parallel_state():
+        with self._critics_parallel_state():
             self._learner.leave()
 
     def come_back(self) -> None:
         """Move back, bit for bit."""
-        with self._own_parallel_state():
+        with self._critics_parallel_state():
             self._learner.come_back()
 
     def close(self) -> None:
         """Destroy the process groups that the critic created."""
-        with self._own_parallel_state():
+        with self._critics_parallel_state():
             self._learner.close()
 
     def _loss(
@@ -139,7 +139,7 @@ class Critic:
         )
 
     @contextmanager
-    def _own_parallel_state(self) -> Iterator[None]:
+    def _critics_parallel_state(self) -> Iterator[None]:
         policy = _parallel_state()
         vars(parallel_state).update(self._parallel_state)
         try:
@@ -152,7 +152,7 @@ class Critic:
 class ValueModel(PolicyModel):
     """The policy's layers under a scalar head that is initialized to 0."""
 
-    own_parameters = frozenset({"output_layer.weight"})
+    extra_parameters = frozenset({"output_layer.weight"})
 
     def __init__(
         self, config: TransformerConfig, architecture: Architecture, virtual_stage: int | None

@@ -16,10 +16,10 @@ from torch import Tensor
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import PolicyLoss
 from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
-from qurl_megatron.extensions.own_objective.own_objective import (
+from qurl_megatron.extensions.user_objective.user_objective import (
     answer,
     check_objective,
-    own_objective,
+    user_objective,
 )
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -60,11 +60,11 @@ def gradient_and_stats(
         proximal_logprobs=proximal.detach(),
         entropy=torch.zeros(1, 6),
     )
-    loss = PolicyLoss(config, own=own_objective(config))
+    loss = PolicyLoss(config, own=user_objective(config))
     value, stats = loss(current, torch.zeros(1, 6), rows, mask.float(), sums)
     value.backward()
     assert current.grad is not None
-    of_own = {name: float(each) for name, each in stats.items() if name.startswith("own/")}
+    of_own = {name: float(each) for name, each in stats.items() if name.startswith("user/")}
     return (-current.grad[0]).tolist(), of_own
 
 
@@ -78,7 +78,7 @@ def test_icepop_of_the_documentation_by_hand(tmp_path: Path) -> None:
     )
     # rho * R * A of the kept tokens; the second and third are masked, the fourth is clipped.
     assert found == pytest.approx([2.2, 0, 0, 0, -14.7, 0], rel=1e-5)
-    assert stats == {"own/masked": 2}
+    assert stats == {"user/masked": 2}
     check_objective(Config(objective=config))
 
 
@@ -91,7 +91,7 @@ def test_seq_mask_tis_of_the_documentation_by_hand(tmp_path: Path) -> None:
         advantages=[3.0, 3.0, -3.0, 1.0, 1.0],
     )
     assert found == pytest.approx([6.0, 1.65, 0, 0, 0, 0], rel=1e-5)
-    assert stats == {"own/masked": 2}
+    assert stats == {"user/masked": 2}
     check_objective(Config(objective=config))
 
 
@@ -120,10 +120,10 @@ def test_a_sum_over_a_sequence_has_a_gradient(tmp_path: Path) -> None:
 
 def test_the_penalty_is_added_unless_the_function_takes_the_reference(tmp_path: Path) -> None:
     config = own(tmp_path, GSPO, "f", kl_coefficient=0.5)
-    own_one = own_objective(config)
+    own_one = user_objective(config)
     assert own_one is not None and not own_one.takes_reference
     source = HEAD + "reference_logprobs, kl_coefficient): return current_logprobs * advantages"
-    with_reference = own_objective(own(tmp_path, source, "f", kl_coefficient=0.5))
+    with_reference = user_objective(own(tmp_path, source, "f", kl_coefficient=0.5))
     assert with_reference is not None and with_reference.takes_reference
 
 

@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qurl_megatron.algorithm.objective import OwnObjective
+from qurl_megatron.algorithm.objective import UserObjective
 from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
 from qurl_megatron.data.rewards import load_function, one_line, why
 
 LOAD_LIMIT_S = 60.0
-PROGRAM = "from qurl_megatron.extensions.own_objective.own_objective import answer; answer()"
+PROGRAM = "from qurl_megatron.extensions.user_objective.user_objective import answer; answer()"
 TENSORS = ("current_logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages")
 SETTINGS = ("eps_low", "eps_high", "ratio_cap", "dual_clip", "kl_coefficient")
 OTHERS = ("reference_logprobs", "loss_weights", "sum_over_sequences")
 
 
-def own_objective(config: ObjectiveConfig) -> OwnObjective:
+def user_objective(config: ObjectiveConfig) -> UserObjective:
     """Return the run's own objective.
 
     Raises:
@@ -65,7 +65,7 @@ def own_objective(config: ObjectiveConfig) -> OwnObjective:
         offered = {**settings, **tensors}
         return function(**{name: offered[name] for name in taken})  # type: ignore[no-any-return]
 
-    return OwnObjective(call, "reference_logprobs" in taken, "behaviour_logprobs" in taken)
+    return UserObjective(call, "reference_logprobs" in taken, "behaviour_logprobs" in taken)
 
 
 def check_objective(config: Config) -> None:
@@ -96,7 +96,7 @@ def answer() -> None:
     """
     config, max_staleness = pickle.load(sys.stdin.buffer)
     try:
-        objective = own_objective(config)
+        objective = user_objective(config)
         if max_staleness and not objective.takes_behaviour:
             raise ConfigError(
                 f"rollout.max_staleness={max_staleness}: it does not take behaviour_logprobs, so "
@@ -110,7 +110,7 @@ def answer() -> None:
         print(f"\0{why(error)}", end="")
 
 
-def _try(objective: OwnObjective) -> None:
+def _try(objective: UserObjective) -> None:
     """Try an objective on seven tokens of three sequences.
 
     Raises:
