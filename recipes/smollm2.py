@@ -21,6 +21,7 @@ Sources of the settings:
 - Two ranks and two servers, each with one thread, use two cores.
 - A rate of 1e-5 with four minibatches, which falls in the second half. With 2e-5 and two, seed 0
   ended at 55.9 %, and seed 1 fell from 76.6 % after 16 steps to 71.9 % after 32.
+- 16 prompts a step: with 8, seeds 0 and 1 ended 5 and 12 points lower.
 """
 
 from qurl_megatron.config.schema import (
@@ -68,7 +69,7 @@ def recipe() -> Config:
     config.objective.kl_coefficient = 0.0
     rollout = config.rollout
     rollout.servers = 1 if device.num_gpus() else 2
-    rollout.prompts_per_step = 8
+    rollout.prompts_per_step = 16
     rollout.max_prompt_length = 64
     rollout.max_completion_length = 32
     rollout.server = server
