@@ -17,8 +17,8 @@ truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aw
     experts        a mixture of experts, and 8-bit or 4-bit rollouts whose choice of experts the
                    learner compares with its own, or replays
     agent          the 60 steps of quickstart_agent, whose episodes have three turns
-    smollm2        a real model, as it comes: 16 steps of the recipe `smollm2`, with half its prompts
-                   and a constant learning rate
+    smollm2        a real model, as it comes: 16 steps of the recipe `smollm2` with half of its
+                   prompts and a constant learning rate
     rounding       the same with a BF16 learner, by learning rate and by the rounding of masters
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
