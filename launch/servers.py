@@ -27,13 +27,7 @@ from qurl_megatron.machine.output import tail
 from qurl_megatron.machine.processes import GpuLock
 from qurl_megatron.rollout.preload import exit_code, how_it_ended
 from qurl_megatron.rollout.roster import Incarnation, incarnation, reported_lost, save_roster
-from qurl_megatron.rollout.server import (
-    LOOPBACK,
-    RELEASED,
-    Server,
-    ServerFailed,
-    answers,
-)
+from qurl_megatron.rollout.server import LOOPBACK, RELEASED, Server, ServerFailed, answers
 from qurl_megatron.rollout.start import start
 
 SEED_STRIDE = 100_003  # between the seeds of two servers, or of a server in two attempts

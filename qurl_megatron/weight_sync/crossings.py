@@ -50,7 +50,7 @@ def find_crossings(
     sent: Counter[int] = Counter()
     received: Counter[int] = Counter()
     ranks = range(len(machines))
-    # Every rank computes this itself, so their order must be the same everywhere.
+    # Every rank computes this itself, so the order must be the same everywhere.
     for part in sorted(set(holders)):
         for target in sorted(targets):
             here = [rank for rank in part if machines[rank] == target]

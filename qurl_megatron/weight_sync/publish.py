@@ -98,12 +98,7 @@ class Publisher:
     Collective: every learner rank constructs it, publishes and closes it.
     """
 
-    def __init__(
-        self,
-        learner: Learner,
-        fleet: Fleet,
-        quantization: QuantizationConfig,
-    ) -> None:
+    def __init__(self, learner: Learner, fleet: Fleet, quantization: QuantizationConfig) -> None:
         """Store the settings; send nothing.
 
         Args:

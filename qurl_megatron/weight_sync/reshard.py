@@ -123,9 +123,8 @@ class Converter:
         # By `Team.of_experts`: the buckets, and this rank's part of each in the last pass. None: no
         # pass sends a delta.
         self._plans: dict[bool, list[PlannedBucket]] = {}
-        self._kept: dict[bool, list[Bucket]] | None = None
-        if sends_deltas:
-            self._kept = {False: [], True: []}
+        kept: dict[bool, list[Bucket]] = {False: [], True: []}
+        self._kept = kept if sends_deltas else None
         layers = kept_layers(keep, learner.architecture)
         self._unquantized = {f"{layer}.weight" for layer in layers}
 
