@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -212,7 +212,8 @@ class Servers:
         if not slot.is_ready and answers(server):
             if releases := slot.spec.releases:
                 try:
-                    asyncio.run(server.sleep(RELEASED[releases]))
+                    # This is a part of the start, and has its limit.
+                    asyncio.run(replace(server, timeout_s=timeout_s).sleep(RELEASED[releases]))
                 except ServerFailed as failure:
                     return f"did not go to sleep: {failure}"
             slot.is_ready, slot.listed = True, server

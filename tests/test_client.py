@@ -12,7 +12,7 @@ from answering import Address
 from distributed import run_ranks
 from fleets import make_server
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.machine.network import raise_open_file_limit
+from qurl_megatron.machine.processes import raise_open_file_limit
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet, RequestRefused
 

@@ -271,7 +271,7 @@ class PolicyLoss:
 
     config: ObjectiveConfig
     by_staleness: bool = False  # also return the stats of tokens by their staleness
-    own: UserObjective | None = None  # in place of a built-in objective
+    user: UserObjective | None = None  # in place of a built-in objective
 
     def __call__(
         self,
@@ -305,16 +305,16 @@ class PolicyLoss:
         if self.config.objective == "sequence_tis" and sum_over_sequences is not None:
             log_rho = batch.proximal_logprobs - batch.behaviour_logprobs
             sequence_log_rho = sum_over_sequences(_where(counted, log_rho))
-        if self.own is not None:
+        if self.user is not None:
             # With advantages of 0, only its penalty and its number of tokens are left.
             settings["objective"] = "on_policy"
-            if self.own.takes_reference:
+            if self.user.takes_reference:
                 settings["kl_coefficient"] = 0.0
         output = policy_objective(
             current_logprobs,
             batch.proximal_logprobs,
             batch.behaviour_logprobs,
-            torch.zeros_like(batch.advantages) if self.own else batch.advantages,
+            torch.zeros_like(batch.advantages) if self.user else batch.advantages,
             loss_weights,
             reference_logprobs=batch.reference_logprobs,
             sequence_log_rho=sequence_log_rho,
@@ -326,9 +326,9 @@ class PolicyLoss:
             "entropy": _where(counted, batch.entropy).sum(dtype=torch.float64),
         }
         loss = output.loss
-        if self.own is not None:
+        if self.user is not None:
             assert sum_over_sequences is not None
-            gain, statistics = self.own.gains(
+            gain, statistics = self.user.gains(
                 {
                     "current_logprobs": current_logprobs,
                     "proximal_logprobs": batch.proximal_logprobs,

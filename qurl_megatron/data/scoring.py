@@ -141,8 +141,8 @@ class _Worker:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._is_user = rewards.is_user_function(config)
-        self._limit_s = config.reward_timeout_s + GRACE_S if self._is_user else None
+        self._is_user_function = rewards.is_user_function(config)
+        self._limit_s = config.reward_timeout_s + GRACE_S if self._is_user_function else None
         self._process, self._connection = start_worker(WORKER)
         self._connection.send(config)
         self._error: str | None = None  # why the reward cannot be loaded; None: not known yet
@@ -186,7 +186,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process, and what a reward function has started."""
-        if self._is_user:
+        if self._is_user_function:
             self._process.send_signal(END_CONTAINED)
         else:
             self._process.kill()

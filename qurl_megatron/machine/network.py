@@ -3,14 +3,12 @@
 import contextlib
 import errno
 import importlib
-import resource
 import secrets
 import socket
 from pathlib import Path
 from typing import Any
 
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
-OPEN_FILES = 65_536
 INTERFACES = Path("/sys/class/net")
 _drawn: set[int] = set()  # the ports that `free_port` has returned
 
@@ -34,17 +32,6 @@ def free_port() -> int:
 def make_key() -> str:
     """Return a key of 256 bits for servers; it does not begin with a dash, as an option would."""
     return secrets.token_hex(32)
-
-
-def raise_open_file_limit() -> int:
-    """Let this process open as many files as it may, up to `OPEN_FILES`; return the number.
-
-    Many systems begin with 1,024 and permit more on request.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    number = max(soft, min(hard, OPEN_FILES))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
-    return number
 
 
 def address_towards(host: str) -> str:

@@ -1,9 +1,10 @@
-"""Processes: workers, what ends them, the signals of a command, and a lock between them."""
+"""Processes: workers, what ends them, signals of a command, limits, a lock between them."""
 
 import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -14,11 +15,23 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+OPEN_FILES = 65_536
 TIDY_UP_S = 1.5  # from a signal to the end of a command
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 END_CONTAINED = signal.SIGRTMIN  # ends what `contain` has begun; nobody else sends it
 # Slurm and launchers send these to every process of a node; they are for the learner only.
 LAUNCHER_SIGNALS = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+
+
+def raise_open_file_limit() -> int:
+    """Let this process open as many files as it may, up to `OPEN_FILES`; return the number.
+
+    Many systems begin with 1,024 and permit more on request.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    number = max(soft, min(hard, OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    return number
 
 
 def die_with_parent() -> None:

@@ -22,7 +22,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, Samp
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import SamplingConfig
 from qurl_megatron.config.values import CountOrZero, Finite
-from qurl_megatron.machine.network import raise_open_file_limit
+from qurl_megatron.machine.processes import raise_open_file_limit
 from qurl_megatron.rollout.controller import end
 from qurl_megatron.rollout.fleet import AdmissionNeeded, Fleet, RequestRefused, ServerBusy
 from qurl_megatron.rollout.requests import LARGEST_ANSWER_BYTES, connect

@@ -29,10 +29,7 @@ import psutil
 import pydantic
 import torch
 
-from qurl_megatron.config.schema import (
-    PauseMode,
-    Releases,
-)
+from qurl_megatron.config.schema import PauseMode, Releases
 from qurl_megatron.machine.network import address_towards
 from qurl_megatron.machine.output import tail
 from qurl_megatron.machine.processes import start_ticks
@@ -84,7 +81,7 @@ class Server:
     api_key: str
     machine: str = ""  # hostname
     pid: int = 0  # the main process, root of the server's process tree
-    start_ticks: int | None = None  # start of that process, see process.start_ticks; None: it died
+    start_ticks: int | None = None  # when that process started; None: it died
     tensor_parallel_size: int = 1
     gpus: list[int] = dataclasses.field(default_factory=list)
     """Indices on its machine, one per tensor-parallel rank; empty without a GPU."""

@@ -158,7 +158,6 @@ class DeltaGatherer(Gatherer):
         is_relative: bool,
     ) -> None:
         super().__init__(send, team, kept)
-        self._before = kept
         self._since = since
         self._bucket_bytes = bucket_bytes
         self._is_relative = is_relative
@@ -170,7 +169,8 @@ class DeltaGatherer(Gatherer):
 
         Collective over the team.
         """
-        old, new = dict(self._before[self._number].tensors()), dict(own.tensors())
+        assert self._kept is not None
+        old, new = dict(self._kept[self._number].tensors()), dict(own.tensors())
         self._keep(own)
         changes = []
         for tensor in planned.tensors:

@@ -31,8 +31,7 @@ from qurl_megatron.extensions.agents.worker import (
     Settings,
     work,
 )
-from qurl_megatron.machine.network import raise_open_file_limit
-from qurl_megatron.machine.processes import END_CONTAINED, start_worker
+from qurl_megatron.machine.processes import END_CONTAINED, raise_open_file_limit, start_worker
 
 PROGRAM = f"import sys; from {work.__module__} import work; work(*map(int, sys.argv[1:]))"
 CORES_PER_WORKER = 4

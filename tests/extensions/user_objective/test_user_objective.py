@@ -60,7 +60,7 @@ def gradient_and_stats(
         proximal_logprobs=proximal.detach(),
         entropy=torch.zeros(1, 6),
     )
-    loss = PolicyLoss(config, own=user_objective(config))
+    loss = PolicyLoss(config, user=user_objective(config))
     value, stats = loss(current, torch.zeros(1, 6), rows, mask.float(), sums)
     value.backward()
     assert current.grad is not None
