@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sglang_loader
 from distributed import rank_context, run_ranks
 from learner_reference import CP2, DP2, EP2, PP2, TP2, VPP2
-from qurl_megatron import files
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, WeightFormat
+from qurl_megatron.machine import memory
 from qurl_megatron.sglang_plugin.weights import handle
 from qurl_megatron.weight_sync.crossings import find_crossings
 from qurl_megatron.weight_sync.delta import Change
@@ -271,7 +271,7 @@ def test_another_process_writes_to_the_owners_memory(device: str) -> None:
 def test_weights_that_do_not_fit_in_shared_memory_are_refused_and_end_no_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(files, "free_bytes", lambda path: 64_000)
+    monkeypatch.setattr(memory, "free_bytes", lambda path: 64_000)
     describe(torch.zeros(16_000))
     with pytest.raises(OSError, match=r"/dev/shm has 0.1 MB free, and 0.4 are needed; make room"):
         describe(torch.zeros(100_000))

@@ -47,7 +47,9 @@ OWN_WAYS = {
     "extensions/rehearsal/rehearsal": "what a process is to do, through a pipe",
     "report/console": "the lines of steps, which the console has too",
     "extensions/report/plots": "a picture in memory",
-    "process": "a log in place of a closed output, and a file to lock",
+    "machine/environment": "a file to lock",
+    "machine/output": "a log in place of a closed output",
+    "machine/processes": "a file to lock",
     "rollout/preload": "the logs of processes",
 }
 WRITING_METHODS = {"write_text", "write_bytes", "savefig", "save_file", "to_csv", "dump"}

@@ -60,7 +60,7 @@ def server_specs(config: Config) -> list[ServerSpec]:
             server,
             weights.weight_format,
             rollout.max_length,
-            weights.keep,
+            tuple(weights.keep),
             adapters=config.adapters if weights.weight_format != "bf16" else AdaptersConfig(),
             releases=server.releases if rollout.placement == "colocated" else None,
             records_routing=name == "rollout" and rollout.routing != "ignore",
