@@ -21,7 +21,7 @@ from qurl_megatron.config.text import Given
 
 PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 LOGS = "logs"  # of jobs, below the directory that they are submitted from
-USER_FUNCTIONS = ("reward", "objective.objective", "rollout.agent")
+USER_FUNCTIONS = ("reward", "objective.objective", "rollout.agent", "model_builder")
 
 
 Code = dict[Path, bytes | Path]

@@ -283,12 +283,14 @@ def _find(config: Config, saved: Config) -> None:
 
 
 def snapshots(config: Config) -> list[Given]:
-    """Return what gives a job the snapshots of this configuration."""
-    return [
+    """Return what gives a job the snapshots and the chat template of this configuration."""
+    found = [
         Given(field, source)
         for field, source in sources(config).items()
         if any(hub.snapshot_of(part.partition(":")[0]) for part in parts_of(source))
     ]
+    template = config.chat_template
+    return [*found, Given("chat_template", template)] if template else found
 
 
 def _make_paths_absolute(config: Config) -> None:
@@ -301,6 +303,7 @@ def _make_paths_absolute(config: Config) -> None:
     _change_sources(config, change)
     config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
     config.reward = absolute(config.reward)
+    config.model_builder = absolute(config.model_builder)
     config.objective.objective = absolute(config.objective.objective)
     config.rollout.agent = absolute(config.rollout.agent)
 

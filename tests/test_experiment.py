@@ -349,19 +349,29 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
         "words = pathlib.Path(__file__).with_name('words.txt').read_text()\n"
         "def reward(completion, problem):\n    return right\n"
     )
-    (own / "run.yaml").write_text("recipe: quickstart\nreward: own/mine.py:reward\n")
+    (own / "build.py").write_text(
+        "from qurl_megatron.recipes.quickstart import build_model as build\n"
+    )
+    template = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
+    (own / "own.jinja").write_text(template)
+    (own / "run.yaml").write_text(
+        "recipe: quickstart\nreward: own/mine.py:reward\nmodel_builder: own/build.py:build\n"
+        "chat_template: own/own.jinja\n"
+    )
     launch("own/run.yaml", ["name=s"], options=JobOptions())
-    for file in (own / "mine.py", own / "package" / "part.py", own / "run.yaml"):
+    for file in (own / "mine.py", own / "build.py", own / "package" / "part.py", own / "run.yaml"):
         file.write_text("raise SystemExit('changed')")
-    ((_, reward),) = [
-        item
-        for given in given_in(Path("script").read_text())
-        for item in given.items()
-        if item[0] == "reward"
-    ]
-    copy = Path(reward.partition(":")[0])
+    given = {
+        field: value
+        for tree in given_in(Path("script").read_text())
+        for field, value in tree.items()
+    }
+    assert given["chat_template"] == template
     (code,) = Path("logs").absolute().iterdir()
-    assert copy.is_relative_to(code)
+    reward = given["reward"]
+    for function in (reward, given["model_builder"]):
+        copy = Path(function.partition(":")[0])
+        assert copy.is_relative_to(code) and "changed" not in copy.read_text()
     asked = f"from qurl_megatron.data.rewards import load_function as load\nf = load({reward!r})\n"
     asked += "print(f(None, None), f.__globals__['words'])"
     shown = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)

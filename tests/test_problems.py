@@ -102,6 +102,30 @@ def test_a_function_of_the_users_own_may_do_without_answers(tmp_path: Path) -> N
         read(tmp_path, GOOD, prompts[0], fields=own)
 
 
+DATA_AS_TEXT = ['{"target": 5}', "{'target': 5}", '["1", ["2"]]', '[{"target": 5}]', '["1", ""]']
+
+
+@pytest.mark.parametrize("reward", ["math", "dapo", "deepscaler", "gsm8k"])
+def test_an_answer_that_is_the_text_of_an_object_is_no_mathematics(
+    reward: str, tmp_path: Path
+) -> None:
+    """As the object itself it is refused; a set, an interval and a matrix are mathematics."""
+    answers = [*DATA_AS_TEXT, '["7", 8]', "#### 9"]
+    if reward == "math":
+        answers += ["[0, 1]", "{1, 2}", "[[1, 2], [3, 4]]"]
+    rows = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
+    data = write_lines(tmp_path / "a.jsonl", *rows)
+    source = read_problems(data, {})
+    keep_verifiable({"data": source}, Config(reward=reward), drops="data")
+    assert [each.answer for each in source.problems] == answers[len(DATA_AS_TEXT) :]
+    (reasons,) = source.dropped.values()
+    assert len(reasons) == len(DATA_AS_TEXT)
+    assert reasons[0] == (
+        f"{data} line 1: the answer {DATA_AS_TEXT[0]!r} is an object or a nested list, not one "
+        "answer"
+    )
+
+
 def test_answers_among_words_are_counted(tmp_path: Path) -> None:
     answers = ["18 wolves", "5 dollars", "The answer is 5", "6", "x", "5 (five)"]
     rows = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
@@ -202,6 +226,7 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
             {"instruction": "Add.", "input": "3 + 3", "output": "6"},
             "has Alpaca's fields; give question_",
         ),
+        ({"prompt": "1?", "chosen": "1", "rejected": "2"}, "has chosen and rejected, a preference"),
         ({"prompt": "3?", "reward_model": {}}, "reward_model.ground_truth is missing or empty"),
         ({"question": "3 + 3?", "answer": "6", "metadata": "x"}, "metadata is a str"),
     ],
@@ -381,7 +406,7 @@ def test_tables_and_compressed_files_are_read(encoding: str, tmp_path: Path) -> 
     cut.write_bytes(cut.read_bytes()[:-9])
     refusal(str(cut), "c.jsonl.gz: not a whole gzip file")
     cut.write_text("{}")
-    refusal(str(cut), "c.jsonl.gz: not a whole gzip file")
+    refusal(str(cut), "copy it again, or without .gz if it is text")
 
 
 @pytest.mark.parametrize(
@@ -391,13 +416,15 @@ def test_tables_and_compressed_files_are_read(encoding: str, tmp_path: Path) -> 
         ('question,answer\n1 + 1?,2\n"2?,1\n', "line 3: not readable as CSV"),
         ("question,question\n1,2\n", "its first line must name each column, and no two alike"),
         ("1 + 1?,2\n", "contains no problems"),
+        ("question;answer\n1 + 1?;2\n", "its first line has ';' between names; expected a comma"),
+        ("question,answer\n1?,1\nOù?,2\n", "line 3: not UTF-8; save the file in it"),
         ("text,label\n1 + 1?,2\n", "question is missing or empty; the entry has text, label"),
         ("prompt,answer\n\"[{'role': 'user'}]\",2\n", "prompt is a text with a list of chat"),
         ("conversations\n\"[{'from': 'gpt'}]\"\n", "conversations is a text with a list of chat"),
     ],
 )
 def test_a_table_that_is_broken_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text(text)
+    (tmp_path / "a.csv").write_text(text, encoding="latin-1")
     refusal(f"{tmp_path}/a.csv", message)
 
 
@@ -414,7 +441,7 @@ def test_several_sources_are_one(tmp_path: Path) -> None:
     both = read_problems(f"{SPELL_BACKWARD},{tmp_path}/b-0.jsonl", {"size": 5})
     assert (both.entries, len(both.problems)) == (6, 6)
     refusal(f"{tmp_path}/b-0.jsonl,{tmp_path}/none.jsonl", "none.jsonl: no such file or directory")
-    refusal(f"{tmp_path}/d-*.jsonl", "d-*.jsonl: no such file or directory")
+    refusal(f"{tmp_path}/d-*.jsonl", "d-*.jsonl: no file's name matches")
 
 
 @pytest.mark.parametrize(

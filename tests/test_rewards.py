@@ -91,6 +91,7 @@ def test_any_answer_of_a_list_is_right(
         ("exact", "[1, 2]", ["[1, 2]"], "1"),  # numbers: an answer that is a list
         ("exact", "[]", ["[]"], ""),
         ("exact", '["a", ""]', ['["a", ""]'], "a"),
+        ("dapo", '["7", 8]', ["Answer: 7", "Answer: 8"], "Answer: 9"),
         # A number among words.
         ("math", "5 dollars", ["\\boxed{5}", "\\boxed{5 dollars}"], "\\boxed{4}"),
         ("math", "5 km/h", ["\\boxed{5}", "\\boxed{5 km/h}"], "\\boxed{4}"),

@@ -382,7 +382,10 @@ def _read(data: str) -> Entries:
     if place is None:
         files = sorted(map(Path, glob.glob(data, recursive=True)))
         if not files:
-            raise DataError(f"{data}: no such file or directory")
+            nothing = (
+                "no file's name matches" if glob.has_magic(data) else "no such file or directory"
+            )
+            raise DataError(f"{data}: {nothing}")
         return itertools.chain.from_iterable(map(_read_file, filter(Path.is_file, files)))
     path, names = place
     return _read_directory(path, names) if path.is_dir() else _read_file(path)
@@ -405,7 +408,9 @@ def _read_file(path: Path) -> Entries:
     try:
         yield from reader(path)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}); copy it again") from error
+        raise DataError(
+            f"{path}: not a whole gzip file ({error}); copy it again, or without .gz if it is text"
+        ) from error
 
 
 def _read_jsonl(path: Path) -> Entries:
@@ -451,20 +456,28 @@ def _read_json(path: Path) -> Entries:
 def _read_csv(path: Path) -> Entries:
     csv.field_size_limit(sys.maxsize)
     number = 0
+    mark, separator = ("\t", "tab") if ".tsv" in path.suffixes else (",", "comma")
     try:
         with _open(path, newline="") as file:
-            rows = csv.reader(file, delimiter="\t" if ".tsv" in path.suffixes else ",", strict=True)
+            rows = csv.reader(file, delimiter=mark, strict=True)
             names = next(rows, [])
+            if len(names) == 1 and (other := re.search("[;,\t|]", names[0])):
+                raise DataError(
+                    f"{path}: its first line has {other[0]!r} between names; expected a {separator}"
+                )
             if len({*names}) < len(names):
                 raise DataError(f"{path}: its first line must name each column, and no two alike")
             for cells in filter(None, rows):
                 number = rows.line_num
+                "".join(cells).encode()  # finds bytes that were not UTF-8
                 if len(cells) != len(names):
                     raise DataError(
                         f"{path} line {number}: has {len(cells)} cells, and the first line "
                         f"{len(names)}; a cell with a comma or a line break needs quotes"
                     )
                 yield f"{path} line {number}", dict(zip(names, cells, strict=True))
+    except UnicodeEncodeError as error:
+        raise DataError(f"{path} line {number}: not UTF-8; save the file in it") from error
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path} line {number + 1}: not readable as CSV ({error})") from error
 
@@ -648,6 +661,11 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
         raise DataError(
             "has Alpaca's fields; give question_key=instruction answer_key=output, or where there "
             "is an input too, join it with the instruction in one field, such as question"
+        )
+    if {"chosen", "rejected"} <= entry.keys() and not (fields.answer or fields.for_function):
+        raise DataError(
+            "has chosen and rejected, a preference and no right answer; if a field holds one, name "
+            "it with answer_key="
         )
     asked = _value(entry, name, "question_key")
     if not fields.ignores_media and (media := _media({**entry, "type": None})):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from qurl_megatron.algorithm.score import TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import rewards
-from qurl_megatron.data.verifiers import is_plain, right_answers
+from qurl_megatron.data.verifiers import is_plain, no_mathematics, right_answers
 from qurl_megatron.machine.processes import END_CONTAINED, contain, die_with_parent, start_worker
 
 if TYPE_CHECKING:  # it imports torch, which a worker does not need
@@ -212,13 +212,14 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     Raises:
         ConfigError: the reward cannot be loaded.
     """
-    reasons = [""] * len(questions)
     if rewards.is_user_function(config):
-        return reasons
+        return [""] * len(questions)
+    reasons = [no_mathematics(config.reward, question) for question in questions]
     doubtful = [
         row
         for row, question in enumerate(questions)
-        if not any(
+        if not reasons[row]
+        and not any(
             is_plain(config.reward, answer) for answer in right_answers(config.reward, question)
         )
     ]

@@ -284,13 +284,43 @@ def right_answers(reward: str, question: Question) -> list[str]:
 
 
 def _listed(answer: str) -> list[str]:
-    """Return the texts of a list of texts, or the answer alone."""
-    for read in (json.loads, ast.literal_eval) if answer.lstrip().startswith("[") else ():
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            texts = read(answer.strip())
-            if texts and all(isinstance(each, str) and each.strip() for each in texts):
-                return list(texts)
+    """Return the texts and numbers of a list of them, or the answer alone."""
+    listed = _data_in(answer)
+    if isinstance(listed, list) and all(type(each) in (str, int, float) for each in listed):
+        texts = [str(each).strip() for each in listed]
+        return texts if all(texts) else [answer]
     return [answer]
+
+
+def _data_in(answer: str) -> Any:
+    """Return the value that a text is as JSON or Python writes it, if any text or object is in it.
+
+    Else None: [0, 1] is an interval, and {1, 2} a set.
+    """
+    for read in (json.loads, ast.literal_eval) if answer.lstrip()[:1] in ("[", "{") else ():
+        with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            value = read(answer.strip())
+            return value if _has_words(value) else None
+    return None
+
+
+def _has_words(value: Any) -> bool:
+    parts = value if isinstance(value, list | tuple | set) else ()
+    return isinstance(value, str | dict) and value != {} or any(map(_has_words, parts))
+
+
+def no_mathematics(reward: str, question: Question) -> str:
+    """Return why an answer is data rather than mathematics; empty if it is not.
+
+    An object as text, or a list of lists with texts in it, belongs to a function of the user's own.
+    """
+    if reward == "exact" or "source_dataset" in question.metadata:
+        return ""
+    given = texts_of(question.answer, question.answers)
+    data = [each for each in given if _listed(each) == [each] and _data_in(each) is not None]
+    if len(data) < len(given):
+        return ""
+    return f"the answer {_shown(data[0])} is an object or a nested list, not one answer"
 
 
 _AMONG_WORDS = re.compile(
