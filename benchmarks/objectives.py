@@ -192,7 +192,7 @@ ONE_RANK = [
     "learner.tensor_parallel_size=1",
     "learner.expert_parallel_size=1",
 ]
-WRITES_PROBLEMS = Lock()  # concurrent runs share the file of problems
+ALONE = Lock()  # concurrent runs share the file of problems, and transformers' lazy imports
 
 
 def main() -> None:
@@ -315,7 +315,7 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
     if not setting.digits:
         return [setting.recipe]
     path = output_dir / f"digits-{setting.digits}.jsonl"
-    with WRITES_PROBLEMS:
+    with ALONE:
         if not path.exists():
             output_dir.mkdir(parents=True, exist_ok=True)
             problems = rows_of_digits(setting.digits)
@@ -386,7 +386,8 @@ def make_start(output_dir: Path, setting: Setting, seed: int) -> Path:
     if setting.goes_on_from:
         shutil.copytree(make_start(output_dir, SETTINGS[setting.goes_on_from], seed), partial)
     else:
-        run_function(config.model_builder, partial, seed)
+        with ALONE:
+            run_function(config.model_builder, partial, seed)
     tokenizer = load_tokenizer(partial)
     architecture = Architecture.from_directory(partial)
     config.rollout.stop_token_ids = stop_token_ids(architecture, tokenizer)

@@ -5,6 +5,7 @@
     codes       of what codes are made: masters, or BF16 values of them
     smoothing   the format of a served copy, and the exponent of its smoothing
     yardsticks  finer scales than servers have, beside smoothing
+    proof       right starts of the recipe `smollm2`, none of which its proof may end
 
 An arm that benchmarks/results/pretrained.jsonl has is not repeated: a chapter can be interrupted.
 The rows are printed as a table in the end.
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.pretrained import codes, rounding, smoothing, yardsticks
+from benchmarks.pretrained import codes, proof, rounding, smoothing, yardsticks
 from qurl_megatron.files import read_json_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "pretrained.jsonl"
@@ -26,6 +27,7 @@ CHAPTERS: dict[str, Any] = {
     "codes": codes,
     "smoothing": smoothing,
     "yardsticks": yardsticks,
+    "proof": proof,
 }
 
 

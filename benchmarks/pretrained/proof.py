@@ -1,0 +1,84 @@
+"""Does the proof of a run let right servers pass? Starts of the recipe, each in its own way.
+
+An arm is `qurl train smollm2` with one step and one server. Nothing is wrong with any of them, so
+a run that ends at its proof is a false end. An arm with `resumed` is proven again after its steps.
+"""
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.runs import QURL, complete_run
+
+SHORT = """steps=1 checkpoint.every_steps=0 evaluation.problems=0 data_options.size=400
+    learner.data_parallel_size=1 rollout.servers=1 rollout.prompts_per_step=16
+    rollout.completions_per_prompt=2 learner.micro_batch_size=4""".split()
+INT4 = "quantization.format=int4 quantization.group_size=32"
+ARMS: list[dict[str, Any]] = [
+    {"words": f"{words} rollout.temperature={temperature}"}
+    for words in (
+        "quantization.format=int8",
+        "quantization.format=fp8",
+        INT4,
+        "quantization.format=bf16",
+    )
+    for temperature in (0.3, 0.6, 1)
+] + [
+    {"words": "quantization.uaq.scale=1.5"},
+    {"words": "quantization.smoothing=0.5"},
+    {"words": "quantization.smoothing=0.5 quantization.format=fp8"},
+    {"words": "quantization.keep=[down_proj]"},
+    {"words": "rollout.top_p=0.9"},
+    {"words": "rollout.server.tensor_parallel_size=3"},
+    {"words": "learner.tensor_parallel_size=3"},
+    {"words": "learner.pipeline_parallel_size=2"},
+    {"words": "learner.dtype=bfloat16"},
+    {"words": "learner.quantized_forward=all"},
+    {"words": f"learner.quantized_forward=weights {INT4}"},
+    {"words": "adapters.rank=16 optimizer.learning_rate=2e-4"},
+    {"words": f"adapters.rank=16 optimizer.learning_rate=2e-4 {INT4}"},
+    {"words": "steps=8 optimizer.learning_rate=3e-5", "resumed": True},
+    {"words": f"steps=8 optimizer.learning_rate=3e-5 {INT4}", "resumed": True},
+]
+
+
+def measure(model: Path, words: str, resumed: bool = False) -> dict[str, Any]:
+    """Return what the proof of a run found, and why it ended the run, if it did."""
+    with tempfile.TemporaryDirectory(prefix="qurl-proof-") as directory:
+        run_dir = Path(directory, "run")
+        given = ["smollm2", f"model={model}", *SHORT, *words.split()]
+        row: dict[str, Any] = {"ended": ""}
+        try:
+            _, (*_, last) = complete_run(run_dir, given)
+            if resumed:
+                again = [*QURL, "resume", str(run_dir), f"steps={last['step'] + 1}"]
+                subprocess.run(again, check=True, capture_output=True)
+        except RuntimeError:
+            row["ended"] = Path(f"{run_dir}.log").read_text().splitlines()[-1]
+        except subprocess.CalledProcessError as error:
+            row["ended"] = error.stderr.decode().splitlines()[-1]
+        file = run_dir / "mismatch.json"
+        row |= json.loads(file.read_text())["rollout"] if file.exists() else {}
+    print(words, {name: row.get(name) for name in ("ended", *MEANS)}, flush=True)
+    return row
+
+
+MEANS = ("logprob_abs_diff", "predicted_logprob_abs_diff", "kl_behaviour_proximal_k3")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table, and the number of false ends."""
+    lines = [
+        "| `qurl train smollm2` | mean distance | predicted | k3 | verdict |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        arm = row["arm"]
+        means = [f"{row[name]:.2g}" if name in row else "" for name in MEANS]
+        again = ", resumed" if arm.get("resumed") else ""
+        cells = [f"{arm['words']}{again}", *means, row["ended"] or "right"]
+        lines.append(f"| {' | '.join(cells)} |")
+    false = sum(bool(row["ended"]) for row in rows)
+    return "\n".join([*lines, f"\n{false} of {len(rows)} right runs were ended."])
