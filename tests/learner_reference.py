@@ -97,7 +97,7 @@ def policy_gradient(
     moved = torch.zeros(())
     if getattr(batch, "proximal_logprobs", None) is not None:
         moved = (current_logprobs.detach() - batch.proximal_logprobs).abs().sum()
-    loss = -(loss_weights * batch.advantages * current_logprobs).sum()
+    loss = -(loss_weights * (batch.advantages * current_logprobs + 0.1 * entropy)).sum()
     return loss, {"tokens": batch.loss_mask.sum(), "moved": moved}
 
 
@@ -203,7 +203,7 @@ def logprobs_and_entropy_of(
 ) -> tuple[Tensor, ...]:
     logits = model(tokens).logits[:, :-1] / temperature
     if kept is not None:
-        logits = logits.masked_fill(~kept[:, 1:], -torch.inf)
+        logits = logits.masked_fill(~kept[:, 1:], -1e9)  # of a probability of 0
     distribution = logits.log_softmax(-1)
     logprobs = distribution.gather(2, tokens[:, 1:, None]).squeeze(2)
     entropy = -(distribution.exp() * distribution).sum(-1)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,14 @@ TEMPERATURE = 0.7
 MASK = torch.arange(TOKENS) % 5 != 3
 MASK[:30] = False  # a whole chunk of the first rank
 LARGEST_MASK = 40
+# With sampling masks; with a loss that uses the entropy too.
+OPTIONS = ((), ("entropy",), ("masks",), ("masks", "entropy"))
+CASES = [
+    (tile, options)
+    for tile, (_, rows) in TILES.items()
+    for options in OPTIONS
+    if rows == VOCABULARY or "masks" not in options
+]
 
 
 @dataclass
@@ -54,12 +63,13 @@ def sampling_masks() -> Tensor:
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden states, weight, targets, and the gradient of the log-probs."""
+    """Return hidden states, weight, targets, and gradients [2, tokens]: of log-probs, entropies."""
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
     weight = 2 * torch.randn(VOCABULARY, HIDDEN, generator=generator)
     targets = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    return hidden.to(dtype), weight.to(dtype), targets, torch.randn(TOKENS, generator=generator)
+    gradients = torch.randn(2, TOKENS, generator=generator)
+    return hidden.to(dtype), weight.to(dtype), targets, gradients
 
 
 def score_in_chunks() -> dict[tuple[Any, ...], Scores]:
@@ -67,25 +77,29 @@ def score_in_chunks() -> dict[tuple[Any, ...], Scores]:
 
     device.initialize_distributed()
     scores: dict[tuple[Any, ...], Scores] = {
-        (tile, dtype): score(sizes, dtype)
-        for tile, sizes in TILES.items()
-        for dtype in (torch.float32, torch.bfloat16)
+        (tile, torch.bfloat16): score(sizes, torch.bfloat16) for tile, sizes in TILES.items()
     }
-    for tile, sizes in TILES.items():
-        if VOCABULARY in sizes:
-            scores[tile, torch.float32, "masks"] = score(sizes, torch.float32, sampling_masks())
+    for tile, options in CASES:
+        scores[tile, torch.float32, *options] = score(TILES[tile], torch.float32, *options)
     torch.distributed.destroy_process_group()
     return scores
 
 
-def score(tile: tuple[int, int], dtype: torch.dtype, masks: Tensor | None = None) -> Scores:
+def go_back(logprobs: Tensor, entropy: Tensor, gradients: Tensor, options: Sequence[str]) -> None:
+    loss = (gradients[0] * logprobs).sum()
+    if "entropy" in options:
+        loss = loss + (gradients[1] * entropy).sum()
+    loss.backward()
+
+
+def score(tile: tuple[int, int], dtype: torch.dtype, *options: str) -> Scores:
     import torch.distributed as dist
 
     from qurl_megatron.learner.logprobs import logprobs_and_entropy
 
     group = dist.group.WORLD
     assert group is not None
-    hidden, weight, targets, grad = problem(dtype)
+    hidden, weight, targets, gradients = problem(dtype)
     num_rows = -(-len(weight) // dist.get_world_size())
     first_row = num_rows * dist.get_rank()
     num_tokens = TOKENS // dist.get_world_size()
@@ -97,15 +111,16 @@ def score(tile: tuple[int, int], dtype: torch.dtype, masks: Tensor | None = None
             own_rows,
             targets,
             MASK.nonzero().view(-1),
-            masks,
+            sampling_masks() if "masks" in options else None,
             temperature=TEMPERATURE,
             first_row=first_row,
             group=group,
             tile=tile,
         )
-        logprobs.backward(grad)
+        go_back(logprobs, entropy, gradients, options)
     assert hidden.grad is not None and own_rows.grad is not None
-    return Scores(logprobs.detach(), entropy, hidden.grad, own_rows.grad, operations.largest)
+    results = logprobs.detach(), entropy.detach()
+    return Scores(*results, hidden.grad, own_rows.grad, operations.largest)
 
 
 @functools.cache
@@ -113,34 +128,31 @@ def scores_by_rank(world_size: int) -> list[dict[tuple[Any, ...], Scores]]:
     return run_ranks(score_in_chunks, world_size)
 
 
-def exact_scores(dtype: torch.dtype, masks: Tensor | None = None) -> Scores:
+def exact_scores(dtype: torch.dtype, *options: str) -> Scores:
     """Score the same values in float64 with torch's log_softmax and autograd."""
-    hidden, weight, targets, grad = problem(dtype)
+    hidden, weight, targets, gradients = problem(dtype)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
     logits = hidden @ weight.t() / TEMPERATURE
-    if masks is not None:
+    if "masks" in options:
+        masks = sampling_masks()
         kept = torch.zeros(TOKENS, VOCABULARY + 1, dtype=torch.bool)
         kept.scatter_(1, torch.where(masks < 0, VOCABULARY, masks).long(), True)
-        logits = logits.masked_fill(~kept[:, :VOCABULARY], -torch.inf)
+        logits = logits.masked_fill(~kept[:, :VOCABULARY], -1e9)
     distribution = logits.log_softmax(-1)
     logprobs = distribution.gather(1, targets[:, None]).squeeze(1) * MASK
-    logprobs.backward(grad.double())
-    entropy = -(distribution.exp() * distribution).nan_to_num(0).sum(-1) * MASK
+    entropy = -(distribution.exp() * distribution).sum(-1) * MASK
+    go_back(logprobs, entropy, gradients, options)
     assert hidden.grad is not None and weight.grad is not None
     return Scores(logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, 0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("tile", "masks"),
-    [(tile, ()) for tile in TILES]
-    + [(tile, ("masks",)) for tile, sizes in TILES.items() if VOCABULARY in sizes],
-)
+@pytest.mark.parametrize(("tile", "options"), CASES)
 def test_scores_and_gradients_over_sharded_tokens_and_vocabulary_are_exact(
-    world_size: int, tile: str, masks: tuple[str, ...]
+    world_size: int, tile: str, options: tuple[str, ...]
 ) -> None:
-    ranks = [scores[tile, torch.float32, *masks] for scores in scores_by_rank(world_size)]
-    expected = exact_scores(torch.float32, sampling_masks() if masks else None)
+    ranks = [scores[tile, torch.float32, *options] for scores in scores_by_rank(world_size)]
+    expected = exact_scores(torch.float32, *options)
     for rank in ranks:
         for name in ("logprobs", "entropy"):
             torch.testing.assert_close(
@@ -173,8 +185,13 @@ def test_a_log_prob_over_a_mask_is_that_of_a_softmax_of_its_logits() -> None:
     torch.testing.assert_close(logprobs, torch.tensor([0.8, 1.0]).log())
     of_five = -(0.2 * math.log(0.2) + 0.8 * math.log(0.8))
     torch.testing.assert_close(entropy, torch.tensor([of_five, 0.0]))
-    logprobs.sum().backward()
+    logprobs.sum().backward(retain_graph=True)
     torch.testing.assert_close(weight.grad, torch.tensor([[-0.2], [0.0], [0.2], [0.0]]))
+    # -p (log p + H) of 0.2 and 0.8; a single candidate has an entropy of 0, whatever its logit.
+    weight.grad = None
+    entropy.sum().backward()
+    first, third = (-p * (math.log(p) + of_five) for p in (0.2, 0.8))
+    torch.testing.assert_close(weight.grad, torch.tensor([[first], [0.0], [third], [0.0]]))
 
 
 def test_chunked_scores_never_hold_all_logits() -> None:
@@ -196,7 +213,7 @@ def test_bfloat16_gradients_of_many_small_tiles_add_up() -> None:
 def test_a_frozen_output_layer_has_no_gradient_and_costs_no_product() -> None:
     from qurl_megatron.learner.logprobs import logprobs_and_entropy
 
-    hidden, weight, targets, grad = problem(torch.float32)
+    hidden, weight, targets, gradients = problem(torch.float32)
     hidden.requires_grad_()
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     found: dict[bool, tuple[int, Tensor]] = {}
@@ -213,7 +230,7 @@ def test_a_frozen_output_layer_has_no_gradient_and_costs_no_product() -> None:
             tile=(TOKENS, 100),
         )
         with RecordedOperations() as operations:
-            logprobs.backward(grad)
+            logprobs.backward(gradients[0])
         assert hidden.grad is not None
         found[trained] = operations.counts[torch.ops.aten.addmm_], hidden.grad
     assert found[True][0] == 2 * found[False][0] > 0

@@ -411,6 +411,22 @@ def test_kl_penalty_of_a_token_is_at_most_10_and_has_no_gradient_beyond(
     assert -of_gain.item() == pytest.approx(gradient, rel=1e-5)
 
 
+def test_the_entropy_bonus_raises_j_by_its_multiple_of_the_entropy_of_trained_tokens() -> None:
+    batch = random_batch(seed=4)
+    entropy = torch.rand(batch["advantages"].shape).masked_fill(
+        batch["loss_weights"] == 0, math.nan
+    )
+    entropy.requires_grad_()
+    plain, plain_gradient = differentiate(batch, "acr")
+    output, gradient = differentiate(batch, "acr", entropy_coefficient=0.3, entropy=entropy)
+    mean = (batch["loss_weights"] * entropy.detach().nan_to_num()).sum()
+    torch.testing.assert_close(plain.loss - output.loss, 0.3 * mean)
+    torch.testing.assert_close(entropy.grad, -0.3 * batch["loss_weights"])
+    assert torch.equal(gradient, plain_gradient) and output.stats == plain.stats
+    with pytest.raises(ValueError, match="entropy_coefficient 0.3 needs entropy"):
+        differentiate(batch, "acr", entropy_coefficient=0.3)
+
+
 def test_kl_without_a_reference_is_refused() -> None:
     with pytest.raises(ValueError, match="reference_logprobs"):
         policy_objective(**random_batch(seed=4), objective="acr", kl_coefficient=0.1, **SETTINGS)
@@ -557,6 +573,7 @@ def test_in_the_first_pass_current_logprobs_are_the_proximal_ones() -> None:
     results = []
     for proximal in (batch.proximal_logprobs, None):
         current = batch.proximal_logprobs.clone().requires_grad_()
+        entropy.requires_grad_(proximal is None)
         given = dataclasses.replace(batch, proximal_logprobs=proximal, entropy=entropy)
         value, stats = loss(current, entropy, given, batch.loss_weights)
         value.backward()
@@ -564,6 +581,7 @@ def test_in_the_first_pass_current_logprobs_are_the_proximal_ones() -> None:
         results.append((value.item(), current.grad.tolist(), floats(stats)))
         assert given.proximal_logprobs is not None and not given.proximal_logprobs.requires_grad
         assert torch.equal(given.proximal_logprobs, batch.proximal_logprobs)
+        assert given.entropy is not None and not given.entropy.requires_grad
     assert results[0] == results[1]
 
 
@@ -576,11 +594,14 @@ def test_every_setting_of_a_run_reaches_its_loss() -> None:
     rows = TrainBatch(
         torch.tensor([128]), zeros, weights > 0, entropy=zeros, **{n: batch[n] for n in names}
     )
-    config = ObjectiveConfig("tis", 0.05, 0.5, 1.2, kl_coefficient=0.7, dual_clip=1.5)
+    config = ObjectiveConfig(
+        "tis", 0.05, 0.5, 1.2, kl_coefficient=0.7, entropy_coefficient=0.1, dual_clip=1.5
+    )
     settings = dataclasses.asdict(config)
     del settings["aggregation"]
-    expected = policy_objective(**batch, **settings).loss
-    assert torch.equal(PolicyLoss(config)(current, zeros, rows, weights)[0], expected)
+    entropy = torch.rand_like(current)
+    expected = policy_objective(**batch, entropy=entropy, **settings).loss
+    assert torch.equal(PolicyLoss(config)(current, entropy, rows, weights)[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,8 @@ def policy_objective(
     dual_clip: float | None = None,
     kl_coefficient: float = 0.0,
     reference_logprobs: Tensor | None = None,
+    entropy_coefficient: float = 0.0,
+    entropy: Tensor | None = None,
     sequence_log_rho: Tensor | None = None,
     token_staleness: Tensor | None = None,
 ) -> ObjectiveOutput:
@@ -123,6 +125,9 @@ def policy_objective(
             Section 3). With x = reference / current, k3 = x - 1 - log x estimates
             KL(current || reference). It is clamped at `MAX_K3_PENALTY`, without a gradient beyond.
         reference_logprobs: from the model before any training; only the penalty needs them.
+        entropy_coefficient: if positive, J is raised by `entropy_coefficient * entropy`.
+        entropy: of the current policy's distribution of each token, in nats, with a gradient; only
+            `entropy_coefficient` needs it.
         sequence_log_rho: the sum of log rho over the sampled tokens of each token's sequence; only
             `sequence_tis` needs it.
         token_staleness: int32, weight versions between a token's sampling and its training; only
@@ -141,10 +146,13 @@ def policy_objective(
           bucket of `STALENESS_BUCKETS`; only with `token_staleness`.
 
     Raises:
-        ValueError: a penalty has no `reference_logprobs`, or `sequence_tis` no `sequence_log_rho`.
+        ValueError: a penalty has no `reference_logprobs`, a bonus no `entropy`, or `sequence_tis`
+            no `sequence_log_rho`.
     """
     if kl_coefficient != 0 and reference_logprobs is None:
         raise ValueError(f"kl_coefficient {kl_coefficient} needs reference_logprobs")
+    if entropy_coefficient != 0 and entropy is None:
+        raise ValueError(f"entropy_coefficient {entropy_coefficient} needs entropy")
 
     # Mask before any arithmetic: NaN * 0 is NaN, both in the loss and in the gradient.
     counted = loss_weights > 0
@@ -186,6 +194,8 @@ def policy_objective(
         k3 = _k3(_where(counted, reference_logprobs).detach(), current)
         kl_reference = k3.clamp(max=MAX_K3_PENALTY)
         gain = gain - kl_coefficient * kl_reference
+    if entropy_coefficient and entropy is not None:
+        gain = gain + entropy_coefficient * _where(counted, entropy)
     loss = -(_where(counted, loss_weights) * gain).sum()
 
     with torch.no_grad():
@@ -295,7 +305,7 @@ class PolicyLoss:
             `mismatch_sums`, also by staleness.
         """
         if batch.proximal_logprobs is None:
-            batch.proximal_logprobs, batch.entropy = current_logprobs.detach(), entropy
+            batch.proximal_logprobs, batch.entropy = current_logprobs.detach(), entropy.detach()
         assert batch.behaviour_logprobs is not None and batch.entropy is not None
         assert batch.advantages is not None
         settings = dataclasses.asdict(self.config)
@@ -306,7 +316,7 @@ class PolicyLoss:
             log_rho = batch.proximal_logprobs - batch.behaviour_logprobs
             sequence_log_rho = sum_over_sequences(_where(counted, log_rho))
         if self.user is not None:
-            # With advantages of 0, only its penalty and its number of tokens are left.
+            # With advantages of 0, only penalty, bonus and the number of tokens are left.
             settings["objective"] = "on_policy"
             if self.user.takes_reference:
                 settings["kl_coefficient"] = 0.0
@@ -317,6 +327,7 @@ class PolicyLoss:
             torch.zeros_like(batch.advantages) if self.user else batch.advantages,
             loss_weights,
             reference_logprobs=batch.reference_logprobs,
+            entropy=entropy,
             sequence_log_rho=sequence_log_rho,
             token_staleness=batch.token_staleness if self.by_staleness else None,
             **settings,

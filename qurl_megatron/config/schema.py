@@ -265,6 +265,10 @@ class ObjectiveConfig:
     """Weight of GRPO's KL penalty (the k3 estimator, at most 10 per token) towards the model before
     RL. 0 disables it, and no reference policy is kept."""
 
+    entropy_coefficient: NonNegative = 0.0
+    """Weight of an entropy bonus: the mean entropy of the trained tokens, in nats, averaged as
+    `aggregation` says. It keeps a policy exploring. 0 disables it."""
+
     dual_clip: Annotated[float, Gt(1), Le(1e6)] | None = None
     """Bound on the policy ratio of tokens with a negative advantage; beyond it a token has no
     gradient (dual clip, verl's clip_ratio_c). None: no bound."""

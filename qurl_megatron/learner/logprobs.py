@@ -10,7 +10,11 @@ A tile gives four numbers per token: the largest logit m, the sum of exp(logit -
 weighted by logit - m, and the target's logit. `_merge` combines those of a rank's tiles and, after
 one gather, those of all ranks. With M and S of the whole vocabulary:
 
-    log p(target) = logit_target - M - log S        entropy = log S - E[logit - M]
+    log p(target) = logit_target - M - log S        entropy H = log S - E[logit - M]
+
+The backward pass makes a tile of logits again. With log p and H known, each gives its gradient:
+
+    d log p(target) / d logit = [is target] - p     d H / d logit = -p (log p + H)
 
 On a CPU, BF16 values are multiplied as float32, so that sums are not rounded. Where the processor
 can, oneDNN multiplies them as BF16, which gives the same and is faster.
@@ -61,7 +65,7 @@ def logprobs_and_entropy(
 
     Returns:
         Two float32 tensors [tokens], the same on every rank; 0 for other tokens. Gradients
-        flow through the log-probs only, to `hidden` and `weight`.
+        flow through both, to `hidden` and `weight`; an entropy that is not used costs nothing.
     """
     return _LogProbs.apply(
         hidden, weight, targets, scored, masks, temperature, first_row, group, tile
@@ -211,16 +215,20 @@ class _LogProbs(torch.autograd.Function):
         entropy = zeros.index_copy(0, index, log_sum - weighted / sum_exp)
         log_partition = zeros.index_copy(0, index, maximum + log_sum)
 
-        ctx.save_for_backward(hidden, weight, targets, log_partition, masks)
+        ctx.save_for_backward(hidden, weight, targets, log_partition, entropy, masks)
         ctx.temperature, ctx.group, ctx.chunks, ctx.tiles = temperature, group, chunks, tiles
         ctx.first_row = first_row
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # None is the gradient of what is not used
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_partition, masks = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_partition, entropy, masks = ctx.saved_tensors
         ranks = ctx.group.size()
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_partition)
         scale = grad_logprobs / ctx.temperature
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = None  # of a frozen output layer
@@ -236,10 +244,14 @@ class _LogProbs(torch.autograd.Function):
                 tile_weight = _factor(weight[rows])
                 with _products(weight.dtype):
                     grad = logits = _logits(states, tile_weight, ctx.temperature)
-                # d log p(target) / d logit = [is target] - p
                 if masks is not None:
                     grad, kept = _kept(logits, masks[positions], ctx.first_row)
-                grad.sub_(log_partition[positions, None]).exp_().mul_(-scale[positions, None])
+                grad.sub_(log_partition[positions, None])  # log p
+                factor = -scale[positions, None]
+                if grad_entropy is not None:
+                    of_entropy = grad_entropy[positions, None] / ctx.temperature
+                    factor = (grad + entropy[positions, None]).mul_(-of_entropy).add_(factor)
+                grad.exp_().mul_(factor)
                 if masks is not None:
                     grad = logits.zero_().scatter_add_(1, kept, grad)
                 columns, is_there = _columns(places, rows)

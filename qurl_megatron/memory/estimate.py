@@ -542,7 +542,8 @@ def learner_memory(
         chunk = min(LOGIT_CHUNK_ELEMENTS, tokens * vocabulary_rows)
         logits = SCORED_LOGIT_BYTES * chunk
         if not architecture.adapter_rank:
-            logits = max(logits, 6 * chunk + 6 * vocabulary_rows * hidden)
+            per_logit = 10 if config.objective.entropy_coefficient else 6
+            logits = max(logits, per_logit * chunk + 6 * vocabulary_rows * hidden)
     intermediate = architecture.active_intermediate_size
     gathered = element * tokens * hidden if size > 1 else 0
     backward = element * tokens * (3 * intermediate // size + 2 * hidden) - gathered

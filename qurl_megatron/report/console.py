@@ -297,8 +297,8 @@ def rules(
         yield (
             "entropy collapse",
             f"entropy has collapsed to {now['entropy']:.2g} nats, from {entropy:.2g} in the first "
-            "steps; lower optimizer.learning_rate or raise objective.eps_high (rule: less than a "
-            "tenth)",
+            "steps; raise objective.entropy_coefficient or objective.eps_high, or lower "
+            "optimizer.learning_rate (rule: less than a tenth)",
         )
     if first and kl > 1e-3 and kl > 10 * (early := fmean(each[KL] for each in first)):
         compare = (
