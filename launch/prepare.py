@@ -54,7 +54,7 @@ SETTLED = {
 }
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
 
-MODELS = ("model", "critic.model")  # the fields; other sources are data
+DIRECTORIES = ("model", "critic.model", "adapters.init")  # other sources are data
 
 
 def prepare_new(
@@ -248,11 +248,12 @@ def warn_of_pickles(directory: Path) -> None:
 
 
 def sources(config: Config) -> dict[str, str]:
-    """Return the models and data that a run reads, by field."""
+    """Return the models, adapters and data that a run reads, by field."""
     data = {f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()}
     return {
         "model": config.model,
         "critic.model": config.critic.model,
+        "adapters.init": config.adapters.init,
         "data": config.data,
         **data,
     }
@@ -261,7 +262,7 @@ def sources(config: Config) -> dict[str, str]:
 def _change_sources(config: Config, change: Callable[[str, str], str]) -> None:
     """Replace each of `sources` by what a function returns for field and source."""
     changed = [change(field, source) for field, source in sources(config).items()]
-    config.model, config.critic.model, config.data, *data = changed
+    config.model, config.critic.model, config.adapters.init, config.data, *data = changed
     config.evaluation.data = dict(zip(config.evaluation.data, data, strict=True))
 
 
@@ -274,7 +275,9 @@ def _find(config: Config, saved: Config) -> None:
     before = sources(saved)
 
     def find(field: str, source: str) -> str:
-        if field in MODELS:
+        if field == "adapters.init":
+            return source
+        if field in DIRECTORIES:
             return hub.local_model(source, before[field], hub.TOKENIZER)
         return local_data(source, before.get(field, ""))
 
@@ -297,7 +300,7 @@ def _make_paths_absolute(config: Config) -> None:
     """Make models, data, a key and the user's functions independent of the working directory."""
 
     def change(field: str, source: str) -> str:
-        parts = [source] if field in MODELS else parts_of(source)
+        parts = [source] if field in DIRECTORIES else parts_of(source)
         return ",".join(map(_absolute, parts))
 
     _change_sources(config, change)
@@ -374,6 +377,8 @@ def _check(
         field = f"objective.objective={config.objective.objective}"
         needed("user_objective", "user_objective", by=field).check_objective(config)
     check_model(Path(hub.local_model(config.model)))
+    if config.adapters.init:
+        needed("adapters", "files", by="adapters.init").check_start(config, architecture)
     config.template_date = config.template_date or date.today().isoformat()
     template = (config.chat_template_options, config.template_date, config.chat_template)
     tokenizer = load_tokenizer(Path(config.model), *template)

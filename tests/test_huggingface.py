@@ -188,7 +188,7 @@ def test_adapters_beside_weights_are_refused(write_changed: WriteChanged, file: 
 
 def test_a_directory_of_adapters_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    with pytest.raises(ArchitectureError, match="holds adapters over 'org/base' and no model; mer"):
+    with pytest.raises(ArchitectureError, match="holds adapters over 'org/base' and no model; giv"):
         check_model(tmp_path)
 
 

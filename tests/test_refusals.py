@@ -138,6 +138,9 @@ FIELDS = rows(r"""
     adapters.rank=4 & advantage_estimator=gae  critic is a whole model
     adapters.targets=[q_proj]  with adapters.rank=0 the whole model is trained
     adapters.rank=4 & rollout.servers_at=["http://localhost:1"]  servers elsewhere hold no adapters
+    adapters.init=model                       adapters.init: with adapters.rank=0 the whole model
+    adapters.rank=4 & adapters.init=model & objective.kl_coefficient=0  no directory of adapters
+    adapters.rank=4 & adapters.init=a & objective.kl_coefficient=0.1  the base without those of ada
     adapters.rank=4096                        no rank above it adds anything
     adapters.rank=-1                          greater than or equal to 0
     adapters.alpha=0                          adapters.alpha=0

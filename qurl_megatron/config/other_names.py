@@ -153,6 +153,8 @@ OTHER_NAMES = {
     "lora_rank": "adapters.rank",
     "use_peft": "adapters.rank, 0 for none",
     "lora_alpha": "adapters.alpha",
+    "lora_adapter_path": "adapters.init",
+    "adapter_name_or_path": "adapters.init",
     "target_modules": "adapters.targets",
     "lora_target_modules": "adapters.targets",
     "quant": "quantization.format",

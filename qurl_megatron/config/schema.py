@@ -415,6 +415,10 @@ class AdaptersConfig:
     """Linear layers with adapters, by name or pattern as in `quantization.keep`: [q_proj, v_proj].
     Empty: all. Experts have none."""
 
+    init: Place = ""
+    """Directory of adapters to begin with, as peft or an earlier run wrote it (`final_adapters`),
+    of this rank or a lower one. Empty: A is drawn, and B is 0."""
+
 
 @dataclasses.dataclass
 class ServerConfig:

@@ -382,7 +382,7 @@ def _validate_fields(config: Config) -> None:
         )
     if rollout.placement == "colocated":
         extensions.needed("colocated", "fit", by="rollout.placement=colocated").check_fields(config)
-    if config.adapters.rank or config.adapters.targets:
+    if config.adapters.rank or config.adapters.targets or config.adapters.init:
         _checks_of_adapters(config).check(config)
     if rollout.max_staleness and config.objective.objective == "on_policy":
         raise ConfigError(

@@ -179,9 +179,9 @@ class Architecture:
         if not file.is_file() and (directory / ADAPTER_CONFIG).is_file():
             base = read_json(directory / ADAPTER_CONFIG).get("base_model_name_or_path")
             raise ArchitectureError(
-                f"'{directory}' holds adapters over {base!r:.200} and no model; merge them (peft: "
-                "merge_and_unload, save_pretrained) and give that directory; for qurl eval, give "
-                "the base and adapters=DIR"
+                f"'{directory}' holds adapters over {base!r:.200} and no model; give that, and "
+                "adapters.init=DIR adapters.rank=RANK to train them further, or merge them (peft: "
+                "merge_and_unload, save_pretrained); for qurl eval, give the base and adapters=DIR"
             )
         if not file.is_file():
             raise ArchitectureError(

@@ -14,9 +14,10 @@ def check(config: Config) -> None:
         ConfigError: it cannot.
     """
     if not config.adapters.rank:
+        field = "init" if config.adapters.init else "targets"
         raise ConfigError(
-            "adapters.targets: with adapters.rank=0 the whole model is trained; give a rank, or "
-            "leave out the targets"
+            f"adapters.{field}: with adapters.rank=0 the whole model is trained; give a rank, or "
+            f"leave out adapters.{field}"
         )
     rank, quantization = f"adapters.rank={config.adapters.rank}", config.quantization
     if quantization.format not in ("int8", "int4", "fp8"):
@@ -48,6 +49,12 @@ def check(config: Config) -> None:
         raise ConfigError(
             f"advantage_estimator=gae: PPO's critic is a whole model, which {rank} has no room "
             "for; choose grpo"
+        )
+    if config.adapters.init and config.objective.kl_coefficient:
+        raise ConfigError(
+            f"objective.kl_coefficient={config.objective.kl_coefficient:g}: the reference of "
+            f"adapters is the base without those of adapters.init; set it to 0, or merge them into "
+            "the model"
         )
     if config.rollout.servers_at:
         raise ConfigError(

@@ -9,6 +9,8 @@ for its errors too, so over the original weights they are not what was trained.
 """
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qurl_megatron.config.schema import Config, ConfigError, Rounding, WeightFormat
+from qurl_megatron.extensions.adapters.checks import adapted_layers
 from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import ADAPTER_CONFIG, Architecture
@@ -30,12 +33,12 @@ from qurl_megatron.quantization.rounding import write_rounded
 
 CONFIG, TENSORS, BASE = ADAPTER_CONFIG, "adapter_model.safetensors", "qurl_base.json"
 _PREFIX = "base_model.model."  # of peft's names
-# Fields of peft that say which layers have adapters, or how these were trained. Any other field
-# that is set, also one of a later peft, may change what an adapter computes.
+# Fields of peft that are read here, or that say which layers have adapters, or how these were
+# trained. Any other that is set, also one of a later peft, may change what an adapter computes.
 _HARMLESS = set(
     """task_type auto_mapping peft_version base_model_name_or_path revision inference_mode r
     lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern
-    megatron_core qalora_group_size""".split()
+    megatron_core qalora_group_size use_rslora rank_pattern alpha_pattern""".split()
 )
 # Fields that are set for a plain product of A and B too, and the values that they may have.
 _PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, "gaussian")}
@@ -46,17 +49,32 @@ class AdapterFiles:
     """The adapters of a directory."""
 
     tensors: Mapping[str, Tensor]  # by peft's names without their prefix
-    scaling: float  # alpha / rank
+    scaling: Mapping[str, float]  # alpha / rank, or alpha / sqrt(rank) with rsLoRA, by layer
     weight_format: WeightFormat  # of the base
     base: str = ""  # `base_hash` of the base; empty: not known
 
     def product(self, weight_name: str) -> Tensor | None:
         """Return what is added to a weight, [out, in] float32; None if it has no adapter."""
-        layer = weight_name.removesuffix("weight")
-        if f"{layer}lora_A.weight" not in self.tensors:
+        layer = weight_name.removesuffix(".weight")
+        if layer not in self.scaling:
             return None
-        a, b = (self.tensors[f"{layer}lora_{x}.weight"].float() for x in "AB")
-        return self.scaling * (b @ a)
+        a, b = (self.tensors[f"{layer}.lora_{x}.weight"].float() for x in "AB")
+        return self.scaling[layer] * (b @ a)
+
+    def write_into(self, values: Tensor, name: str, scaling: float) -> None:
+        """Write the A or B of this name into the first ranks of a larger one.
+
+        Args:
+            values: A [rank, in] or B [out, rank], float32, of as many ranks or more.
+            scaling: what their product is multiplied by.
+        """
+        own, layer = self.tensors.get(name), name.partition(".lora_")[0]
+        if own is None:
+            return
+        if name.endswith(".lora_A.weight"):
+            values[: len(own)] = own
+        else:
+            values[:, : own.shape[1]] = own.float() * (self.scaling[layer] / scaling)
 
 
 def write_adapters(
@@ -115,8 +133,16 @@ def read_adapters(directory: Path) -> AdapterFiles:
         base = directory / BASE
         trained = json.loads(base.read_text()) if base.exists() else {"format": "bf16"}
         weight_format, known = trained["format"], str(trained.get("hash", ""))
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
-        scaling = alpha / rank
+        names = {name.removeprefix(_PREFIX): values for name, values in tensors.items()}
+        ranks = {
+            name.removesuffix(".lora_A.weight"): len(values)
+            for name, values in names.items()
+            if name.endswith(".lora_A.weight")
+        }
+        said = {layer: int(_of(layer, config, "r", "rank_pattern")) for layer in ranks}
+        alphas = {layer: float(_of(layer, config, "lora_alpha", "alpha_pattern")) for layer in said}
+        divided_by = math.sqrt if config.get("use_rslora") else float
+        scaling = {layer: alphas[layer] / divided_by(rank) for layer, rank in said.items()}
     except (
         OSError,
         ValueError,
@@ -124,6 +150,7 @@ def read_adapters(directory: Path) -> AdapterFiles:
         TypeError,
         AttributeError,
         ArithmeticError,
+        re.error,
         SafetensorError,
     ) as error:
         raise ConfigError(f"{directory}: no directory of adapters: {error}") from None
@@ -134,20 +161,55 @@ def read_adapters(directory: Path) -> AdapterFiles:
             )
         if field not in _PLAIN and field not in _HARMLESS and value:
             raise ConfigError(f"{directory / CONFIG}: {field} is set, and is not supported")
-    if not 0 < scaling < float("inf"):
-        raise ConfigError(f"{directory / CONFIG}: lora_alpha={alpha} over r={rank} is no factor")
+    for layer, factor in scaling.items():
+        if not 0 < factor < float("inf"):
+            raise ConfigError(
+                f"{directory / CONFIG}: lora_alpha={alphas[layer]} over r={said[layer]} is no "
+                "factor"
+            )
     if weight_format not in get_args(WeightFormat):
         raise ConfigError(f"{directory / BASE}: unknown format {weight_format!r:.80}")
-    names = {name.removeprefix(_PREFIX): values for name, values in tensors.items()}
-    ranks = {name: len(values) for name, values in names.items() if ".lora_A." in name}
-    for name, found in ranks.items():
-        if found != rank:
-            raise ConfigError(f"{directory}: r is {rank}, and '{name}' has rank {found}")
+    for layer, rank in ranks.items():
+        if rank != said[layer]:
+            raise ConfigError(f"{directory}: r is {said[layer]}, and '{layer}' has rank {rank}")
     targets = config.get("target_modules")
     for target in targets if isinstance(targets, list) else [""]:
-        if not any(f".{name}".endswith(f".{target}.lora_A.weight") or not target for name in ranks):
+        if not any(f".{layer}".endswith(f".{target}") or not target for layer in ranks):
             raise ConfigError(f"{directory / TENSORS}: no adapter of {target or 'any layer'}")
     return AdapterFiles(names, scaling, cast(WeightFormat, weight_format), known)
+
+
+def _of(layer: str, config: Mapping[str, Any], field: str, patterns: str) -> Any:
+    """Return a field's value for a layer: of the first pattern that ends its name, as in peft."""
+    for pattern, value in (config.get(patterns) or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return config[field]
+
+
+def check_start(config: Config, architecture: Architecture) -> None:
+    """Check that a run's adapters can begin with those of `adapters.init`.
+
+    Raises:
+        ConfigError: they are no adapters of the model, have a higher rank, or are of other layers.
+    """
+    settings = config.adapters
+    named = f"adapters.init={settings.init}"
+    found = read_adapters(Path(settings.init))
+    try:
+        check_adapters(found, architecture)
+    except ConfigError as error:
+        raise ConfigError(f"{named}: {error}") from None
+    layers = adapted_layers(settings.targets, architecture)
+    for layer in found.scaling:
+        rank = len(found.tensors[f"{layer}.lora_A.weight"])
+        if rank > settings.rank:
+            raise ConfigError(
+                f"{named}: it has rank {rank}; give adapters.rank={rank} or more, and "
+                f"adapters.alpha={settings.alpha * rank / settings.rank:g} for the same factor"
+            )
+        if layer not in layers:
+            raise ConfigError(f"{named}: adapters.targets leaves out '{layer}', which it has")
 
 
 def check_adapters(adapters: AdapterFiles, architecture: Architecture) -> None:
@@ -255,7 +317,7 @@ def merge_directory(
         return {name: merged}
 
     sums = _sums(adapters)
-    job = {"merge": weight_format, "rounding": rounding, "scaling": adapters.scaling}
+    job = {"merge": weight_format, "rounding": rounding, "scaling": dict(adapters.scaling)}
     offline.rewrite_directory(source, destination, rewrite, {}, job | {"adapters": sums}, progress)
 
 

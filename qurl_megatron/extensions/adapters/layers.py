@@ -49,12 +49,14 @@ class Adapters:
     weight_format: WeightFormat  # of the base
     targets: Sequence[str] = ()  # as in `adapters.targets`
     seed: int = 0
+    init: str = ""  # a directory of adapters to begin with
 
     @classmethod
     def of(cls, config: Config) -> Adapters:
         """Return a run's adapters."""
         settings, weight_format = config.adapters, config.quantization.weight_format
-        return cls(settings.rank, settings.alpha, weight_format, settings.targets, config.seed)
+        own = settings.rank, settings.alpha, weight_format, settings.targets
+        return cls(*own, config.seed, settings.init)
 
     @property
     def scaling(self) -> float:

@@ -31,6 +31,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
 )
 from qurl_megatron.device import device
+from qurl_megatron.extensions.adapters.files import AdapterFiles, read_adapters
 from qurl_megatron.extensions.adapters.layers import Adapters, FrozenBase, frozen_layers
 from qurl_megatron.extensions.adapters.model import AdaptedModel
 from qurl_megatron.learner.learner import Learner, Source
@@ -60,6 +61,7 @@ class AdaptedLearner(Learner):
         """Build the model, as `Learner` does with these arguments, and load it."""
         self.adapters = adapters
         self._base_sums: dict[str, int] = {}  # checksums of this rank's parts of the base
+        self._start: AdapterFiles | None = None  # while the model is loaded
         architecture = Architecture.from_directory(model_dir)
         super().__init__(
             model_dir,
@@ -169,7 +171,10 @@ class AdaptedLearner(Learner):
     def _load(self, weights: Weights, transform: Transform | None) -> None:
         for rule, layer, module in self._frozen_layers():
             self._load_base(weights, rule, layer, module)
+        if self.adapters.init:
+            self._start = read_adapters(Path(self.adapters.init))
         super()._load(weights, transform)
+        self._start = None
 
     def _load_base(self, weights: Weights, rule: Rule, layer: int, module: FrozenBase) -> None:
         """Load this rank's part of codes and scales, which are the same on any layout."""
@@ -203,6 +208,8 @@ class AdaptedLearner(Learner):
             shape = weight_map.full_shape(part, self.architecture)
             is_a = name.endswith(".lora_A.weight")
             whole = initial_a(name, shape, self.adapters.seed) if is_a else torch.zeros(shape)
+            if self._start:
+                self._start.write_into(whole, name, self.adapters.scaling)
             return whole[index]
         values = super()._read(weights, part, name, index)
         row, column = [*(run.start for run in index), 0][:2]

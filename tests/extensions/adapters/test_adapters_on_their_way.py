@@ -40,11 +40,18 @@ from learner_reference import (
     parts_of,
     policy_gradient,
 )
-from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
+from qurl_megatron.config.schema import (
+    AdaptersConfig,
+    Config,
+    ConfigError,
+    UaqConfig,
+    WeightFormat,
+)
 from qurl_megatron.extensions.adapters import export
 from qurl_megatron.extensions.adapters.files import (
     base_hash,
     check_adapters,
+    check_start,
     merge_directory,
     read_adapters,
     write_adapters,
@@ -218,6 +225,15 @@ def resume(model: Path, layout: dict[str, Any], directory: Path, dtype: str) -> 
     return state_of(learner)
 
 
+FACTOR = 3 / 2  # of what a product is multiplied by, with thrice the alpha over twice the rank
+
+
+def begin(model: Path, layout: dict[str, Any], init: Path, dtype: str) -> Any:
+    """Begin with adapters of half the rank and another alpha."""
+    adapters = Adapters(2 * RANK, 3 * ALPHA, "int8", init=str(init))
+    return state_of(learner_of(model, layout, adapters, dtype))
+
+
 def state_of(learner: Any) -> Any:
     """Return masters, scores, the hash of the base, and the next update."""
     masters = parts_of(learner, [each for each in learner.masters() if each[0].is_adapter])
@@ -240,11 +256,17 @@ def test_any_layout_resumes_and_peft_and_transformers_get_what_was_trained(
     before, after = (gathered([rank[0] for rank in ranks]) for ranks in (saved, resumed))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    begun = run_ranks(begin, 2, model, TP2, tmp_path / "final_adapters", dtype)
     hashes = {rank[2] for rank in (*saved, *resumed)}
     assert hashes == {base_hash(model, "int8")} == {read_adapters(tmp_path / "final_adapters").base}
     assert resumed[0][3] == pytest.approx(saved[0][3], rel=1e-5 if dtype == "float32" else 0.05)
     atol = 2e-5 if dtype == "float32" else 0.05
     torch.testing.assert_close(saved[0][1], resumed[0][1], rtol=0, atol=atol)
+    torch.testing.assert_close(saved[0][1], begun[0][1], rtol=0, atol=atol)
+    more = gathered([rank[0] for rank in begun])
+    for name, values in before.items():
+        own = more[name][: len(values)] if ".lora_A." in name else more[name][:, :RANK] * FACTOR
+        torch.testing.assert_close(own, values, rtol=1e-6, atol=0)
 
     adapters = read_adapters(tmp_path / "final_adapters")
     assert adapters.weight_format == "int8"
@@ -308,7 +330,6 @@ def test_layers_that_every_block_has_are_named_once(adapters: Path) -> None:
     "field,value,message",
     [
         ("use_dora", True, "use_dora is set, and is not supported"),
-        ("use_rslora", True, "use_rslora is set"),
         ("bias", "all", "bias is 'all', and must be 'none'"),
         ("init_lora_weights", "pissa", "init_lora_weights is 'pissa', and must be True"),
         ("alora_invocation_tokens", [5, 6], "alora_invocation_tokens is set"),
@@ -328,6 +349,59 @@ def test_adapters_that_are_no_plain_product_are_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
     with pytest.raises(ConfigError, match=message):
         read_adapters(adapters)
+
+
+@pytest.mark.parametrize("is_stable", [False, True])
+def test_each_layer_of_a_directory_has_its_own_rank_and_alpha(
+    is_stable: bool, adapters: Path
+) -> None:
+    """As peft 0.21 has it: the first pattern that ends a layer's name; rsLoRA divides by a root."""
+    tensors = load_file(adapters / "adapter_model.safetensors")
+    first = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors[f"{first}.lora_A.weight"] = tensors[f"{first}.lora_A.weight"][:2]
+    tensors[f"{first}.lora_B.weight"] = tensors[f"{first}.lora_B.weight"][:, :2].contiguous()
+    save_file(tensors, adapters / "adapter_model.safetensors")
+    file = adapters / "adapter_config.json"
+    patterns = {
+        "rank_pattern": {r"layers\.0\..*q_proj": 2, "q_proj": RANK},
+        "alpha_pattern": {"v_proj": 7},
+        "use_rslora": is_stable,
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | patterns))
+    found = read_adapters(adapters)
+    for layer, rank, alpha in (
+        ("model.layers.0.self_attn.q_proj", 2, ALPHA),
+        ("model.layers.1.self_attn.q_proj", RANK, ALPHA),
+        ("model.layers.0.self_attn.v_proj", RANK, 7),
+    ):
+        a, b = (tensors[f"base_model.model.{layer}.lora_{x}.weight"] for x in "AB")
+        expected = alpha / (rank**0.5 if is_stable else rank) * b @ a
+        product = found.product(f"{layer}.weight")
+        assert product is not None
+        torch.testing.assert_close(product, expected)
+
+
+def test_adapters_to_begin_with_fit_the_run_or_are_refused(adapters: Path) -> None:
+    model = adapters.parent / "model"
+    architecture = Architecture.from_directory(model)
+    begins = AdaptersConfig(rank=RANK, alpha=ALPHA, init=str(adapters))
+    check_start(Config(adapters=begins), architecture)
+    for wrong, message in (
+        (
+            replace(begins, rank=RANK // 2),
+            f"^adapters.init={adapters}: it has rank {RANK}; give adapters.rank={RANK} or more, "
+            f"and adapters.alpha={2 * ALPHA:g} for the same factor$",
+        ),
+        (replace(begins, init="none"), "^none: no directory of adapters"),
+        (replace(begins, targets=["q_proj"]), "leaves out 'model.layers.0.self_attn.v_proj'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_start(Config(adapters=wrong), architecture)
+    other = build_tiny_model(
+        adapters.parent / "other", "qwen2", tied=True, **DIMS | {"head_dim": 64}
+    )
+    with pytest.raises(ConfigError, match=f"^adapters.init={adapters}: the adapter .* has shape"):
+        check_start(Config(adapters=begins), Architecture.from_directory(other))
 
 
 def test_adapters_are_merged_over_the_base_that_they_were_trained_over_only(
