@@ -521,5 +521,5 @@ def test_a_name_of_another_framework_is_answered_with_fields_that_exist(name: st
     assert name not in fields  # else it would have no answer
     for field, value in re.findall(r"^(\S+)=(\S+)$", OTHER_NAMES[name]):
         with_overrides(Config(), [f"{field}={value}"])
-    with pytest.raises(ConfigError, match=f"{name}: no such field; that is {named[0]}"):
+    with pytest.raises(ConfigError, match=f"{name}: no such field; here it is {named[0]}"):
         with_overrides(Config(), [f"trainer.{name}=1"])

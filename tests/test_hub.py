@@ -19,6 +19,7 @@ from qurl_megatron.config.text import load
 from qurl_megatron.data.problems import DataError, local_data, read_problems
 from qurl_megatron.launch import experiment
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, snapshots
+from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.model.hub import TOKENIZER, HubError, local_model, snapshot_of
 from small_hub import SmallHub, serving
 from tiny import build_tiny_model
@@ -177,6 +178,12 @@ def test_what_the_hub_does_not_give_is_a_line(
     hub.add("models", "old/pickles", old)
     with refused(HubError, "old/pickles: has no .safetensors", "pickles (.bin), are not read"):
         local_model("old/pickles", files=TOKENIZER)
+    config = {**json.loads(tiny_files["config.json"]), "quantization_config": {"bits": 4}}
+    hub.add("models", "other/awq", tiny_files | {"config.json": json.dumps(config).encode()})
+    sent = hub.sent.count("model.safetensors")
+    with refused(ArchitectureError, "is quantized already (quantization_config"):
+        local_model("other/awq")
+    assert hub.sent.count("model.safetensors") == sent  # before gigabytes are on their way
     hub.gated.add(MODEL)
     with refused(HubError, f"{MODEL}: is gated; ask for access at {hub.url}/{MODEL}, then log in"):
         local_model(MODEL)

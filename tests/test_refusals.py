@@ -248,9 +248,9 @@ FIELDS = rows(r"""
     output_dir=problems.jsonl               directory
     output_dir=/proc/nowhere                belongs to the system
     stepz=1                                 did you mean steps
-    lr=1e-5                                 lr: no such field; that is optimizer.learning_rate here
-    actor.optim.lr=1e-5                     that is optimizer.learning_rate here
-    grpo.num-generations=4                  that is rollout.completions_per_prompt here
+    lr=1e-5                                 lr: no such field; here it is optimizer.learning_rate
+    actor.optim.lr=1e-5                     here it is optimizer.learning_rate
+    grpo.num-generations=4                  here it is rollout.completions_per_prompt
     reward=mine.py                          reward=mine.py: which function? give mine.py:NAME
     objective.objective=mine.py             which function? give mine.py:NAME
     rollout.agent=mine.py                   which function? give mine.py:NAME
@@ -502,6 +502,7 @@ COMMANDS = rows("""
     plan math_tools model=Qwen2.5-7B --mean-completion 16000  15360, the room of an episode
     plan Qwen2.5-32B rollout.placement=colocated rollout.max_staleness=1  the servers sleep while
     plan Qwen2.5-32B steps=0                       steps=0
+    plan quantized                                 is quantized already
     plan quickstart model=nowhere                  model directory 'nowhere' does not exist
     plan problems.jsonl                            no such directory, model
     launch                                         Missing argument 'RECIPE'

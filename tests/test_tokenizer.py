@@ -273,6 +273,10 @@ def test_a_chat_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
     file.write_text("no template")
     with pytest.raises(ArchitectureError, match="own.jinja: no template of Jinja"):
         read_template(str(file), directory)
+    file.write_text(broken := "\n{% for m in messages %}")
+    for wrong, where in ((str(file), "own.jinja"), (broken, "{% for m in messages %}")):
+        with pytest.raises(ArchitectureError, match=f"{where}: Jinja cannot read its line 2 .Unex"):
+            read_template(wrong, directory)
 
 
 def test_a_chat_template_gets_its_options_and_one_day(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ def no_such_field(path: str, config: Any) -> str:
     if inside := [name for name in meanings if name.startswith(f"{path}.")]:
         return f"{path}: has no value of its own; give its fields, such as {inside[0]}"
     if isinstance(config, Config) and (ours := our_name(path)):
-        return f"{path}: no such field; that is {ours} here"
+        return f"{path}: no such field; here it is {ours}"
     close_fields = []
     for name in _closest(path, meanings):
         # "Eq. 5" does not end a sentence.

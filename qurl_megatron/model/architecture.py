@@ -514,6 +514,23 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, min(number, 64) + 1) if number % n == 0)
 
 
+def trainable(directory: Path) -> Architecture:
+    """Read the config.json of a model that will be trained or rewritten, not only served.
+
+    Raises:
+        ArchitectureError: as in `Architecture.from_directory`, or the model is quantized.
+    """
+    architecture = Architecture.from_directory(directory)
+    file = directory / "config.json"
+    config = text_config(read_json(file), file)
+    if field := next((name for name in QUANTIZED if name in config), None):
+        raise ArchitectureError(
+            f"'{directory}' is quantized already ({field} in its config.json); give the directory "
+            "it was made from"
+        )
+    return architecture
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import trainable
 
 CONFIG = ("config.json",)
 TOKENIZER = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")  # and config
@@ -103,7 +103,7 @@ def local_model(name: str, kept: str = "", files: Sequence[str] = WEIGHTS) -> st
     if not snapshot_of(name):
         print(f"qurl: {repository} is {directory}", file=sys.stderr)
     if files != CONFIG:
-        Architecture.from_directory(directory)  # before gigabytes are on their way
+        trainable(directory)  # before gigabytes are on their way
         # One commit for all files, even if the branch moves meanwhile.
         commit = snapshot_of(str(directory)) or repository
         if not any("/" not in file and file.endswith(".safetensors") for file in listed(commit)):

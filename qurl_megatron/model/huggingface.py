@@ -23,11 +23,11 @@ from qurl_megatron.files import write_whole
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import (
     ADAPTER_CONFIG,
-    QUANTIZED,
     Architecture,
     ArchitectureError,
     read_json,
     text_config,
+    trainable,
 )
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -246,12 +246,7 @@ def check_model(directory: Path) -> Weights:
         ArchitectureError: one line: the architecture is not supported, the model is quantized, a
             file is missing or broken, a tensor is missing, unknown or misshapen, or holds NaN.
     """
-    architecture = Architecture.from_directory(directory)
-    if field := next((name for name in QUANTIZED if name in read_config(directory)), None):
-        raise ArchitectureError(
-            f"'{directory}' is quantized already ({field} in its config.json); give the directory "
-            "it was made from"
-        )
+    architecture = trainable(directory)
     stored_dtype(directory)
     weights = Weights(directory, architecture)
     weights.check_head()

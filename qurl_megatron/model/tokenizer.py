@@ -97,18 +97,18 @@ def read_template(given: str, directory: Path) -> str:
     """Return the text of a chat template: of a file, of one of a model's by its name, or as given.
 
     Raises:
-        ArchitectureError: there is no such file and no such name.
+        ArchitectureError: there is no such file and no such name, or it is no template.
     """
-    if not given or "{%" in given or "{{" in given:
-        return given
+    if not given or _has_jinja(given):
+        return _parsed(given, given)
     if Path(given).is_file():
         try:
             text = Path(given).read_text(encoding="utf-8")
         except ValueError as error:
             raise ArchitectureError(f"chat_template={given}: no text in UTF-8 ({error})") from None
-        if Path(given).suffix == ".json" or not ("{%" in text or "{{" in text):
+        if Path(given).suffix == ".json" or not _has_jinja(text):
             raise ArchitectureError(f"chat_template={given}: no template of Jinja; give its text")
-        return text
+        return _parsed(text, given)
     try:
         named = _loaded(directory).chat_template
     except Exception:  # the model is wrong, which `load_tokenizer` says, or is not built yet
@@ -117,6 +117,25 @@ def read_template(given: str, directory: Path) -> str:
         return str(named[given])
     has = f"; the model has {', '.join(named)}" if isinstance(named, dict) else ""
     raise ArchitectureError(f"chat_template={given}: no such file, nor a template's name{has}")
+
+
+def _has_jinja(text: str) -> bool:
+    return "{%" in text or "{{" in text
+
+
+def _parsed(text: str, given: str) -> str:
+    """Return the text of a template that was `given`, in a file or as it is, if Jinja reads it."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        _compile_jinja_template(text)
+    except TemplateSyntaxError as error:
+        raise ArchitectureError(
+            f"chat_template={' '.join(given.split()):.80}: Jinja cannot read its line "
+            f"{error.lineno} ({error.message})"
+        ) from None
+    return text
 
 
 def _of_processor(directory: Path) -> Any:

@@ -192,7 +192,7 @@ def check_template(tokenizer: Any) -> None:
             {"role": "user", "content": "and more"},
         ],
     }
-    if "tool" in tokenizer.chat_template:
+    if _writes_calls(tokenizer):  # else `render` refuses them when they come
         answer = {"role": "tool", "tool_call_id": "call_0", "name": "look", "content": "found"}
         cases["a tool's answer"] = [answer]
         cases["two tools' answers"] = [answer, {**answer, "content": "and more"}]
@@ -214,6 +214,14 @@ def check_template(tokenizer: Any) -> None:
             raise TemplateError(
                 f"the chat template does not append {name}: {error}; use policy.generate"
             ) from None
+
+
+def _writes_calls(tokenizer: Any) -> bool:
+    try:
+        render(tokenizer, [*_STAND_IN[:-1], CALLED], opens=False)
+    except TemplateError:
+        return False
+    return True
 
 
 def _plain(message: Message) -> tuple[Any, ...]:

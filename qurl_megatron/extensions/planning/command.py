@@ -232,12 +232,12 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     from qurl_megatron.config.validate import check_lengths
     from qurl_megatron.launch.recipe import USER_RECIPE, is_file, load_recipe, recipe_names
     from qurl_megatron.model import hub
-    from qurl_megatron.model.architecture import Architecture
+    from qurl_megatron.model.architecture import trainable
     from qurl_megatron.model.known import KNOWN_MODELS
 
     def shape(model: str) -> Architecture:
         known = KNOWN_MODELS.get(model)
-        return known or Architecture.from_directory(hub.local_model(model, files=hub.CONFIG))
+        return known or trainable(Path(hub.local_model(model, files=hub.CONFIG)))
 
     if Path(subject).name == "config.json":
         subject = str(Path(subject).parent)

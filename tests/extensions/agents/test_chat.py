@@ -432,6 +432,7 @@ def test_a_turn_that_ends_within_its_thought_is_followed_by_a_new_rendering(said
     [
         (KEEPS_THOUGHTS.replace("<tool_call>", "[CALL]"), "in a form that is not read"),
         (KEEPS_THOUGHTS.replace("if tools", "if false"), "writes no tools"),
+        (KEEPS_THOUGHTS.replace("m.tool_calls or []", "[]"), "writes no tools"),
     ],
 )
 def test_tools_are_refused_where_the_template_writes_no_calls_that_are_read(
