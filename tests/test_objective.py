@@ -32,14 +32,13 @@ from qurl_megatron.config.text import with_overrides
 
 torch.set_num_threads(1)
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
+CLIPPING = tuple(each for each in OBJECTIVES if each != "cispo")
 SETTINGS: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28, "ratio_cap": 2.0}
 
 
-def row_sums(batch: dict[str, Any]) -> Tensor:
-    """Return for each token the sum of log rho over the tokens of its row that have a weight."""
-    log_rho = batch["proximal_logprobs"] - batch["behaviour_logprobs"]
-    log_rho = log_rho.where(batch["loss_weights"] > 0, 0.0)
-    return log_rho.sum(-1, keepdim=True).expand_as(log_rho)
+def sum_over_rows(values: Tensor) -> Tensor:
+    """Return for each token the sum over its row."""
+    return values.sum(-1, keepdim=True).expand_as(values)
 
 
 def differentiate(
@@ -47,7 +46,7 @@ def differentiate(
 ) -> tuple[ObjectiveOutput, Tensor]:
     """Return the objective of a batch and dJ/d(log current)."""
     current = batch["current_logprobs"].clone().requires_grad_()
-    inputs = {"sequence_log_rho": row_sums(batch), **batch, **SETTINGS, **changes}
+    inputs = {"sum_over_sequences": sum_over_rows, **batch, **SETTINGS, **changes}
     inputs["current_logprobs"] = current
     output = policy_objective(objective=objective, **inputs)
     output.loss.backward()
@@ -128,10 +127,10 @@ HAND_WORKED = {
 
 
 for _, values in HAND_WORKED.values():
-    values["sequence_tis"] = values["tis"]  # of a sequence of one token
+    values["sequence_tis"] = values["gspo"] = values["tis"]  # of a sequence of one token
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", CLIPPING)
 @pytest.mark.parametrize("case", HAND_WORKED)
 def test_objective_has_the_value_worked_out_by_hand(case: str, objective: str) -> None:
     probabilities, expected = HAND_WORKED[case]
@@ -152,7 +151,7 @@ CLIPPED = {
 }
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", CLIPPING)
 @pytest.mark.parametrize("case", HAND_WORKED)
 def test_clipped_tokens_are_counted_and_have_no_gradient(case: str, objective: str) -> None:
     probabilities, expected = HAND_WORKED[case]
@@ -205,10 +204,10 @@ DUAL_CLIP = {
 
 
 for case in DUAL_CLIP.values():
-    case[1]["sequence_tis"] = case[1]["tis"]
+    case[1]["sequence_tis"] = case[1]["gspo"] = case[1]["tis"]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", CLIPPING)
 @pytest.mark.parametrize("case", DUAL_CLIP)
 def test_dual_clip_bounds_the_policy_ratio_of_negative_advantages(
     case: str, objective: str
@@ -293,9 +292,65 @@ def test_sequence_tis_weighs_a_sequences_tokens_with_the_capped_product_of_their
         torch.testing.assert_close(-current.grad, 2 * math.exp(moved) * expected)
 
 
-def test_sequence_tis_without_the_sums_is_refused() -> None:
-    with pytest.raises(ValueError, match="sequence_log_rho"):
-        policy_objective(**random_batch(seed=4), objective="sequence_tis", **SETTINGS)
+@pytest.mark.parametrize("objective", ["sequence_tis", "gspo"])
+def test_an_objective_of_sequences_without_the_sums_is_refused(objective: str) -> None:
+    with pytest.raises(ValueError, match=f"{objective} needs sum_over_sequences"):
+        policy_objective(**random_batch(seed=4), objective=objective, **SETTINGS)
+
+
+def of_completions(seed: int, *, moved: float) -> dict[str, Tensor]:
+    """Return a batch in float64 whose advantages are those of its rows.
+
+    `moved` divides the distance of current from proximal.
+    """
+    batch = random_batch(seed, torch.float64)
+    batch["advantages"] = batch["advantages"][:, :1].expand(8, 16)
+    proximal, current = batch["proximal_logprobs"], batch["current_logprobs"]
+    return {**batch, "current_logprobs": proximal + (current - proximal) / moved}
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_gspo_clips_the_mean_ratio_of_each_sequence(corrects: bool) -> None:
+    """Its paper's Eq. 5 to 7 with log-probs of the engine that equal the learner's, else Eq. 13."""
+    batch = of_completions(seed=9, moved=20)
+    if not corrects:
+        batch["behaviour_logprobs"] = batch["proximal_logprobs"]
+    eps = {"eps_low": 3e-3, "eps_high": 4e-3}
+    output, gradient = differentiate(batch, "gspo", **eps)
+
+    current = batch["current_logprobs"].clone().requires_grad_()
+    gains, clipped = [], 0
+    for row in range(8):
+        kept = batch["loss_weights"][row] > 0
+        new, old = current[row, kept], batch["proximal_logprobs"][row, kept]
+        ratio = (new - old).mean().exp()
+        rho = (old - batch["behaviour_logprobs"][row, kept]).exp().clamp(max=2)
+        if corrects:
+            ratio = ratio.detach() * (new - new.detach()).exp()
+        advantage = batch["advantages"][row, 0]
+        low, high = ratio * advantage, ratio.clamp(1 - 3e-3, 1 + 4e-3) * advantage
+        gains.append((rho * torch.minimum(low, high)).mean())
+        clipped += int(kept.sum()) * bool(high.flatten()[0] < low.flatten()[0])
+    total = torch.stack(gains).mean()
+    total.backward()
+    torch.testing.assert_close(-output.loss, total.detach())
+    torch.testing.assert_close(gradient, current.grad)
+    assert 0 < clipped < output.stats["tokens"] and output.stats["clipped"] == clipped
+
+
+def test_cispo_weighs_the_log_prob_of_every_token_with_its_capped_ratio() -> None:
+    """Its paper's Eq. 4, times min(rho, C); no token is without a gradient."""
+    batch = of_completions(seed=10, moved=1)
+    output, gradient = differentiate(batch, "cispo")
+    counted = batch["loss_weights"] > 0
+    ratio = (batch["current_logprobs"] - batch["proximal_logprobs"]).exp()
+    rho = (batch["proximal_logprobs"] - batch["behaviour_logprobs"]).exp()
+    expected = rho.clamp(max=2) * ratio.clamp(max=1.28) * batch["advantages"]
+    expected = expected * batch["loss_weights"]
+    torch.testing.assert_close(gradient, expected)
+    torch.testing.assert_close(-output.loss, (expected * batch["current_logprobs"]).sum())
+    assert gradient[counted].all() and output.stats["clipped"] == (counted & (ratio > 1.28)).sum()
+    assert (counted & (ratio > 1.28) & (batch["advantages"] > 0)).any()
 
 
 def sum_over(lengths: Tensor) -> Callable[[Tensor], Tensor]:
@@ -320,7 +375,7 @@ def test_acr_equals_tis_where_no_ratio_exceeds_the_cap() -> None:
 
 
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.3])
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", [each for each in CLIPPING if each != "gspo"])
 def test_gradient_agrees_with_finite_differences(objective: str, kl_coefficient: float) -> None:
     batch = random_batch(seed=2, dtype=torch.float64)
     reference = batch["proximal_logprobs"] + 0.3
@@ -328,7 +383,7 @@ def test_gradient_agrees_with_finite_differences(objective: str, kl_coefficient:
     def loss(current: torch.Tensor) -> torch.Tensor:
         return policy_objective(
             **{**batch, "current_logprobs": current},
-            sequence_log_rho=row_sums(batch),
+            sum_over_sequences=sum_over_rows,
             objective=objective,
             kl_coefficient=kl_coefficient,
             reference_logprobs=reference,
@@ -453,6 +508,13 @@ def test_token_mean_gives_every_token_the_same_weight() -> None:
     torch.testing.assert_close(weights_of(MASK, "token_mean"), MASK.float() / 6, rtol=1e-7, atol=0)
 
 
+def test_dr_grpo_divides_by_completions_and_their_longest_length() -> None:
+    weights = token_weights(
+        TrainBatch(torch.tensor([4, 4, 4]), MASK.flatten().int(), MASK.flatten()), "dr_grpo", 5
+    )
+    torch.testing.assert_close(weights.view(3, 4), MASK.float() / 15, rtol=1e-7, atol=0)
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_weights_of_ragged_sequences_are_those_of_padded_rows(masks: list[list[bool]]) -> None:
     if not any(map(any, masks)):
@@ -481,7 +543,7 @@ def test_losses_of_the_parts_of_a_batch_add_up_to_its_loss() -> None:
 def test_empty_mask_and_unknown_aggregation_are_refused() -> None:
     with pytest.raises(ValueError, match="no token"):
         weights_of(torch.zeros(2, 3, dtype=torch.bool), "token_mean")
-    with pytest.raises(ValueError, match="'batch_mean'.*sequence_mean, token_mean"):
+    with pytest.raises(ValueError, match="'batch_mean'.*sequence_mean, token_mean, dr_grpo"):
         weights_of(MASK, "batch_mean")
 
 
@@ -609,12 +671,14 @@ def test_every_setting_of_a_run_reaches_its_loss() -> None:
     [
         ("sequence_mean", [0, 1 / 2, 0, 1 / 6, 1 / 6, 1 / 6]),
         ("token_mean", [0, 1 / 4, 0, 1 / 4, 1 / 4, 1 / 4]),
+        ("dr_grpo", [0, 1 / 14, 0, 1 / 14, 1 / 14, 1 / 14]),
     ],
 )
 def test_the_weights_of_each_minibatch_follow_the_aggregation(
     aggregation: str, weights: list[float]
 ) -> None:
     words = [f"objective.aggregation={aggregation}", "optimizer.minibatches_per_step=2"]
+    words += ["rollout.max_completion_length=7"]
     mask = torch.tensor([0, 1, 0, 1, 1, 1] * 2, dtype=torch.bool)
     zeros = torch.zeros(12)
     batch = TrainBatch(

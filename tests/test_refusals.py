@@ -120,7 +120,7 @@ FIELDS = rows(r"""
     optimizer.minibatches_per_step=7        do not divide into minibatches
     optimizer.min_learning_rate=1           is above learning_rate=
     objective.objective=ppo                 no such objective; there are naive, on_policy, decoupled
-    objective.aggregation=mean              'sequence_mean' or 'token_mean'
+    objective.aggregation=mean              'sequence_mean', 'token_mean' or 'dr_grpo'
     advantage_estimator=ppo                 'grpo' or 'gae'
     reward=maths                            reward=maths: no such verifier; there are math, gsm8k,
     quantization.format=int3                'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-bloc
@@ -184,6 +184,8 @@ FIELDS = rows(r"""
     rollout.stages.9={max_resp              not readable as YAML
     rollout.stages.9=[1]                    rollout.stages.9=[1]: input should be a dictionary
     rollout.max_staleness=2 & objective.objective=on_policy  on_policy treats every token as sampled
+    objective.objective=gspo                objective.eps_low=0.2: objective.objective=gspo clips
+    objective.objective=cispo & objective.dual_clip=3  objective.dual_clip=3: objective.objective=ci
     rollout.routing=replay                  rollout.routing=replay: the model has no experts
     rollout.agent=play                      rollout.agent=play: a function is FILE.py:NAME or
     rollout.agent=nowhere.py:play           nowhere.py

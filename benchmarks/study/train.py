@@ -124,7 +124,7 @@ def run(arm: Arm, seeds: int, steps: int) -> Outcome:
                 eps_low=objective.eps_low,
                 eps_high=objective.eps_high,
                 ratio_cap=objective.ratio_cap,
-                sequence_log_rho=(proximal - behaviour).sum(-1, keepdim=True).expand_as(mask),
+                sum_over_sequences=lambda each: each.sum(-1, keepdim=True).expand_as(each),
             )
             optimizer.zero_grad()
             loss.backward()

@@ -31,6 +31,8 @@ With A the advantage, each objective maximizes, token by token,
     tis            Eq. 5      proximal    min(rho, C)     1 + eps_high
     acr            Eq. 9      proximal    min(rho, C)     (1 + eps_high) / r, r = min(1, C / rho)
     sequence_tis   -          proximal    min(rho_s, C)   1 + eps_high
+    gspo           -          proximal    min(rho, C)     1 + eps_high
+    cispo          -          proximal    min(rho, C)     1 + eps_high
 
 - `naive` is PPO with the engine as the old policy. R contains the mismatch, so it clips tokens that
   no update has moved. Training collapses (Fig. 2).
@@ -47,6 +49,10 @@ With A the advantage, each objective maximizes, token by token,
 - `sequence_tis` is not from the paper. It caps rho_s, the product of all rho of the token's
   sequence: the importance weight of the sequence, to which the reward and so the advantage belong.
   Tokens that the policy only read have no part in it.
+- `gspo` (Zheng et al., 2025) has one R for all tokens of a sequence: the geometric mean of theirs,
+  which moves by thousandths. Its gradient in a token's log current is R, as in GSPO-token.
+- `cispo` (MiniMax-M1, 2025) clips no token. It maximizes weight * min(R, upper) * A * log current,
+  with R constant, so that every token has a gradient. `eps_low` and dual clip have no part in it.
 
 A token with a negative advantage has no bound above: the further an update raises its probability,
 the larger its gradient. Dual clip (Ye et al., 2020, Eq. 5; verl's `clip_ratio_c`) adds one, d:
@@ -108,7 +114,7 @@ def policy_objective(
     reference_logprobs: Tensor | None = None,
     entropy_coefficient: float = 0.0,
     entropy: Tensor | None = None,
-    sequence_log_rho: Tensor | None = None,
+    sum_over_sequences: Callable[[Tensor], Tensor] | None = None,
     token_staleness: Tensor | None = None,
 ) -> ObjectiveOutput:
     """Return `loss = -sum(loss_weights * J)`, with J of the module docstring (QuRL Eq. 1, 3-5, 9).
@@ -128,8 +134,8 @@ def policy_objective(
         entropy_coefficient: if positive, J is raised by `entropy_coefficient * entropy`.
         entropy: of the current policy's distribution of each token, in nats, with a gradient; only
             `entropy_coefficient` needs it.
-        sequence_log_rho: the sum of log rho over the sampled tokens of each token's sequence; only
-            `sequence_tis` needs it.
+        sum_over_sequences: returns for each token the sum of a tensor over its sequence; only
+            `sequence_tis` and `gspo` need it.
         token_staleness: int32, weight versions between a token's sampling and its training; only
             the stats use it.
 
@@ -138,7 +144,8 @@ def policy_objective(
         and ranks first, then divide them by `tokens`.
 
         - `tokens`: number of these tokens;
-        - `clipped`: tokens that have no gradient because of `eps_low` or `eps_high`;
+        - `clipped`: tokens that have no gradient because of `eps_low` or `eps_high`; of `cispo`,
+          tokens with R above its cap;
         - `dual_clipped`: tokens that have no gradient because of `dual_clip`;
         - `acr_widened`: tokens that `acr` does not clip and `tis` would clip;
         - `kl_reference`: sum of the clamped k3; 0 without a reference;
@@ -146,8 +153,8 @@ def policy_objective(
           bucket of `STALENESS_BUCKETS`; only with `token_staleness`.
 
     Raises:
-        ValueError: a penalty has no `reference_logprobs`, a bonus no `entropy`, or `sequence_tis`
-            no `sequence_log_rho`.
+        ValueError: a penalty has no `reference_logprobs`, a bonus no `entropy`, or an objective of
+            sequences no `sum_over_sequences`.
     """
     if kl_coefficient != 0 and reference_logprobs is None:
         raise ValueError(f"kl_coefficient {kl_coefficient} needs reference_logprobs")
@@ -161,15 +168,20 @@ def policy_objective(
     behaviour = _where(counted, behaviour_logprobs).detach()
     advantages = _where(counted, advantages)
 
-    rho = _ratio(proximal, behaviour)
-    to_truncate = rho
-    if objective == "sequence_tis":
-        if sequence_log_rho is None:
-            raise ValueError("sequence_tis needs sequence_log_rho")
-        of_sequence = _where(counted, sequence_log_rho).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        to_truncate = of_sequence.exp()
+    rho = to_truncate = _ratio(proximal, behaviour)
+    log_ratio = _log_ratio(current, behaviour if objective == "naive" else proximal)
+    if objective in ("sequence_tis", "gspo"):
+        if sum_over_sequences is None:
+            raise ValueError(f"{objective} needs sum_over_sequences")
+        if objective == "gspo":
+            tokens = sum_over_sequences(counted.to(rho.dtype)).clamp(min=1)
+            of_sequence = sum_over_sequences(log_ratio.detach()) / tokens
+            log_ratio = of_sequence + (current - current.detach())
+        else:
+            of_sequence = sum_over_sequences(proximal - behaviour)
+            to_truncate = of_sequence.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     truncated_rho = to_truncate.clamp(max=ratio_cap)
-    ratio = _ratio(current, behaviour if objective == "naive" else proximal)
+    ratio = log_ratio.exp()
     weight = {
         "naive": torch.ones_like(rho),
         "on_policy": torch.ones_like(rho),
@@ -177,6 +189,8 @@ def policy_objective(
         "tis": truncated_rho,
         "acr": truncated_rho,
         "sequence_tis": truncated_rho,
+        "gspo": truncated_rho,
+        "cispo": truncated_rho,
     }[objective]
     r = (ratio_cap / rho).clamp(max=1.0) if objective == "acr" else torch.ones_like(rho)
     lower = torch.full_like(rho, 1 - eps_low)
@@ -187,6 +201,8 @@ def policy_objective(
     if dual_clip is not None:
         bounded = torch.maximum(surrogate, dual_clip * advantages)
         surrogate = torch.where(advantages < 0, bounded, surrogate)
+    if objective == "cispo":
+        surrogate = torch.minimum(ratio, upper).detach() * advantages * current
     gain = weight * surrogate
 
     kl_reference = torch.zeros_like(rho)
@@ -201,6 +217,8 @@ def policy_objective(
     with torch.no_grad():
         rising, falling = advantages > 0, advantages < 0
         clipped = (rising & (ratio > upper)) | (falling & (ratio < lower))
+        if objective == "cispo":
+            clipped = counted & (ratio > upper)
         dual_clipped = falling & (ratio > (math.inf if dual_clip is None else dual_clip))
         widened = rising & (ratio > 1 + eps_high) & ~clipped
         stats = {
@@ -298,7 +316,7 @@ class PolicyLoss:
 
         Args:
             sum_over_sequences: returns for each token the sum of a tensor over its sequence;
-                `sequence_tis` and a user's own objective need it.
+                `sequence_tis`, `gspo` and a user's own objective need it.
 
         Returns:
             The loss, and statistics for `add_up`: those of `policy_objective`, `entropy`, and
@@ -311,10 +329,6 @@ class PolicyLoss:
         settings = dataclasses.asdict(self.config)
         del settings["aggregation"]  # `loss_weights` contain it
         counted = loss_weights > 0
-        sequence_log_rho = None
-        if self.config.objective == "sequence_tis" and sum_over_sequences is not None:
-            log_rho = batch.proximal_logprobs - batch.behaviour_logprobs
-            sequence_log_rho = sum_over_sequences(_where(counted, log_rho))
         if self.user is not None:
             # With advantages of 0, only penalty, bonus and the number of tokens are left.
             settings["objective"] = "on_policy"
@@ -328,7 +342,7 @@ class PolicyLoss:
             loss_weights,
             reference_logprobs=batch.reference_logprobs,
             entropy=entropy,
-            sequence_log_rho=sequence_log_rho,
+            sum_over_sequences=sum_over_sequences,
             token_staleness=batch.token_staleness if self.by_staleness else None,
             **settings,
         )
@@ -366,16 +380,18 @@ class PolicyLoss:
         return loss, stats
 
 
-def token_weights(batch: TrainBatch, aggregation: str) -> Tensor:
+def token_weights(batch: TrainBatch, aggregation: str, longest_completion: int = 1) -> Tensor:
     """Return the weight of each token in the loss, `[tokens]` float32.
 
-    The weights of a whole batch sum to 1. Compute them before a batch is split over micro batches
-    and ranks, whose losses then add up.
+    The weights of a whole batch sum to 1, except with `dr_grpo`. Compute them before a batch is
+    split over micro batches and ranks, whose losses then add up.
 
     Args:
         aggregation: `sequence_mean` weighs a token of completion i by 1 / (N * |o_i|), where N is
             the number of completions with at least one token (QuRL Eq. 1), and an episode is one
-            with all its branches; `token_mean` weighs every token by 1 / number of tokens (DAPO).
+            with all its branches; `token_mean` weighs every token by 1 / number of tokens (DAPO);
+            `dr_grpo` by 1 / (number of completions * `longest_completion`) (Liu et al., 2025).
+        longest_completion: the most tokens that a completion may have.
 
     Raises:
         ValueError: the aggregation is unknown, or sequences have no token to train on.
@@ -384,16 +400,20 @@ def token_weights(batch: TrainBatch, aggregation: str) -> Tensor:
     # Ranks other than global rank 0 have a batch without sequences.
     if len(batch) and not batch.loss_mask.any():
         raise ValueError("loss_mask has no token to train on")
+    if aggregation == "token_mean":
+        return mask / mask.sum()
+    numbers = torch.arange(len(batch))
+    if batch.completions is not None:
+        numbers = batch.completions.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
+    if aggregation == "dr_grpo":
+        return mask / (len(numbers.unique()) * longest_completion)
     if aggregation == "sequence_mean":
-        numbers = torch.arange(len(batch))
-        if batch.completions is not None:
-            numbers = batch.completions.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
         of_tokens = numbers.repeat_interleave(batch.lengths)
         counts = torch.zeros(len(batch)).index_add(0, of_tokens, mask)
         return mask / (counts.clamp(min=1)[of_tokens] * (counts > 0).sum())
-    if aggregation == "token_mean":
-        return mask / mask.sum()
-    raise ValueError(f"unknown aggregation {aggregation!r}; valid are sequence_mean, token_mean")
+    raise ValueError(
+        f"unknown aggregation {aggregation!r}; valid are sequence_mean, token_mean, dr_grpo"
+    )
 
 
 def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
@@ -405,7 +425,9 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
     if config.rollout.max_staleness:
         names.append("token_staleness")
     for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
-        minibatch.loss_weights = token_weights(minibatch, config.objective.aggregation)
+        minibatch.loss_weights = token_weights(
+            minibatch, config.objective.aggregation, config.rollout.longest_completion
+        )
         yield minibatch
 
 

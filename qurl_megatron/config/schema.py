@@ -54,7 +54,9 @@ from qurl_megatron.config.values import (
     matching,
 )
 
-Objective = Literal["naive", "on_policy", "decoupled", "tis", "acr", "sequence_tis"]
+Objective = Literal[
+    "naive", "on_policy", "decoupled", "tis", "acr", "sequence_tis", "gspo", "cispo"
+]
 OBJECTIVES: tuple[str, ...] = get_args(Objective)
 ObjectiveName = Annotated[
     str,
@@ -238,28 +240,32 @@ class OptimizerConfig:
 
 @dataclasses.dataclass
 class ObjectiveConfig:
-    """The policy objective: one of QuRL's (Eq. 1, 3, 4, 5 and 9), or sequence_tis."""
+    """The policy objective: one of QuRL's (Eq. 1, 3, 4, 5 and 9), or another."""
 
     objective: ObjectiveName = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
     sampling, Eq. 5. acr: adaptive clipping range, Eq. 9; it differs from tis in tokens that are
     clipped and above C. sequence_tis, experimental: truncated importance sampling by sequence; each
-    token is weighted by the product of its sequence's ratios. FILE.py:NAME or MODULE:NAME: a
-    function of your own."""
+    token is weighted by the product of its sequence's ratios. gspo: the mean ratio of a sequence is
+    clipped, within thousandths. cispo: the ratio is a capped weight, so no token loses its
+    gradient. FILE.py:NAME or MODULE:NAME: a function of your own."""
 
     eps_low: Annotated[Finite, Ge(0), Le(1)] = 0.2
-    """Clipping range below 1: the policy ratio is clipped at 1 - eps_low."""
+    """Clipping range below 1: the policy ratio is clipped at 1 - eps_low. gspo's paper has 3e-4;
+    cispo does not use it."""
 
     eps_high: NonNegative = 0.28
-    """Clipping range above 1: the policy ratio is clipped at 1 + eps_high; acr can widen it."""
+    """Clipping range above 1: the policy ratio is clipped at 1 + eps_high; acr can widen it. gspo's
+    paper has 4e-4; of cispo, 1 + eps_high is the cap (4 is TRL's epsilon_high=5)."""
 
     ratio_cap: Positive = 2.0
     """Cap C on the ratio of proximal to behaviour probability (Eq. 5 and 9), or for sequence_tis on
-    its product over a sequence. Only tis, acr and sequence_tis use it."""
+    its product over a sequence. naive, on_policy and decoupled do not use it."""
 
-    aggregation: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+    aggregation: Literal["sequence_mean", "token_mean", "dr_grpo"] = "sequence_mean"
     """The average of token losses. sequence_mean: over each completion, then over completions.
-    token_mean: over all tokens of the minibatch."""
+    token_mean: over all tokens of the minibatch. dr_grpo: their sum divided by a constant, the
+    minibatch's completions x `rollout.max_completion_length` (the longest of all stages)."""
 
     kl_coefficient: NonNegative = 0.0
     """Weight of GRPO's KL penalty (the k3 estimator, at most 10 per token) towards the model before

@@ -391,6 +391,20 @@ def _validate_fields(config: Config) -> None:
             "choose acr, tis or decoupled"
         )
 
+    objective = config.objective
+    for name in ("eps_low", "eps_high"):
+        if objective.objective == "gspo" and (eps := getattr(objective, name)) > 0.1:
+            raise ConfigError(
+                f"objective.{name}={eps:g}: objective.objective=gspo clips the mean ratio of a "
+                "sequence, which moves by thousandths; set objective.eps_low=3e-4 and "
+                "objective.eps_high=4e-4, as in its paper"
+            )
+    if objective.objective == "cispo" and objective.dual_clip is not None:
+        raise ConfigError(
+            f"objective.dual_clip={objective.dual_clip:g}: objective.objective=cispo caps the "
+            "ratio of every token and clips none; set it to none"
+        )
+
     check_group_size(quantization.format, quantization.group_size, "quantization.group_size=")
     if quantization.smoothing and quantization.format == "bf16":
         raise ConfigError(
