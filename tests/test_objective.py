@@ -515,6 +515,28 @@ def test_dr_grpo_divides_by_completions_and_their_longest_length() -> None:
     torch.testing.assert_close(weights.view(3, 4), MASK.float() / 15, rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "dr_grpo"])
+def test_what_is_left_out_weighs_nothing(aggregation: str) -> None:
+    """Of three completions of two tokens, one and then all; an empty minibatch has a loss of 0."""
+    mask = torch.ones(6, dtype=torch.bool)
+    batch = TrainBatch(torch.tensor([2, 2, 2]), mask.int(), mask)
+    batch.left_out = torch.tensor([0, 0, 1, 1, 0, 0], dtype=torch.bool)
+    share = 1 / 6 if aggregation == "dr_grpo" else 1 / 4
+    weights = token_weights(batch, aggregation, 2)
+    torch.testing.assert_close(weights, share * torch.tensor([1.0, 1, 0, 0, 1, 1]))
+    batch.left_out = mask
+    weights = token_weights(batch, aggregation, 2)
+    assert not weights.any() and batch.loss_mask.all()
+    rows = dict.fromkeys(("behaviour_logprobs", "advantages", "proximal_logprobs"), mask.float())
+    current = torch.zeros(6, requires_grad=True)
+    loss, stats = PolicyLoss(ObjectiveConfig())(
+        current, current, dataclasses.replace(batch, entropy=mask.float(), **rows), weights
+    )
+    loss.backward()
+    assert loss == 0 and current.grad is not None and not current.grad.any()
+    assert all(value == 0 for value in stats.values())
+
+
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=6), min_size=1, max_size=5))
 def test_weights_of_ragged_sequences_are_those_of_padded_rows(masks: list[list[bool]]) -> None:
     if not any(map(any, masks)):

@@ -19,7 +19,7 @@ from qurl_megatron.config.schema import Config, RolloutConfig, StageConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.loop import producer as producer_module
 from qurl_megatron.loop.producer import Producer
-from qurl_megatron.loop.sampling import NothingScored, Sampler
+from qurl_megatron.loop.sampling import NothingToTrainOn, Sampler
 from qurl_megatron.rollout.controller import Controller
 from samplers import sampler_of, scores_of
 
@@ -380,7 +380,7 @@ def test_what_could_not_be_scored_is_sampled_again_and_ends_the_run_the_third_ti
 
     def mend(text: str) -> None:
         said.append(text)
-        servers.is_down = len(batches) >= 6 or "step 1 could be scored, in try 1" in text
+        servers.is_down = len(batches) >= 6 or "step 1 can be trained on, in try 1" in text
 
     def sample_on(sampler: Sampler) -> None:
         for step in range(1 + len(batches), STEPS + 1):
@@ -390,12 +390,12 @@ def test_what_could_not_be_scored_is_sampled_again_and_ends_the_run_the_third_ti
             servers.is_down |= step == 6
 
     with sampler_of(config, servers, servers.score, PROMPTS, say=mend) as sampler:
-        with pytest.raises(NothingScored, match="in try 3 of 3; no such host; mend that and"):
+        with pytest.raises(NothingToTrainOn, match="in try 3 of 3; no such host; mend that and"):
             sample_on(sampler)
         state = sampler.state()
     assert 6 <= len(batches) < STEPS
     assert said[:2] == [
-        f"warning: no completion of step 1 could be scored, in try {number} of 3; no such host"
+        f"warning: no completion of step 1 can be trained on, in try {number} of 3; no such host"
         for number in (1, 2)
     ]
     servers.is_down = False

@@ -13,9 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
+from qurl_megatron.algorithm.objective import minibatches
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, StageConfig
+from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.scoring import Scorer
+from qurl_megatron.loop.sampling import NothingToTrainOn
 from samplers import sampler_of, scores_of
 
 PROMPTS = [Prompt(f"{n}", f"question {n}", "yes", [10 + n]) for n in range(12)]
@@ -34,11 +37,14 @@ class ScriptedClient:
         return settings
 
     async def group(self, prompt: Prompt, settings: dict[str, Any]) -> list[Completion]:
-        """Return completions of 3, 4, ... tokens; both say "no" where the script has no texts."""
+        """Return completions of 3, 4, ... tokens; both say "no" where the script has no texts.
+
+        One that says "and" was cut off.
+        """
         self.asked.append(prompt.id)
         self.settings.append(settings)
         return [
-            Completion([50] * length, [-1.0] * length, text, False, [1] * length)
+            Completion([50] * length, [-1.0] * length, text, text == "and", [1] * length)
             for length, text in enumerate(self.texts.get(prompt.id, ["no", "no"]), start=3)
         ]
 
@@ -90,6 +96,30 @@ def test_batch_of_ppo_has_rewards_and_no_advantages_before_the_critic() -> None:
     assert batch.advantages is None
     assert batch.rewards is not None
     assert batch.rewards.tolist() == [*[0, 0, 0, 1], *[0, 0, 0, 0, 0]] * 2
+
+
+def test_what_was_cut_off_weighs_nothing_and_counts_in_the_baseline_of_its_group() -> None:
+    config = with_overrides(two_prompt_config(), ["objective.aggregation=token_mean"])
+    config.rollout.mask_truncated = True
+    client = ScriptedClient({prompt.id: ["yes", "and"] for prompt in PROMPTS})
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
+        batch, _ = sampler.sample(step=1, version=1)
+    (minibatch,) = minibatches(config, batch)
+    assert minibatch.loss_weights is not None
+    weights = minibatch.loss_weights.split(batch.lengths.tolist())
+    assert [each.sum().item() for each in weights] == pytest.approx([1 / 2, 0, 1 / 2, 0])
+    assert advantage_signs(batch) == [1, -1, 1, -1]  # better than what was cut off
+
+
+def test_a_step_of_which_everything_was_cut_off_is_sampled_again_and_then_ends_the_run() -> None:
+    config = two_prompt_config()
+    config.rollout.mask_truncated = True
+    client = ScriptedClient({prompt.id: ["and", "and"] for prompt in PROMPTS})
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
+        message = "in try 3 of 3; all were cut off, .* raise rollout.max_completion_length=4"
+        with pytest.raises(NothingToTrainOn, match=message):
+            sampler.sample(step=1, version=1)
+    assert len(client.asked) == 3 * 2
 
 
 @pytest.mark.parametrize("tries", [1, 3])

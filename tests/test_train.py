@@ -18,7 +18,7 @@ from qurl_megatron.learner.learner import NonFinite
 from qurl_megatron.loop import train
 from qurl_megatron.loop.assemble import Run
 from qurl_megatron.loop.proof import Proof
-from qurl_megatron.loop.sampling import NothingScored
+from qurl_megatron.loop.sampling import NothingToTrainOn
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.rollout.fleet import FleetTooSmall, Member
 
@@ -64,8 +64,8 @@ def test_all_minibatches_but_the_first_are_scored_and_all_by_the_reference() -> 
     "error",
     [
         NonFinite("on learner rank 3 the loss holds NaN; resume from a checkpoint"),
-        NothingScored(
-            "no completion of step 1 could be scored; KeyError: 'a'; mend that and resume"
+        NothingToTrainOn(
+            "no completion of step 1 can be trained on; KeyError: 'a'; mend that and resume"
         ),
         FleetTooSmall("0 of at least 1 rollout servers, and no more will start"),
     ],

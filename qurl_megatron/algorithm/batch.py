@@ -171,6 +171,8 @@ class TrainBatch:
     # [tokens] int32: the number of candidates of each token, 0 outside loss_mask; None: all tokens
     mask_sizes: Tensor | None = None
     mask_ids: Tensor | None = None  # [sum of mask_sizes] int32: the candidates
+    # [tokens] bool: True in completions that weigh nothing in the loss; None: there is none
+    left_out: Tensor | None = None
 
     @classmethod
     def empty(cls) -> TrainBatch:
@@ -211,6 +213,11 @@ class TrainBatch:
         changed = {name: None if t is None else change(t) for name, t in tensors.items()}
         return TrainBatch(**kept, **changed)  # type: ignore[arg-type]
 
+    @property
+    def trained(self) -> Tensor:
+        """[tokens] bool: `loss_mask` without what is left out."""
+        return self.loss_mask if self.left_out is None else self.loss_mask & ~self.left_out
+
     def __len__(self) -> int:
         return len(self.lengths)
 
@@ -219,11 +226,14 @@ def pack(
     groups: list[RolloutGroup],
     advantages: list[list[float]] | None = None,
     version: int | None = None,
+    *,
+    leaves_out_truncated: bool = False,
 ) -> TrainBatch:
     """Lay groups out as one batch, in order: one sequence per completion, or per branch of it.
 
     `advantages[group][completion]` is given to every sampled token of that completion. `version` is
     the weight version trained against, from which staleness is counted; None: no staleness.
+    `leaves_out_truncated` leaves completions that a limit ended out of the loss.
     """
     rows = [
         (sequence, sequence.prompt_ids(group.prompt), index, number)
@@ -267,6 +277,9 @@ def pack(
         batch.mask_sizes = torch.zeros(ends[-1], dtype=torch.int32)
         batch.mask_sizes[batch.loss_mask] = torch.cat([each.sizes for each in masks])
         batch.mask_ids = torch.cat([each.token_ids for each in masks])
+    if leaves_out_truncated:
+        is_out = [groups[index].completions[number].truncated for *_, index, number in rows]
+        batch.left_out = torch.tensor(is_out).repeat_interleave(lengths)
     if advantages is not None:
         of_sequences = torch.tensor([advantages[index][number] for *_, index, number in rows])
         of_tokens = of_sequences.repeat_interleave(lengths)

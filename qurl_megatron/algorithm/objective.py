@@ -396,12 +396,12 @@ def token_weights(batch: TrainBatch, aggregation: str, longest_completion: int =
     Raises:
         ValueError: the aggregation is unknown, or sequences have no token to train on.
     """
-    mask = batch.loss_mask.to(torch.float32)
+    mask = batch.trained.to(torch.float32)
     # Ranks other than global rank 0 have a batch without sequences.
     if len(batch) and not batch.loss_mask.any():
         raise ValueError("loss_mask has no token to train on")
     if aggregation == "token_mean":
-        return mask / mask.sum()
+        return mask / mask.sum().clamp(min=1)
     numbers = torch.arange(len(batch))
     if batch.completions is not None:
         numbers = batch.completions.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
@@ -410,7 +410,7 @@ def token_weights(batch: TrainBatch, aggregation: str, longest_completion: int =
     if aggregation == "sequence_mean":
         of_tokens = numbers.repeat_interleave(batch.lengths)
         counts = torch.zeros(len(batch)).index_add(0, of_tokens, mask)
-        return mask / (counts.clamp(min=1)[of_tokens] * (counts > 0).sum())
+        return mask / (counts.clamp(min=1)[of_tokens] * (counts > 0).sum().clamp(min=1))
     raise ValueError(
         f"unknown aggregation {aggregation!r}; valid are sequence_mean, token_mean, dr_grpo"
     )
@@ -424,7 +424,7 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
     names = ["behaviour_logprobs", "advantages", "routed_experts", "mask_sizes", "mask_ids"]
     if config.rollout.max_staleness:
         names.append("token_staleness")
-    for minibatch in batch.only(*names).split(config.optimizer.minibatches_per_step):
+    for minibatch in batch.only("left_out", *names).split(config.optimizer.minibatches_per_step):
         minibatch.loss_weights = token_weights(
             minibatch, config.objective.aggregation, config.rollout.longest_completion
         )

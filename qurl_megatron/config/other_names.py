@@ -63,6 +63,10 @@ OTHER_NAMES = {
     "lam": "critic.gae_lambda",
     "cliprange_value": "critic.value_clip",
     # rollout
+    "mask_truncated_completions": "rollout.mask_truncated",
+    "overlong_filtering": "rollout.mask_truncated",
+    "overlong_filter": "rollout.mask_truncated",
+    "apply_overlong_filtering": "rollout.mask_truncated",
     "num_generations": "rollout.completions_per_prompt",
     "num_generations_per_prompt": "rollout.completions_per_prompt",
     "group_size": "rollout.completions_per_prompt; quantization.group_size is that of INT4",

@@ -560,6 +560,10 @@ class RolloutConfig(SamplingConfig):
     """Number of tokens before `max_completion_length` over which the reward falls linearly by 1
     (DAPO's soft overlong punishment). An `agent`'s longest turn counts. 0 disables."""
 
+    mask_truncated: bool = False
+    """Leave completions out of the loss that a limit cut off (DAPO's overlong filtering). Their
+    rewards still count in the baseline of their group."""
+
     stages: dict[Annotated[int, Ge(2), Le(MOST)], StageConfig] = dataclasses.field(
         default_factory=dict
     )

@@ -26,7 +26,7 @@ from qurl_megatron.learner.checkpoint import (
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.loop.measurements import Evaluator
 from qurl_megatron.loop.proof import Proof
-from qurl_megatron.loop.sampling import NothingScored, Sampler
+from qurl_megatron.loop.sampling import NothingToTrainOn, Sampler
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.tokenizer import load_tokenizer
 from qurl_megatron.quantization import uaq
@@ -129,18 +129,18 @@ class Run:
         If too few servers are left to go on, the context ends without an error.
 
         Raises:
-            NothingScored: completions cannot be scored.
+            NothingToTrainOn: completions cannot be scored.
             FleetTooSmall: too few servers are left, and there is nothing to save.
         """
         try:
             yield
-        except (FleetTooSmall, NothingScored) as loss:
+        except (FleetTooSmall, NothingToTrainOn) as loss:
             step = self.log.steps_done
             self.checkpoints.poll(wait=True)
             newest = device.from_rank_zero(self.checkpoints.newest)
             if step and (newest is None or read_state(newest).step < step):
                 self.checkpoint(step, self.publisher.version, None, now=True)
-            if isinstance(loss, NothingScored) or not (step or newest):
+            if isinstance(loss, NothingToTrainOn) or not (step or newest):
                 self.checkpoints.poll(wait=True)
                 raise
             self.log.say(str(loss))

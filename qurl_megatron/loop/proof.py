@@ -18,7 +18,7 @@ from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch, evidence
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.loop.sampling import NothingScored, settings_of
+from qurl_megatron.loop.sampling import NothingToTrainOn, settings_of
 from qurl_megatron.quantization.activations import activation_dtype
 from qurl_megatron.report.console import KL
 from qurl_megatron.report.run_log import RunLog
@@ -64,7 +64,7 @@ class Proof:
         rollout servers comes from quantization. All sets hold the learner's weights.
 
         Raises:
-            NothingScored: every episode of an agent has failed.
+            NothingToTrainOn: every episode of an agent has failed.
             WrongRollouts: the format of a set does not explain its mismatch.
         """
         measured = {name: self._measure(name, self._sample) for name in self._clients}
@@ -161,7 +161,7 @@ class Proof:
         ]
         if not groups:
             why = completions[0][0].failure
-            raise NothingScored(
+            raise NothingToTrainOn(
                 f"every episode before the first step has failed; {why}; mend that and resume"
             )
         if client is self._clients["rollout"]:

@@ -38,8 +38,8 @@ Row = tuple[int, int]
 """Index of a group of the step, and index of a completion in the group."""
 
 
-class NothingScored(RuntimeError, SharedError):
-    """There is no reward to train on; the text says why."""
+class NothingToTrainOn(RuntimeError, SharedError):
+    """There is nothing to train on; the text says why."""
 
 
 class Sampler:
@@ -107,7 +107,7 @@ class Sampler:
             of `sampled_tokens`.
 
         Raises:
-            NothingScored: no completion could be scored, in any of `TRIES` tries.
+            NothingToTrainOn: no completion can be trained on, in any of `TRIES` tries.
         """
         self._batch = TrainBatch.empty()
         sampling = self._sample(step, version)
@@ -152,19 +152,20 @@ class Sampler:
             sampled = list(chosen)
             for _ in range(rollout.dynamic_sampling_tries):
                 rows = [row for row, group in enumerate(chosen) if is_zero_variance(group.rewards)]
-                if not rows or _why_unscored(chosen):
+                if not rows or _why_untrained(chosen, rollout):
                     break
                 replacements = yield from take(len(rows))
                 sampled += replacements
                 for row, replacement in zip(rows, replacements, strict=True):
                     chosen[row] = replacement
             check_differ(group.completions for group in sampled)
-            why = _why_unscored(chosen)
+            why = _why_untrained(chosen, rollout)
             if not why:
                 break
-            failure = f"no completion of step {step} could be scored, in try {attempt} of {TRIES}"
+            tried = f"in try {attempt} of {TRIES}"
+            failure = f"no completion of step {step} can be trained on, {tried}"
             if attempt == TRIES:
-                raise NothingScored(f"{failure}; {why}; mend that and resume")
+                raise NothingToTrainOn(f"{failure}; {why}; mend that and resume")
             self._say(f"warning: {failure}; {why}")
             self._wait(producer.take_again(step, version))
         producer.end_step()
@@ -172,7 +173,9 @@ class Sampler:
         advantages = None
         if self._config.advantage_estimator == "grpo":
             advantages = grpo_advantages([group.rewards for group in self._groups])
-        self._batch = pack(self._groups, advantages, version)
+        self._batch = pack(
+            self._groups, advantages, version, leaves_out_truncated=rollout.mask_truncated
+        )
         yield {
             **_summarize(sampled, chosen, self._batch),
             **self._client.metrics(sampled),
@@ -210,7 +213,7 @@ def _summarize(
 ) -> dict[str, Any]:
     """Return metrics of all `sampled` groups, and of the `chosen` ones, which make the batch."""
     assert batch.token_staleness is not None
-    staleness = batch.token_staleness[batch.loss_mask]
+    staleness = batch.token_staleness[batch.trained]
     completions = [completion for group in sampled for completion in group.completions]
     values = [reward for group in sampled for reward in group.rewards]
     lengths = [completion.num_sampled for completion in completions]
@@ -240,12 +243,20 @@ def _summarize(
     }
 
 
-def _why_unscored(groups: list[RolloutGroup]) -> str:
-    """Return why the first completion has no score, if none has one; else an empty text."""
+def _why_untrained(groups: list[RolloutGroup], rollout: RolloutConfig) -> str:
+    """Return why no completion can be trained on; empty if one can.
+
+    Either none has a score, and the first says why, or all were cut off.
+    """
     failures = [score.failure for group in groups for score in group.scores]
-    if "" in failures:
-        return ""
-    return [*failures, *(each.failure for group in groups for each in group.failed)][0]
+    if "" not in failures:
+        return [*failures, *(each.failure for group in groups for each in group.failed)][0]
+    if rollout.mask_truncated and all(c.truncated for group in groups for c in group.completions):
+        return (
+            "all were cut off, and rollout.mask_truncated leaves them out; raise "
+            f"rollout.max_completion_length={rollout.max_completion_length}"
+        )
+    return ""
 
 
 def make_samples(

@@ -40,7 +40,7 @@ from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.assemble import Run, assemble, make_loss, write_report
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
-from qurl_megatron.loop.sampling import NothingScored
+from qurl_megatron.loop.sampling import NothingToTrainOn
 from qurl_megatron.machine.output import outlive_output, qurl_command
 from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.fleet import FleetTooSmall
@@ -164,7 +164,7 @@ def run_rank(run_dir: Path, rosters: Sequence[Path]) -> int:
         if config.rollout.servers_at:
             rosters = [*rosters, run_dir / SERVERS_AT]
         is_complete = train(config, rosters, lambda: bool(stop_signals))
-    except (NonFinite, NothingScored) as error:  # on every rank
+    except (NonFinite, NothingToTrainOn) as error:  # on every rank
         print(f"\nqurl: {error}: {qurl_command('resume', run_dir)}", flush=True)
         return SAID_WHY
     except (FleetTooSmall, PublishError, WrongRollouts) as error:  # on every rank

@@ -97,8 +97,9 @@ class Evaluation:
 class StepMetrics:
     """One line of metrics.jsonl.
 
-    "Trained tokens" are the completion tokens of the step's batch. "Sampled" tokens and completions
-    also include those of groups that dynamic sampling replaced.
+    "Trained tokens" are the completion tokens of the step's batch, less what
+    `rollout.mask_truncated` leaves out. "Sampled" tokens and completions also include those of
+    groups that dynamic sampling replaced.
     """
 
     step: PositiveInt

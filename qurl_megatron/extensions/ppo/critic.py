@@ -82,7 +82,9 @@ class Critic:
 
     def _shares(self, batch: TrainBatch, *names: str) -> Iterator[Share]:
         """Deal out each minibatch, with its loss weights and these tensors of `batch`."""
-        for minibatch in batch.only(*names).split(self._config.optimizer.minibatches_per_step):
+        for minibatch in batch.only("left_out", *names).split(
+            self._config.optimizer.minibatches_per_step
+        ):
             minibatch.loss_weights = token_weights(minibatch, "token_mean")
             yield self._learner.share(minibatch)
 

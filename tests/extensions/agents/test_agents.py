@@ -23,7 +23,7 @@ from qurl_megatron.extensions.agents.checks import load
 from qurl_megatron.extensions.agents.client import AgentClient, _Sequence
 from qurl_megatron.extensions.agents.policy import Request
 from qurl_megatron.extensions.agents.pool import Agents, _Playing
-from qurl_megatron.loop.sampling import NothingScored
+from qurl_megatron.loop.sampling import NothingToTrainOn
 from samplers import sampler_of
 from tiny import EOS_TOKEN_ID, build_tiny_model
 
@@ -469,7 +469,7 @@ def test_a_step_trains_on_episodes_with_a_reward_and_counts_the_others(
     with own, sampler_of(config, client, own.submit, prompts, chat_tokenizer()) as sampler:
         if answer == "raises":
             with pytest.raises(
-                NothingScored, match="of step 1 .* try 3 of 3; LookupError: no such"
+                NothingToTrainOn, match="of step 1 .* try 3 of 3; LookupError: no such"
             ):
                 sampler.sample(step=1, version=4)
             return

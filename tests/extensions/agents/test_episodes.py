@@ -151,6 +151,10 @@ def test_an_episode_counts_once_however_many_branches_it_has(
     of_tokens = batch.completions.repeat_interleave(batch.lengths)
     totals = torch.zeros(number).index_add(0, of_tokens, weights)
     torch.testing.assert_close(totals, torch.full((number,), 1 / number))
+    cut = [dataclasses.replace(completions[0], truncated=True), *completions[1:]]
+    group = RolloutGroup(PROMPT, cut, [0.0] * number)
+    left_out = pack([group], leaves_out_truncated=True).left_out
+    assert left_out is not None and torch.equal(left_out, of_tokens == 0)
     # No episode is in two minibatches.
     minibatches = [each for each in batch.split(parts) if len(each)]
     of_parts = [
