@@ -64,7 +64,7 @@ from benchmarks.deployment import (
 )
 from benchmarks.process_memory import growth_of
 from qurl_megatron import device
-from qurl_megatron.algorithm.advantages import grpo_advantages
+from qurl_megatron.algorithm.advantages import group_advantages
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import PolicyLoss, minibatches
 from qurl_megatron.algorithm.score import Score
@@ -314,7 +314,7 @@ class Soak:
             self.outcome.problems.append(f"step {step} got {len(groups)} prompts")
         for place, group in enumerate(groups):
             self._check(group, (step - 1) * PER_STEP + place, version)
-        advantages = grpo_advantages([group.rewards for group in groups])
+        advantages = group_advantages([group.rewards for group in groups], "grpo")
         return pack(groups, advantages, version)
 
     def _check(self, group: RolloutGroup, ordinal: int, version: int) -> None:

@@ -3,36 +3,49 @@
 import math
 
 import pytest
+import torch
 
-from qurl_megatron.algorithm.advantages import (
-    grpo_advantages,
-    soft_overlong_penalty,
-)
+from qurl_megatron.algorithm.advantages import group_advantages, soft_overlong_penalty, whiten
 
 
 def test_advantages_are_rewards_normalized_within_their_group() -> None:
     """Mean 1/4, sample standard deviation sqrt((9/16 + 3/16) / 3) = 1/2."""
-    [advantages] = grpo_advantages([[1.0, 0.0, 0.0, 0.0]], epsilon=0.0)
+    [advantages] = group_advantages([[1.0, 0.0, 0.0, 0.0]], "grpo", epsilon=0.0)
     assert advantages == [1.5, -0.5, -0.5, -0.5]
 
 
 def test_epsilon_is_added_to_the_standard_deviation() -> None:
-    [advantages] = grpo_advantages([[1.0, 0.0]], epsilon=0.5)
+    [advantages] = group_advantages([[1.0, 0.0]], "grpo", epsilon=0.5)
     assert advantages == pytest.approx(
         [0.5 / (math.sqrt(0.5) + 0.5), -0.5 / (math.sqrt(0.5) + 0.5)]
     )
 
 
-@pytest.mark.parametrize("group", [[0.0] * 8, [1.0] * 8, [0.1] * 3, [1.0]])
-def test_zero_variance_group_has_advantages_of_exactly_0(group: list[float]) -> None:
-    assert grpo_advantages([group], epsilon=0.0) == [[0.0] * len(group)]
+# Of rewards 3, 1 and 2, and of 1 and 0.
+ESTIMATES = {
+    "grpo": [[1.0, -1.0, 0.0], [math.sqrt(0.5), -math.sqrt(0.5)]],
+    "dr_grpo": [[1.0, -1.0, 0.0], [0.5, -0.5]],
+    "rloo": [[1.5, -1.5, 0.0], [1.0, -1.0]],  # less 1.5, 2.5 and 2; less 0 and 1
+    "reinforce_plus_plus": [[3.0, 1.0, 2.0], [1.0, 0.0]],
+    "reinforce_plus_plus_baseline": [[1.0, -1.0, 0.0], [0.5, -0.5]],
+}
 
 
-def test_advantages_of_a_group_do_not_depend_on_other_groups() -> None:
-    groups = [[1.0, 0.0], [5.0, 5.0], [3.0, 1.0, 2.0]]
-    together = grpo_advantages(groups, epsilon=1e-6)
-    assert together == [grpo_advantages([group], epsilon=1e-6)[0] for group in groups]
-    assert together[2] == pytest.approx([1, -1, 0], abs=1e-5)
+@pytest.mark.parametrize("estimator", ESTIMATES)
+def test_each_estimator_gives_the_advantages_worked_out_by_hand(estimator: str) -> None:
+    """Whatever other groups there are."""
+    groups = [[3.0, 1.0, 2.0], [5.0, 5.0], [1.0, 0.0]]
+    first, equal, last = group_advantages(groups, estimator, epsilon=0.0)
+    assert [pytest.approx(first), pytest.approx(last)] == ESTIMATES[estimator]
+    assert equal == ([5.0, 5.0] if estimator == "reinforce_plus_plus" else [0.0, 0.0])
+
+
+@pytest.mark.parametrize("estimator", [each for each in ESTIMATES if each != "reinforce_plus_plus"])
+@pytest.mark.parametrize("group", [[0.0] * 8, [1.0] * 8, [0.1] * 3, [1.0], []])
+def test_zero_variance_group_has_advantages_of_exactly_0(
+    group: list[float], estimator: str
+) -> None:
+    assert group_advantages([group], estimator, epsilon=0.0) == [[0.0] * len(group)]
 
 
 @pytest.mark.parametrize(
@@ -43,3 +56,24 @@ def test_overlong_penalty_falls_from_0_to_minus_1_over_the_last_tokens(
 ) -> None:
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=20) == penalty
     assert soft_overlong_penalty(length, max_length=100, soft_tokens=0) == 0.0
+
+
+def test_whitened_advantages_have_mean_0_and_variance_1_over_the_mask() -> None:
+    mask = torch.tensor([[True, True], [True, False]])
+    result = whiten(torch.tensor([[1.0, 2.0], [3.0, 50.0]]), mask, epsilon=0.0)
+    assert result.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
+    with pytest.raises(ValueError, match="two tokens"):
+        whiten(torch.ones(1, 2), torch.tensor([[True, False]]))
+
+
+def test_epsilon_of_whitening_is_added_to_the_variance() -> None:
+    """Mean 2, variance ((1)^2 + (1)^2) / 1 = 2; sqrt(2 + 2) = 2."""
+    both = torch.tensor([[True, True]])
+    result = whiten(torch.tensor([[1.0, 3.0]]), both, epsilon=2.0)
+    assert result.tolist() == [[-0.5, 0.5]]
+
+
+def test_advantages_that_are_all_equal_stay_close_to_0_in_float32() -> None:
+    """Rounding noise of the mean, about 1e-7 of the value, is divided by no less than 1e-4."""
+    row = torch.full((1, 1000), 0.1)
+    assert whiten(row, row > 0).abs().max() < 2e-3

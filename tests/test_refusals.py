@@ -121,7 +121,7 @@ FIELDS = rows(r"""
     optimizer.min_learning_rate=1           is above learning_rate=
     objective.objective=ppo                 no such objective; there are naive, on_policy, decoupled
     objective.aggregation=mean              'sequence_mean', 'token_mean' or 'dr_grpo'
-    advantage_estimator=ppo                 'grpo' or 'gae'
+    advantage_estimator=ppo                 'grpo', 'dr_grpo', 'rloo', 'reinforce_plus
     reward=maths                            reward=maths: no such verifier; there are math, gsm8k,
     quantization.format=int3                'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-bloc
     quantization.format=                    quantization.format=
@@ -165,11 +165,12 @@ FIELDS = rows(r"""
     learner.quantized_forward=both          'weights' or 'all'
     learner.quantized_forward=all & quantization.format=bf16  bf16 quantizes nothing
     rollout.prompts_per_step=1000000000     problems to train on
-    rollout.completions_per_prompt=1        needs at least two; advantage_estimator=gae takes one
+    rollout.completions_per_prompt=1        needs at least two; gae and reinforce_plus_plus take one
     rollout.stop_token_ids=[1,256]          rollout.stop_token_ids: the model has no token 256
     rollout.stop_token_ids=[-1]             greater than or equal to 0
     template_date=2026-13-01                template_date=2026-13-01: a day is YYYY-MM-DD
     chat_template_options.a=1               chat_template_options.a=1: the chat template of 'model'
+    advantage_estimator=reinforce_plus_plus & rollout.dynamic_sampling_tries=2  from groups of
     advantage_estimator=gae & rollout.dynamic_sampling_tries=2  from groups of equal rewards too
     rollout.max_completion_length=5000        with rollout.max_prompt_length=100 that is 5100 tokens
     rollout.max_prompt_length=512           a completion needs some of them; set it lower

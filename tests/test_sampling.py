@@ -87,6 +87,22 @@ def test_without_dynamic_sampling_zero_variance_groups_stay_in_the_batch() -> No
     assert advantage_signs(batch) == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("baseline", ["", "_baseline"])
+def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step(baseline: str) -> None:
+    """As verl's `masked_whiten`: of 3, 4, 3, 4 tokens with rewards of 1, 0, 0 and 0."""
+    config = two_prompt_config()
+    config = with_overrides(config, [f"advantage_estimator=reinforce_plus_plus{baseline}"])
+    _, _, [first, _] = sample_step(0, {})
+    client = ScriptedClient({first: ["yes", "no"]})
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
+        batch, _ = sampler.sample(step=1, version=1)
+    rewards = torch.tensor([0.5, -0.5, 0, 0] if baseline else [1.0, 0, 0, 0])
+    of_tokens = rewards.repeat_interleave(torch.tensor([3, 4, 3, 4]))
+    expected = (of_tokens - of_tokens.mean()) / of_tokens.std()
+    assert batch.advantages is not None and not batch.advantages[~batch.loss_mask].any()
+    torch.testing.assert_close(batch.advantages[batch.loss_mask], expected)
+
+
 def test_batch_of_ppo_has_rewards_and_no_advantages_before_the_critic() -> None:
     config = two_prompt_config()
     config.advantage_estimator = "gae"

@@ -18,7 +18,7 @@ from benchmarks.study.policy import (
     new_parameters,
 )
 from benchmarks.study.tasks import Chain
-from qurl_megatron.algorithm.advantages import grpo_advantages
+from qurl_megatron.algorithm.advantages import group_advantages
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import (
     add_up,
@@ -228,7 +228,7 @@ def clip_gradients(parameters: Parameters, largest: float) -> None:
 def advantages_of(rewards: Tensor) -> Tensor:
     """Return GRPO's advantages `[seeds, rows]` of `rewards` `[seeds, rows]`."""
     groups = rewards.view(-1, COMPLETIONS).tolist()
-    return torch.tensor(grpo_advantages(groups)).view_as(rewards)
+    return torch.tensor(group_advantages(groups, "grpo")).view_as(rewards)
 
 
 def taken(table: Tensor, states: Tensor, symbols: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Advantages of GRPO: how much better a completion was than the others of its prompt.
+"""Advantages: how much better a completion was than others.
 
 DAPO (Yu et al., 2025) adds to GRPO a looser upper clip and a token mean (settings of the
 objective), a soft penalty for long completions, and the replacement of zero-variance groups.
@@ -6,28 +6,69 @@ objective), a soft penalty for long completions, and the replacement of zero-var
 
 import statistics
 
+import torch
+from torch import Tensor
 
-def grpo_advantages(rewards: list[list[float]], epsilon: float = 1e-6) -> list[list[float]]:
-    """Return GRPO's `(reward - mean) / (std + epsilon)` within each group (QuRL, Section 3).
 
-    Both `rewards` and the result are `[group][completion]`; an advantage holds for all tokens of
-    its completion. `std` is the sample standard deviation (n - 1), as in verl, which the paper used
-    for its experiments. The advantages of a zero-variance group are exactly 0.
+def group_advantages(
+    rewards: list[list[float]], estimator: str, epsilon: float = 1e-6
+) -> list[list[float]]:
+    """Return the advantage of each completion; it holds for all its tokens.
+
+    Both `rewards` and the result are `[group][completion]`. With the mean and the sample standard
+    deviation (n - 1) of a group of n, as in verl, the estimators are
+
+        grpo                          (reward - mean) / (std + epsilon)    QuRL, Section 3
+        dr_grpo                       reward - mean
+        rloo                          reward - mean of the n - 1 others
+        reinforce_plus_plus           reward
+        reinforce_plus_plus_baseline  reward - mean
+
+    of which the last two are whitened over the tokens of the step afterwards. The advantages of a
+    zero-variance group are exactly 0, except with `reinforce_plus_plus`.
     """
-    return [_group_advantages(group, epsilon) for group in rewards]
+    return [_of_group(group, estimator, epsilon) for group in rewards]
 
 
-def _group_advantages(rewards: list[float], epsilon: float) -> list[float]:
+def _of_group(rewards: list[float], estimator: str, epsilon: float) -> list[float]:
+    if estimator == "reinforce_plus_plus":
+        return rewards
     if is_zero_variance(rewards):
         return [0.0] * len(rewards)
-    mean, std = statistics.fmean(rewards), statistics.stdev(rewards)
-    return [(reward - mean) / (std + epsilon) for reward in rewards]
+    mean, size = statistics.fmean(rewards), len(rewards)
+    divisor = {
+        "grpo": statistics.stdev(rewards) + epsilon,
+        "dr_grpo": 1.0,
+        "rloo": (size - 1) / size,
+        "reinforce_plus_plus_baseline": 1.0,
+    }[estimator]
+    return [(reward - mean) / divisor for reward in rewards]
+
+
+def whiten(advantages: Tensor, loss_mask: Tensor, epsilon: float = 1e-8) -> Tensor:
+    """Return advantages with mean 0 and variance 1 over the tokens of `loss_mask`.
+
+    They are `(advantage - mean) / sqrt(variance + epsilon)`, with the sample variance (n - 1) as in
+    verl and TRL. Because `epsilon` is under the root, advantages that hardly differ stay close to
+    0. Otherwise their rounding noise would be scaled up to a standard deviation of 1.
+
+    `advantages` and the result are `[tokens]` float32; the result is 0 outside `loss_mask`.
+
+    Raises:
+        ValueError: `loss_mask` has fewer than two tokens.
+    """
+    chosen = advantages[loss_mask]
+    if len(chosen) < 2:
+        raise ValueError("whitening needs at least two tokens")
+    whitened = (advantages - chosen.mean()) * torch.rsqrt(chosen.var() + epsilon)
+    return torch.where(loss_mask, whitened, 0.0)
 
 
 def is_zero_variance(rewards: list[float]) -> bool:
-    """Return True for a group of equal rewards, whose advantages are all 0.
+    """Return True for a group of equal rewards, none of which is better than the others.
 
-    Such a group gives no gradient. DAPO's dynamic sampling replaces it by another prompt's group.
+    Such a group gives GRPO no gradient. DAPO's dynamic sampling replaces it by that of another
+    prompt.
     """
     return len(set(rewards)) <= 1
 

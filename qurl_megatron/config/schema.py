@@ -67,6 +67,11 @@ ObjectiveName = Annotated[
     ),
     at_home,
 ]
+Estimator = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae"
+]
+WITHOUT_GROUPS = ("gae", "reinforce_plus_plus")
+"""Estimators that do not compare the completions of a prompt."""
 FormatName = Literal["bf16", "int8", "int4", "fp8", "fp8-tensor", "fp8-block"]
 WeightFormat = Literal["bf16", "int8", "int4", "int4-g32", "fp8", "fp8-tensor", "fp8-block"]
 """A format and its group size as one name: int4 has groups of 128, int4-g32 of 32."""
@@ -771,8 +776,11 @@ class Config:
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
     """The policy's objective."""
 
-    advantage_estimator: Literal["grpo", "gae"] = "grpo"
-    """Advantages. grpo: rewards compared within a prompt's group. gae: PPO, with a critic."""
+    advantage_estimator: Estimator = "grpo"
+    """Advantages. grpo: rewards less the mean of their prompt's group, over its standard deviation.
+    dr_grpo: less the mean only. rloo: less the mean of the others. reinforce_plus_plus: whitened
+    over the tokens of the step; its _baseline variant first takes away the group's mean. gae: PPO,
+    with a critic."""
 
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     """PPO's critic."""

@@ -10,6 +10,7 @@ from qurl_megatron.config import extensions
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
     HELD_OUT,
+    WITHOUT_GROUPS,
     Config,
     ConfigError,
     FormatName,
@@ -331,6 +332,8 @@ def validate_resume(saved: Config, config: Config) -> None:
     for each in (before, after):  # the order of patterns means nothing
         each["adapters.targets"] = sorted(each["adapters.targets"])
     fixed = dict(_FIXED)
+    if "gae" not in (saved.advantage_estimator, config.advantage_estimator):
+        del fixed["advantage_estimator"]
     if saved.adapters.rank:
         base = "its adapters were trained over a base in this format"
         fixed |= {"quantization.format": base, "quantization.group_size": base}
@@ -456,16 +459,19 @@ def _validate_stage(config: Config, first_step: int) -> int:
             f"rollout.soft_overlong_tokens={rollout.soft_overlong_tokens}: must be less than "
             f"{field}.max_completion_length={rollout.max_completion_length}"
         )
-    if config.advantage_estimator == "grpo" and rollout.completions_per_prompt == 1:
+    estimator = config.advantage_estimator
+    compares = estimator not in WITHOUT_GROUPS
+    if compares and rollout.completions_per_prompt == 1:
         raise ConfigError(
-            f"{field}.completions_per_prompt=1: grpo compares the completions of a prompt and "
-            "needs at least two; advantage_estimator=gae takes one"
+            f"{field}.completions_per_prompt=1: advantage_estimator={estimator} compares the "
+            f"completions of a prompt and needs at least two; {' and '.join(WITHOUT_GROUPS)} take "
+            "one"
         )
-    if config.advantage_estimator == "gae" and rollout.dynamic_sampling_tries:
+    if rollout.dynamic_sampling_tries and not compares:
         raise ConfigError(
-            f"rollout.dynamic_sampling_tries={rollout.dynamic_sampling_tries}: PPO "
-            "(advantage_estimator=gae) learns from groups of equal rewards too, and with one "
-            "completion every group is one; set it to 0"
+            f"rollout.dynamic_sampling_tries={rollout.dynamic_sampling_tries}: "
+            f"advantage_estimator={estimator} learns from groups of equal rewards too, and with "
+            "one completion every group is one; set it to 0"
         )
     completions = rollout.completions_per_step
     if completions % (optimizer.minibatches_per_step * learner.data_parallel_size):

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.advantages import (
-    grpo_advantages,
+    group_advantages,
     is_zero_variance,
     soft_overlong_penalty,
+    whiten,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.proof import check_differ
@@ -32,6 +33,7 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
 DIGITS = 3  # decimals of a ratio in a sample
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 TRIES = 3  # to get a step's completions scored
 
 Row = tuple[int, int]
@@ -170,12 +172,14 @@ class Sampler:
             self._wait(producer.take_again(step, version))
         producer.end_step()
         self._groups = [_penalize_length(group, rollout) for group in chosen]
-        advantages = None
-        if self._config.advantage_estimator == "grpo":
-            advantages = grpo_advantages([group.rewards for group in self._groups])
+        estimator, advantages = self._config.advantage_estimator, None
+        if estimator != "gae":
+            advantages = group_advantages([group.rewards for group in self._groups], estimator)
         self._batch = pack(
             self._groups, advantages, version, leaves_out_truncated=rollout.mask_truncated
         )
+        if estimator in WHITENED and self._batch.advantages is not None:
+            self._batch.advantages = whiten(self._batch.advantages, self._batch.loss_mask)
         yield {
             **_summarize(sampled, chosen, self._batch),
             **self._client.metrics(sampled),

@@ -35,7 +35,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import WITHOUT_GROUPS, Config
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
 
 STEPS_LOG = "steps.log"  # in a run's directory, with all that its attempts printed
@@ -249,8 +249,8 @@ def rules(
             f"no reward signal: every completion scores {rewards[0]:g}; look at the answers in "
             f"samples.jsonl and at the verifier, or {remedy}",
         )
-    # A critic compares prompts too.
-    elif config.advantage_estimator == "grpo" and now["equal_reward_fraction"] > 0.9:
+    # Others compare prompts too.
+    elif config.advantage_estimator not in WITHOUT_GROUPS and now["equal_reward_fraction"] > 0.9:
         yield (
             "no reward signal",
             f"no reward signal: the rewards of {now['equal_reward_fraction']:.0%} of prompts are "

@@ -24,10 +24,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from qurl_megatron import device
+from qurl_megatron.algorithm.advantages import whiten
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.algorithm.objective import add_up, token_weights
 from qurl_megatron.config.schema import Config
-from qurl_megatron.extensions.ppo.values import generalized_advantages, value_loss, whiten
+from qurl_megatron.extensions.ppo.values import generalized_advantages, value_loss
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.model import PolicyModel
 from qurl_megatron.learner.shares import Share

@@ -45,25 +45,6 @@ def generalized_advantages(
     return advantages, returns
 
 
-def whiten(advantages: Tensor, loss_mask: Tensor, epsilon: float = 1e-8) -> Tensor:
-    """Return PPO's advantages with mean 0 and variance 1 over the tokens of `loss_mask`.
-
-    They are `(advantage - mean) / sqrt(variance + epsilon)`, with the sample variance (n - 1) as in
-    verl and TRL. Because `epsilon` is under the root, advantages that hardly differ stay close to
-    0. Otherwise their rounding noise would be scaled up to a standard deviation of 1.
-
-    `advantages` and the result are `[tokens]` float32; the result is 0 outside `loss_mask`.
-
-    Raises:
-        ValueError: `loss_mask` has fewer than two tokens.
-    """
-    chosen = advantages[loss_mask]
-    if len(chosen) < 2:
-        raise ValueError("whitening needs at least two tokens")
-    whitened = (advantages - chosen.mean()) * torch.rsqrt(chosen.var() + epsilon)
-    return torch.where(loss_mask, whitened, 0.0)
-
-
 def value_loss(
     values: Tensor,
     old_values: Tensor,

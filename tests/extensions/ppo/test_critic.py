@@ -12,9 +12,10 @@ from torch import Tensor
 
 from batches import padded, random_rows, score
 from distributed import run_ranks
+from qurl_megatron.algorithm.advantages import whiten
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import Config, CriticConfig, LearnerConfig, OptimizerConfig
-from qurl_megatron.extensions.ppo.values import generalized_advantages, whiten
+from qurl_megatron.extensions.ppo.values import generalized_advantages
 from tiny import build_tiny_model
 
 # The policy's tensor, pipeline and data parallel sizes; the critic's tensor and pipeline parallel

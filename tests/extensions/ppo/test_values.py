@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qurl_megatron.extensions.ppo.values import generalized_advantages, value_loss, whiten
+from qurl_megatron.extensions.ppo.values import generalized_advantages, value_loss
 
 # Which tokens were sampled, their values, the place of a reward of 5 that does not count.
 GAE = {
@@ -84,27 +84,6 @@ def test_generalized_advantages_are_verls_for_sequences_of_every_mask_and_length
     for result, expected in zip(results, zip(*columns, strict=True), strict=True):
         flat_expected = list(itertools.chain.from_iterable(expected))
         assert result.tolist() == pytest.approx(flat_expected, rel=1e-12, abs=1e-12)
-
-
-def test_whitened_advantages_have_mean_0_and_variance_1_over_the_mask() -> None:
-    mask = torch.tensor([[True, True], [True, False]])
-    result = whiten(torch.tensor([[1.0, 2.0], [3.0, 50.0]]), mask, epsilon=0.0)
-    assert result.tolist() == [[-1.0, 0.0], [1.0, 0.0]]
-    with pytest.raises(ValueError, match="two tokens"):
-        whiten(torch.ones(1, 2), torch.tensor([[True, False]]))
-
-
-def test_epsilon_of_whitening_is_added_to_the_variance() -> None:
-    """Mean 2, variance ((1)^2 + (1)^2) / 1 = 2; sqrt(2 + 2) = 2."""
-    both = torch.tensor([[True, True]])
-    result = whiten(torch.tensor([[1.0, 3.0]]), both, epsilon=2.0)
-    assert result.tolist() == [[-0.5, 0.5]]
-
-
-def test_advantages_that_are_all_equal_stay_close_to_0_in_float32() -> None:
-    """Rounding noise of the mean, about 1e-7 of the value, is divided by no less than 1e-4."""
-    row = torch.full((1, 1000), 0.1)
-    assert whiten(row, row > 0).abs().max() < 2e-3
 
 
 @given(st.lists(st.tuples(NUMBERS, NUMBERS, st.booleans()), min_size=1, max_size=12))
