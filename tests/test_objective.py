@@ -639,6 +639,18 @@ def test_statistics_by_staleness_are_those_of_its_tokens() -> None:
     assert "2" not in statistics_by_staleness(stats_of(stale_batch(mask)))
 
 
+def test_log_rho_is_added_up_by_the_sign_of_the_advantage() -> None:
+    """Of ratios 1, 4, 3, 0.5, 2.5, 1.5, 6 and 1; the second is masked, the last has neither."""
+    mask = torch.ones(1, 8, dtype=torch.bool)
+    mask[0, 1] = False
+    batch = stale_batch(mask)
+    batch.advantages = torch.tensor([[1.0, 1.0, -1.0, 0.5, -2.0, 1.0, -1.0, 0.0]])
+    stats = stats_of(batch)
+    assert (stats["tokens/positive"], stats["tokens/negative"]) == (3, 3)
+    assert stats["log_rho/positive"] == pytest.approx(math.log(0.5 * 1.5))
+    assert stats["log_rho/negative"] == pytest.approx(math.log(3 * 2.5 * 6), rel=1e-6)
+
+
 def test_statistics_of_the_parts_of_a_batch_add_up_to_its_statistics() -> None:
     whole = stats_of(stale_batch(torch.ones(1, 8, dtype=torch.bool)))
     halves = []

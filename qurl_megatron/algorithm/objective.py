@@ -319,8 +319,9 @@ class PolicyLoss:
                 `sequence_tis`, `gspo` and a user's own objective need it.
 
         Returns:
-            The loss, and statistics for `add_up`: those of `policy_objective`, `entropy`, and
-            `mismatch_sums`, also by staleness.
+            The loss, and statistics for `add_up`: those of `policy_objective`, `entropy`,
+            `mismatch_sums`, also by staleness, and `tokens` and the sum of `log_rho` over the
+            tokens of positive and of negative advantages.
         """
         if batch.proximal_logprobs is None:
             batch.proximal_logprobs, batch.entropy = current_logprobs.detach(), entropy.detach()
@@ -377,6 +378,11 @@ class PolicyLoss:
                 batch.proximal_logprobs, batch.behaviour_logprobs, mask, self.config.ratio_cap
             )
             stats |= {name + suffix: value for name, value in sums.items()}
+        advantages = _where(counted, batch.advantages)
+        log_rho = _where(counted, batch.proximal_logprobs - batch.behaviour_logprobs)
+        for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
+            stats[f"tokens/{sign}"] = of_sign.sum(dtype=torch.float64)
+            stats[f"log_rho/{sign}"] = _where(of_sign, log_rho).sum(dtype=torch.float64)
         return loss, stats
 
 

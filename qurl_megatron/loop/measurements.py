@@ -111,6 +111,8 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         acr_widened_fraction=sums["acr_widened"] / tokens,
         clip_fraction=sums["clipped"] / tokens,
         dual_clip_fraction=sums["dual_clipped"] / tokens,
+        logprob_diff_positive=_mean_of_sign(sums, "positive"),
+        logprob_diff_negative=_mean_of_sign(sums, "negative"),
         kl_reference=sums["kl_reference"] / tokens,
         entropy=sums["entropy"] / tokens,
         objective_parts={
@@ -133,6 +135,12 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
         memory_bytes=device.memory_bytes(),
         **phase_times,  # type: ignore[arg-type]
     )
+
+
+def _mean_of_sign(sums: dict[str, float], sign: str) -> float | None:
+    """Return the mean of log rho over tokens whose advantage has this sign; None without one."""
+    tokens = sums[f"tokens/{sign}"]
+    return sums[f"log_rho/{sign}"] / tokens if tokens else None
 
 
 def weight_metrics(conversion: Conversion) -> dict[str, dict[str, float]]:

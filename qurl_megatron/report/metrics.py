@@ -150,7 +150,7 @@ class StepMetrics:
 
     clip_fraction: float
     """Fraction of trained tokens whose gradient the clip at 1 - `eps_low` or above 1 removed, over
-    all minibatches."""
+    all minibatches; with cispo, whose ratio was capped."""
 
     kl_reference: float
     """k3 estimate of KL(current || reference), at most 10 per token, mean over trained tokens and
@@ -289,6 +289,14 @@ class StepMetrics:
     dual_clip_fraction: float = 0.0
     """Fraction of trained tokens whose gradient `objective.dual_clip` removed, over all
     minibatches. 0 without it."""
+
+    logprob_diff_positive: float | None = None
+    """Mean of log(proximal / behaviour) over trained tokens with a positive advantage, in nats.
+    Below 0, the servers sample them more often than the learner would. null: there is none."""
+
+    logprob_diff_negative: float | None = None
+    """The same over trained tokens with a negative advantage. null: there is none."""
+
     equal_reward_fraction: float = 0.0
     """Fraction of the step's prompts whose completions all have the same reward. They give GRPO no
     gradient. With dynamic sampling, it is what the replacements leave."""
