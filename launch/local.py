@@ -32,12 +32,20 @@ def run(config: Config) -> NoReturn:
     The launcher is a fresh program, without the threads that the run's preparation started: forks
     would lose them. Signals wait until it handles them.
     """
-    environment = {} if device.num_gpus() else NO_THREADS
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, ending_signals() | {signal.SIGUSR1})
-    words = [sys.executable, "-m", __name__, str(config.run_dir)]
-    os.execve(sys.executable, words, {**os.environ, **environment})
+    os.execve(sys.executable, command(config.run_dir), environment())
+
+
+def command(run_dir: Path) -> list[str]:
+    """Return the command of a run's launcher."""
+    return [sys.executable, "-m", __name__, str(run_dir)]
+
+
+def environment() -> dict[str, str]:
+    """Return the launcher's environment variables."""
+    return {**os.environ, **({} if device.num_gpus() else NO_THREADS)}
 
 
 def main(run_dir: str) -> None:

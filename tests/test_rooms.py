@@ -281,12 +281,18 @@ def test_http_is_used_in_rollout_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, path in NAMES.items() if path.name == "__init__.py"])
 def test_init_files_do_nothing_when_imported(name: str) -> None:
-    """They hold a docstring; sglang_plugin also holds the targets of SGLang's entry points."""
-    allowed: tuple[type[ast.stmt], ...] = (ast.FunctionDef,) if name == "sglang_plugin" else ()
+    """They hold a docstring, SGLang's entry points, or say where the package's names are."""
+    of_package = (ast.FunctionDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    allowed: dict[str, tuple[type[ast.stmt], ...]] = {
+        "sglang_plugin": (ast.FunctionDef,),
+        "__init__": of_package,
+    }
     for number, statement in enumerate(ast.parse(NAMES[name].read_text()).body):
         is_docstring = number == 0 and isinstance(statement, ast.Expr)
         is_future = isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
-        assert is_docstring or is_future or isinstance(statement, allowed), statement.lineno
+        assert is_docstring or is_future or isinstance(statement, allowed.get(name, ())), (
+            statement.lineno
+        )
 
 
 def test_only_these_files_branch_on_cpu_or_gpu() -> None:

@@ -24,6 +24,11 @@ class RunRecord:
     mismatch: dict[str, dict[str, float]]  # mismatch.json, by server set; empty if there is none
     samples: list[dict[str, Any]]  # samples.jsonl
 
+    @property
+    def final_model(self) -> Path:
+        """The directory of the trained model, which a complete run has."""
+        return self.config.run_dir / "final_model"
+
     def series(self, metric: str) -> list[float]:
         """Return the values of a metric, one per step; NaN where a step lacks it."""
         return [math.nan if step.get(metric) is None else step[metric] for step in self.steps]
