@@ -8,6 +8,9 @@ import typer
 from qurl_megatron.commands.as_job import may_be_job
 from qurl_megatron.commands.models import found_model
 
+# Settings of qurl eval.
+UNUSED = ("k", "output", "reward", "reward_timeout_s", "reward_import_timeout_s", "scoring_workers")
+
 
 @may_be_job
 def agent(
@@ -27,12 +30,19 @@ def agent(
     ] = None,
 ) -> Iterator[int]:
     """Play a few episodes of an agent, and print every turn with its tokens and log-probs."""
+    from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.text import with_overrides
     from qurl_megatron.evaluation import avg_at_k
     from qurl_megatron.extensions.agents import episodes as played
 
     given = avg_at_k.EvalConfig(model=found_model(model), data=[data], agent=function)
     config = with_overrides(given, settings or [])
+    for name in UNUSED:
+        if (value := getattr(config, name)) != getattr(given, name):
+            raise ConfigError(
+                f"{name}={value}: qurl agent shows episodes, and neither scores nor keeps answers; "
+                "leave it out, or call qurl eval"
+            )
     avg_at_k.check(config)
     yield config.server.tensor_parallel_size
     played.run(config, episodes)
