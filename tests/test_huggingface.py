@@ -17,7 +17,7 @@ from torch import Tensor
 
 from published import MODELS
 from qurl_megatron.model import huggingface, weight_map
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.architecture import Architecture, ArchitectureError, trainable
 from qurl_megatron.model.huggingface import (
     Weights,
     check_model,
@@ -182,8 +182,9 @@ def test_weights_of_two_saves_in_one_directory_are_refused(
 def test_adapters_beside_weights_are_refused(write_changed: WriteChanged, file: str) -> None:
     directory = write_changed()
     (directory / file).write_text("{}")
-    with pytest.raises(ArchitectureError, match=f"has {file} beside its weights, .*; merge them"):
-        check_model(directory)
+    for check in (check_model, trainable):  # a run, and a plan
+        with pytest.raises(ArchitectureError, match=f"has {file} beside its weights, .*; merge th"):
+            check(directory)
 
 
 def test_a_directory_of_adapters_is_no_model(tmp_path: Path) -> None:

@@ -423,6 +423,7 @@ COMMANDS = rows("""
     agent json:dumps --model nowhere --data problems.jsonl  'nowhere' does not exist
     agent json:dumps --model model --data problems.jsonl adapters=model keep=[q]  keep: a base under
     agent json:dumps --model model --data problems.jsonl --episodes 0  '--episodes'
+    agent json:dumps --model model --data problems.jsonl agent=a:b  agent=a:b: json:dumps is played
     agent json:dumps --model model --data problems.jsonl k=8  k=8: qurl agent shows episodes, and
     agent json:dumps --model model --data problems.jsonl reward=exact  reward=exact: qurl agent sh
     eval model no_such.jsonl max_prompt_length=99 max_completion_length=99  no_such.jsonl

@@ -518,9 +518,11 @@ def trainable(directory: Path) -> Architecture:
     """Read the config.json of a model that will be trained or rewritten, not only served.
 
     Raises:
-        ArchitectureError: as in `Architecture.from_directory`, or the model is quantized.
+        ArchitectureError: as in `Architecture.from_directory`, or the model is quantized, or has
+            adapters beside its weights.
     """
     architecture = Architecture.from_directory(directory)
+    refuse_adapters(directory)
     file = directory / "config.json"
     config = text_config(read_json(file), file)
     if field := next((name for name in QUANTIZED if name in config), None):
@@ -529,6 +531,20 @@ def trainable(directory: Path) -> Architecture:
             "it was made from"
         )
     return architecture
+
+
+def refuse_adapters(directory: Path) -> None:
+    """Refuse a model with adapters beside its weights, which transformers would load too.
+
+    Raises:
+        ArchitectureError: it has a file of adapters.
+    """
+    files = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
+    if found := next((name for name in files if (directory / name).exists()), None):
+        raise ArchitectureError(
+            f"'{directory}' has {found} beside its weights, which do not have these adapters in "
+            "them; merge them (peft: merge_and_unload), or remove their files"
+        )
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from qurl_megatron.model.architecture import (
     Architecture,
     ArchitectureError,
     read_json,
+    refuse_adapters,
     text_config,
     trainable,
 )
@@ -39,8 +40,6 @@ _WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt"),
     *(".gguf", ".h5", ".msgpack", ".onnx"),
 )
-
-_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "adapter_model.bin")
 
 # Of a model of text and images: where the weights of its text are, and what is left out: images,
 # and heads that predict several tokens at once.
@@ -142,14 +141,9 @@ class Weights:
     def _check_others(self) -> None:
         """Check that no file of the directory, read or not, has a tensor that another has too.
 
-        transformers and SGLang would choose differently between them. transformers would also load
-        adapters beside the weights.
+        transformers and SGLang would choose differently between them.
         """
-        if adapters := next((f for f in _ADAPTERS if (self._directory / f).exists()), None):
-            raise ArchitectureError(
-                f"'{self._directory}' has {adapters} beside its weights, which do not have these "
-                "adapters in them; merge them (peft: merge_and_unload), or remove their files"
-            )
+        refuse_adapters(self._directory)
         single = "model.safetensors"
         if single not in self.files and (self._directory / single).exists():
             raise ArchitectureError(

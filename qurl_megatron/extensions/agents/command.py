@@ -37,6 +37,8 @@ def agent(
 
     given = avg_at_k.EvalConfig(model=found_model(model), data=[data], agent=function)
     config = with_overrides(given, settings or [])
+    if config.agent != function:
+        raise ConfigError(f"agent={config.agent}: {function} is played; name one")
     for name in UNUSED:
         if (value := getattr(config, name)) != getattr(given, name):
             raise ConfigError(
