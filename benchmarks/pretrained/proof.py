@@ -26,7 +26,7 @@ ARMS: list[dict[str, Any]] = [
     )
     for temperature in (0.3, 0.6, 1)
 ] + [
-    {"words": "quantization.uaq.scale=1.5"},
+    {"words": "quantization.uaq.scale=1"},
     {"words": "quantization.smoothing=0.5"},
     {"words": "quantization.smoothing=0.5 quantization.format=fp8"},
     {"words": "quantization.keep=[down_proj]"},
