@@ -100,7 +100,7 @@ def read_template(given: str, directory: Path) -> str:
         ArchitectureError: there is no such file and no such name, or it is no template.
     """
     if not given or _has_jinja(given):
-        return _parsed(given, given)
+        return _parsed(given, f"{' '.join(given.split()):.80}")
     if Path(given).is_file():
         try:
             text = Path(given).read_text(encoding="utf-8")
@@ -123,8 +123,8 @@ def _has_jinja(text: str) -> bool:
     return "{%" in text or "{{" in text
 
 
-def _parsed(text: str, given: str) -> str:
-    """Return the text of a template that was `given`, in a file or as it is, if Jinja reads it."""
+def _parsed(text: str, name: str) -> str:
+    """Return the text of a template if Jinja reads it; messages have its file or its beginning."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -132,8 +132,7 @@ def _parsed(text: str, given: str) -> str:
         _compile_jinja_template(text)
     except TemplateSyntaxError as error:
         raise ArchitectureError(
-            f"chat_template={' '.join(given.split()):.80}: Jinja cannot read its line "
-            f"{error.lineno} ({error.message})"
+            f"chat_template={name}: Jinja cannot read its line {error.lineno} ({error.message})"
         ) from None
     return text
 
