@@ -54,7 +54,8 @@ SETTLED = {
 }
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
 
-DIRECTORIES = ("model", "critic.model", "adapters.init")  # other sources are data
+MODELS = ("model", "critic.model")  # the fields
+DIRECTORIES = (*MODELS, "adapters.init")  # other sources are data
 
 
 def prepare_new(
@@ -275,11 +276,9 @@ def _find(config: Config, saved: Config) -> None:
     before = sources(saved)
 
     def find(field: str, source: str) -> str:
-        if field == "adapters.init":
-            return source
-        if field in DIRECTORIES:
+        if field in MODELS:
             return hub.local_model(source, before[field], hub.TOKENIZER)
-        return local_data(source, before.get(field, ""))
+        return source if field in DIRECTORIES else local_data(source, before.get(field, ""))
 
     _change_sources(config, find)
     config.chat_template = read_template(config.chat_template, Path(config.model))

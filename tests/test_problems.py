@@ -418,6 +418,7 @@ def test_tables_and_compressed_files_are_read(encoding: str, tmp_path: Path) -> 
         ("1 + 1?,2\n", "contains no problems"),
         ("question;answer\n1 + 1?;2\n", "its first line has ';' between names; expected a comma"),
         ("question,answer\n1?,1\nOù?,2\n", "line 3: not UTF-8; save the file in it"),
+        ("question,réponse\n1?,1\n", "line 1: not UTF-8; save the file in it"),
         ("text,label\n1 + 1?,2\n", "question is missing or empty; the entry has text, label"),
         ("prompt,answer\n\"[{'role': 'user'}]\",2\n", "prompt is a text with a list of chat"),
         ("conversations\n\"[{'from': 'gpt'}]\"\n", "conversations is a text with a list of chat"),

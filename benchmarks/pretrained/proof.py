@@ -47,18 +47,19 @@ ARMS: list[dict[str, Any]] = [
 def measure(model: Path, words: str, resumed: bool = False) -> dict[str, Any]:
     """Return what the proof of a run found, and why it ended the run, if it did."""
     with tempfile.TemporaryDirectory(prefix="qurl-proof-") as directory:
-        run_dir = Path(directory, "run")
+        run_dir, log = Path(directory, "run"), Path(directory, "run.log")
         given = ["smollm2", f"model={model}", *SHORT, *words.split()]
         row: dict[str, Any] = {"ended": ""}
         try:
             _, (*_, last) = complete_run(run_dir, given)
             if resumed:
                 again = [*QURL, "resume", str(run_dir), f"steps={last['step'] + 1}"]
-                subprocess.run(again, check=True, capture_output=True)
-        except RuntimeError:
-            row["ended"] = Path(f"{run_dir}.log").read_text().splitlines()[-1]
-        except subprocess.CalledProcessError as error:
-            row["ended"] = error.stderr.decode().splitlines()[-1]
+                with log.open("a") as output:
+                    subprocess.run(again, check=True, stdout=output, stderr=subprocess.STDOUT)
+        except (RuntimeError, subprocess.CalledProcessError):
+            row["ended"] = " ".join(
+                log.read_text().splitlines()[-4:]
+            )  # the last says how to resume
         file = run_dir / "mismatch.json"
         row |= json.loads(file.read_text())["rollout"] if file.exists() else {}
     print(words, {name: row.get(name) for name in ("ended", *MEANS)}, flush=True)

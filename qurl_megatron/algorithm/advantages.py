@@ -9,6 +9,9 @@ import statistics
 import torch
 from torch import Tensor
 
+WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators whose advantages are whitened over the tokens of the step."""
+
 
 def group_advantages(
     rewards: list[list[float]], estimator: str, epsilon: float = 1e-6
@@ -24,8 +27,8 @@ def group_advantages(
         reinforce_plus_plus           reward
         reinforce_plus_plus_baseline  reward - mean
 
-    of which the last two are whitened over the tokens of the step afterwards. The advantages of a
-    zero-variance group are exactly 0, except with `reinforce_plus_plus`.
+    and those of `WHITENED` are whitened afterwards. The advantages of a zero-variance group are
+    exactly 0, except with `reinforce_plus_plus`.
     """
     return [_of_group(group, estimator, epsilon) for group in rewards]
 

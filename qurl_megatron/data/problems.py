@@ -461,6 +461,8 @@ def _read_csv(path: Path) -> Entries:
         with _open(path, newline="") as file:
             rows = csv.reader(file, delimiter=mark, strict=True)
             names = next(rows, [])
+            number = rows.line_num
+            "".join(names).encode()  # finds bytes that were not UTF-8
             if len(names) == 1 and (other := re.search("[;,\t|]", names[0])):
                 raise DataError(
                     f"{path}: its first line has {other[0]!r} between names; expected a {separator}"
@@ -469,7 +471,7 @@ def _read_csv(path: Path) -> Entries:
                 raise DataError(f"{path}: its first line must name each column, and no two alike")
             for cells in filter(None, rows):
                 number = rows.line_num
-                "".join(cells).encode()  # finds bytes that were not UTF-8
+                "".join(cells).encode()
                 if len(cells) != len(names):
                     raise DataError(
                         f"{path} line {number}: has {len(cells)} cells, and the first line "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.advantages import (
+    WHITENED,
     group_advantages,
     is_zero_variance,
     soft_overlong_penalty,
@@ -33,7 +34,6 @@ from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.weight_sync.publish import Publisher
 
 DIGITS = 3  # decimals of a ratio in a sample
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 TRIES = 3  # to get a step's completions scored
 
 Row = tuple[int, int]

@@ -99,7 +99,9 @@ def read_template(given: str, directory: Path) -> str:
     Raises:
         ArchitectureError: there is no such file and no such name, or it is no template.
     """
-    if not given or _has_jinja(given):
+    if not given:
+        return ""
+    if _has_jinja(given):
         return _parsed(given, f"{' '.join(given.split()):.80}")
     if Path(given).is_file():
         try:
