@@ -1,7 +1,9 @@
 """Does the proof of a run let right servers pass? Starts of the recipe, each in its own way.
 
 An arm is `qurl train smollm2` with one step and one server. Nothing is wrong with any of them, so
-a run that ends at its proof is a false end. An arm with `resumed` is proven again after its steps.
+a run that ends at its proof is a false end. An arm with `resumed` is resumed from the checkpoint of
+its last step. A proof of new servers is then made of a step's own rollouts, whose metrics the row
+has; the prediction is in the log alone.
 """
 
 import json
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import QURL, complete_run
+from qurl_megatron.files import read_json_lines
 
 SHORT = """steps=1 checkpoint.every_steps=0 evaluation.problems=0 data_options.size=400
     learner.data_parallel_size=1 rollout.servers=1 rollout.prompts_per_step=16
@@ -49,6 +52,7 @@ def measure(model: Path, words: str, resumed: bool = False) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="qurl-proof-") as directory:
         run_dir, log = Path(directory, "run"), Path(directory, "run.log")
         given = ["smollm2", f"model={model}", *SHORT, *words.split()]
+        given += ["checkpoint.every_steps=100"] if resumed else []  # and after the last step
         row: dict[str, Any] = {"ended": ""}
         try:
             _, (*_, last) = complete_run(run_dir, given)
@@ -60,8 +64,11 @@ def measure(model: Path, words: str, resumed: bool = False) -> dict[str, Any]:
             row["ended"] = " ".join(
                 log.read_text().splitlines()[-4:]
             )  # the last says how to resume
-        file = run_dir / "mismatch.json"
-        row |= json.loads(file.read_text())["rollout"] if file.exists() else {}
+        if resumed and not row["ended"]:
+            *_, last = read_json_lines(run_dir / "metrics.jsonl")
+            row |= {name: last[name] for name in MEANS if name in last}
+        elif (file := run_dir / "mismatch.json").exists():
+            row |= json.loads(file.read_text())["rollout"]
     print(words, {name: row.get(name) for name in ("ended", *MEANS)}, flush=True)
     return row
 
