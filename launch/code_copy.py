@@ -7,12 +7,12 @@ are links, because a function may read them by its `__file__`.
 
 import errno
 import hashlib
+import itertools
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distribution
-from operator import attrgetter
 from pathlib import Path
 
 import qurl_megatron
@@ -21,7 +21,6 @@ from qurl_megatron.config.text import Given
 
 PACKAGE = Path(qurl_megatron.__file__).absolute().parent
 LOGS = "logs"  # of jobs, below the directory that they are submitted from
-USER_FUNCTIONS = ("reward", "objective.objective", "rollout.agent", "model_builder")
 
 
 Code = dict[Path, bytes | Path]
@@ -44,7 +43,8 @@ def read_code(configs: Iterable[Config] = ()) -> Code:
             found[Path(each)] = Path(str(each.locate()))
     links: dict[Path, Path] = {}
     for config in configs:
-        for file, _ in _user_functions(config).values():
+        files = map(_file_of, itertools.chain(*_functions(config).values()))
+        for file in filter(None, files):
             for path in _beside(file.parent):
                 chosen = found if path.suffix == ".py" and path.is_file() else links
                 chosen[_copy_of(file.parent) / path.relative_to(file.parent)] = path
@@ -65,8 +65,9 @@ def place_of(code: Code) -> Path:
 def copies(config: Config, place: Path) -> list[Given]:
     """Return what gives a job the copies of the user's functions."""
     return [
-        Given(field, f"{place / _copy_of(file.parent) / file.name}:{name}")
-        for field, (file, name) in _user_functions(config).items()
+        Given(field, ",".join(_in_copy(each, place) for each in functions))
+        for field, functions in _functions(config).items()
+        if any(map(_file_of, functions))
     ]
 
 
@@ -90,14 +91,26 @@ def keep_code(code: Code, place: Path) -> None:
             raise
 
 
-def _user_functions(config: Config) -> dict[str, tuple[Path, str]]:
-    """Return file and name of the functions in files of the user's own, by field."""
-    named = {field: attrgetter(field)(config).rpartition(":") for field in USER_FUNCTIONS}
+def _functions(config: Config) -> dict[str, list[str]]:
+    """Return the names in each field that may name functions of the user's own."""
     return {
-        field: (Path(file).absolute(), name)
-        for field, (file, _, name) in named.items()
-        if file.endswith(".py")
+        "reward": config.rewards,
+        "objective.objective": [config.objective.objective],
+        "rollout.agent": [config.rollout.agent],
+        "model_builder": [config.model_builder],
     }
+
+
+def _file_of(function: str) -> Path | None:
+    """Return the file that a function is in; None if it is in a module, or not the user's own."""
+    file = function.rpartition(":")[0]
+    return Path(file).absolute() if file.endswith(".py") else None
+
+
+def _in_copy(function: str, place: Path) -> str:
+    if not (file := _file_of(function)):
+        return function
+    return f"{place / _copy_of(file.parent) / file.name}:{function.rpartition(':')[2]}"
 
 
 def _beside(directory: Path) -> Iterator[Path]:

@@ -304,7 +304,7 @@ def _make_paths_absolute(config: Config) -> None:
 
     _change_sources(config, change)
     config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
-    config.reward = absolute(config.reward)
+    config.reward = ",".join(map(absolute, config.rewards))
     config.model_builder = absolute(config.model_builder)
     config.objective.objective = absolute(config.objective.objective)
     config.rollout.agent = absolute(config.rollout.agent)

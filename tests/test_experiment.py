@@ -355,8 +355,8 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
     template = "{% for each in messages %}{{ each['content'] }}{% endfor %}"
     (own / "own.jinja").write_text(template)
     (own / "run.yaml").write_text(
-        "recipe: quickstart\nreward: own/mine.py:reward\nmodel_builder: own/build.py:build\n"
-        "chat_template: own/own.jinja\n"
+        "recipe: quickstart\nreward: [exact, own/mine.py:reward]\n"
+        "model_builder: own/build.py:build\nchat_template: own/own.jinja\n"
     )
     launch("own/run.yaml", ["name=s"], options=JobOptions())
     for file in (own / "mine.py", own / "build.py", own / "package" / "part.py", own / "run.yaml"):
@@ -368,7 +368,8 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
     }
     assert given["chat_template"] == template
     (code,) = Path("logs").absolute().iterdir()
-    reward = given["reward"]
+    first, reward = given["reward"].split(",")
+    assert first == "exact"
     for function in (reward, given["model_builder"]):
         copy = Path(function.partition(":")[0])
         assert copy.is_relative_to(code) and "changed" not in copy.read_text()

@@ -167,6 +167,9 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
         "1 answers cannot be compared by reward math, and only their exact text is right; the "
         f"first is {tests} line 2: {unreadable}"
     ]
+    config.reward = "exact, mine:reward, math"
+    assert load(config).train[0].columns == {"question": "0 + 1?", "answer": "1"}
+    assert len(load(config).train) == 50
     config.data = write_lines(tmp_path / "c.jsonl", *bad)
     with pytest.raises(DataError, match="c.jsonl line 1: .*cannot be read as LaTeX"):
         load(config)

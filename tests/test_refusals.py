@@ -123,6 +123,10 @@ FIELDS = rows(r"""
     objective.aggregation=mean              'sequence_mean', 'token_mean' or 'dr_grpo'
     advantage_estimator=ppo                 'grpo', 'dr_grpo', 'rloo', 'reinforce_plus
     reward=maths                            reward=maths: no such verifier; there are math, gsm8k,
+    reward=math,maths                       reward=math,maths: no such verifier; there are math, gsm
+    reward=[math, a.py:f, b.py:f]           two are called f; rename a function
+    reward=math,dapo & reward_weights=1     reward_weights=[1.0]: there are 2 rewards; give one weig
+    reward=math,dapo & reward_weights=1,nan  reward_weights.1=nan: input should be a finite number
     quantization.format=int3                'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-bloc
     quantization.format=                    quantization.format=
     quantization.format=fp8-block           has 64 query channels; use format fp8
@@ -338,8 +342,8 @@ FILES = rows(r"""
     steps:                                  , line 1: steps=null: input should be a valid integer
     model: [a, b]                           , line 1: model=['a', 'b']: input should be a valid
     quantization: {keep: [[a]]}             , line 1: quantization.keep.0=['a']: input should be
-    data: ['a,b']                           , line 1: data=['a,b']: a source in a list must have no
-    evaluation.data.x: ['a,b']              , line 1: evaluation.data.x=['a,b']: a source in a list
+    data: ['a,b']                           , line 1: data=['a,b']: an item of this list
+    evaluation.data.x: ['a,b']              , line 1: evaluation.data.x=['a,b']: an item of
     steps: {a: 1}                           , line 1: steps={'a': 1}: input should be a valid
     quantization: {keep: *.down_proj}       a text that begins with * needs quotes
     data_options: 7                         , line 1: data_options=7: not of the form {key: value}

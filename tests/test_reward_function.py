@@ -121,6 +121,31 @@ def test_completions_to_a_problem_wait_at_the_same_time(functions: Path) -> None
     assert scores(config(functions, "judge"), "a") == [Score(7, {}, "")]
 
 
+def test_several_rewards_are_weighed_and_summed_and_the_first_says_what_is_right(
+    functions: Path,
+) -> None:
+    """The group's function still gets the whole group, after a verifier's process has died."""
+    several = config(functions, "batch")
+    several.reward, several.reward_weights = f"exact, {several.reward}", [2, -0.5]
+    assert scores(several, "42", "7") == [
+        Score(2, {"accuracy": 1, "exact": 1, "exact.accuracy": 1, "batch": 0}, ""),
+        Score(-2.5, {"accuracy": 0, "exact": -1, "exact.accuracy": 0, "batch": 1}, ""),
+    ]
+    several.reward, several.reward_weights = f"{functions}:parts, {functions}:moody", []
+    parts = {"accuracy": 1, "parts": 0.5, "parts.accuracy": 1, "parts.level": 3}
+    failed = Score(0.5 - 1, parts | {"moody": -1, "accuracy": 0, "parts.accuracy": 0}, "")
+    assert scores(several, "42", "raise") == [
+        Score(0.5 + 1.5, parts | {"moody": 1.5}, ""),
+        failed._replace(failure="KeyError: 'mood'"),
+    ]
+    several.reward, several.reward_weights = f"math,{functions}:batch", [1, 1]
+    hangs = "\\boxed{9^{9^{9^9}}}"
+    found = scores(several, "42", hangs, "a")
+    assert [score.parts["batch"] for score in found] == [0, 0, 1]
+    assert [score.parts["accuracy"] for score in found] == [1, 0, 0]
+    assert [score.timed_out for score in found] == [False, True, False]
+
+
 @pytest.mark.parametrize("name", ["moody", "moody_async"])
 def test_a_call_that_fails_costs_its_own_completion_and_says_why(
     functions: Path, name: str
@@ -290,14 +315,15 @@ def test_the_path_of_the_file_is_stored_with_the_run(
     (tmp_path / "mine.py").write_text("import neighbour\nreward = neighbour.reward\n")
     (tmp_path / "neighbour.py").write_text("def reward(completion, problem):\n    return 3\n")
     words = ["name=run", f"output_dir={tmp_path}", "data_options.size=100", UNTAUGHT]
-    created, _ = prepare_new("quickstart", [*words, "reward=mine.py:reward"])
+    created, _ = prepare_new("quickstart", [*words, "reward=[exact, mine.py:reward]"])
     saved = load(created.run_dir / "config.yaml")
-    assert saved.reward == f"{tmp_path / 'mine.py'}:reward"
+    assert saved.reward == f"exact,{tmp_path / 'mine.py'}:reward"
     assert absolute("/a/judge.py:reward") == "/a/judge.py:reward"
     assert absolute("math") == "math"
     assert absolute("package.judge:reward") == "package.judge:reward"
     monkeypatch.chdir("/")
-    assert scores(saved, "a") == [Score(3, {}, "")]
+    (score,) = scores(saved, "a")
+    assert score.value == score.parts["reward"] == 3
 
 
 def test_a_module_is_found_in_the_directory_where_the_run_starts(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ OTHER_NAMES = {
     "model_name_or_path": "model",
     "model_name": "model",
     "model_path": "model",
-    "reward_funcs": "reward",
+    "reward_funcs": "reward, one or a list",
     "reward_fn": "reward",
     "custom_reward_function": "reward",
     "experiment_name": "name",

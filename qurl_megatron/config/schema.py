@@ -40,8 +40,8 @@ from qurl_megatron.config.values import (
     Seed,
     Sequences,
     SequencesOrZero,
+    Several,
     Signed,
-    Sources,
     Temperature,
     Template,
     Text,
@@ -86,15 +86,13 @@ QuantizedForward = Literal["weights", "all"]
 Unusable = Literal["drop", "refuse"]
 """What happens to an entry of the data that cannot be used."""
 
-RewardName = Annotated[
-    str,
-    matching(
-        rf"{'|'.join(VERIFIER_NAMES)}|[^:]+:[^\W\d]\w*",
-        f"no such verifier; there are {', '.join(VERIFIER_NAMES)}, and a function of your own is "
-        "FILE.py:NAME or MODULE:NAME",
-    ),
-    at_home,
-]
+_REWARD = rf"(?:{'|'.join(VERIFIER_NAMES)}|[^:,]+:[^\W\d]\w*)"
+_NO_REWARD = (
+    f"no such verifier; there are {', '.join(VERIFIER_NAMES)}, and a function of your own is "
+    "FILE.py:NAME or MODULE:NAME"
+)
+RewardName = Annotated[str, matching(_REWARD, _NO_REWARD), at_home]
+Rewards = Annotated[Several, matching(rf"{_REWARD}(?:,\s*{_REWARD})*", _NO_REWARD)]
 
 FunctionName = Annotated[
     str, matching(r"([^:]+:[^\W\d]\w*)?", "a function is FILE.py:NAME or MODULE:NAME"), at_home
@@ -107,6 +105,11 @@ SAID_WHY = 3  # exit code of every learner rank after a failure that the console
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the text says what is wrong and what would be right."""
+
+
+def reward_title(reward: str) -> str:
+    """Return the name of a reward among several, in metrics: that of its function."""
+    return reward.rpartition(":")[2]
 
 
 def with_group_size(name: FormatName, group_size: int) -> WeightFormat:
@@ -660,7 +663,7 @@ class EvaluationConfig:
     """Fraction of the data held out of training, chosen by a hash of each question. 0 holds out
     none, and so does `problems` of 0."""
 
-    data: dict[DataName, Sources] = dataclasses.field(default_factory=dict)
+    data: dict[DataName, Several] = dataclasses.field(default_factory=dict)
     """Data files to evaluate on, by the name they are reported under; each value has the form of
     the run's `data`."""
 
@@ -732,7 +735,7 @@ class Config:
     that is called with the run's configuration after all checks, and may train the model. Empty:
     none."""
 
-    data: Sources = ""
+    data: Several = ""
     """Training problems: a .jsonl, .json, .parquet, .csv or .tsv file, a dataset directory (DIR,
     DIR:SPLIT, DIR:CONFIG or DIR:CONFIG:SPLIT), a dataset of the Hub (such as
     openai/gsm8k:main:train or openai/gsm8k@REVISION:main), or reasoning_gym:TASK. Several are a
@@ -741,11 +744,16 @@ class Config:
     data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym task, by name."""
 
-    reward: RewardName = "math"
+    reward: Rewards = "math"
     """Verifier that rewards a completion. math: math-verify. gsm8k: verl's, by the number after
     ####. gsm8k_flexible: verl's, by the last number. dapo: DAPO's, by what follows "Answer:".
     deepscaler: DeepScaleR's, by the box after </think>. reasoning_gym: the task's own scorer.
-    exact: the completion is the answer. FILE.py:NAME or MODULE:NAME: a function of your own."""
+    exact: the completion is the answer. FILE.py:NAME or MODULE:NAME: a function of your own.
+    Several are a list: the sum of their rewards is trained on, and accuracy is that of the
+    first."""
+
+    reward_weights: list[Signed] = dataclasses.field(default_factory=list)
+    """Weight of each reward of such a list, in its order. Empty: 1 each."""
 
     name: RunName = ""
     """Name of the run and of its directory. Empty: the recipe's name and the time."""
@@ -867,6 +875,11 @@ class Config:
     recipe_file: dict[str, Text] = dataclasses.field(default_factory=dict)
     """SHA-256 of each file that the recipe is from, by its path. The run fills it in. Empty: a
     recipe of the package."""
+
+    @property
+    def rewards(self) -> list[str]:
+        """The rewards that `reward` lists, at least one."""
+        return [name.strip() for name in self.reward.split(",")]
 
     @property
     def run_dir(self) -> Path:

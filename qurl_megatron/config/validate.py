@@ -21,6 +21,7 @@ from qurl_megatron.config.schema import (
     ServerConfig,
     UaqConfig,
     WeightFormat,
+    reward_title,
 )
 from qurl_megatron.config.server_options import CONTEXT_RESERVE, check_options
 from qurl_megatron.config.text import leaf_values
@@ -364,6 +365,7 @@ def _validate_fields(config: Config) -> None:
     """Check the fields that must fit each other whatever the model is."""
     rollout, quantization = config.rollout, config.quantization
     _check_schedule(config.optimizer, "optimizer")
+    _check_rewards(config)
     num_servers = rollout.servers + len(rollout.servers_at)
     if not num_servers:
         raise ConfigError("rollout.servers=0: no server samples; give some, or rollout.servers_at")
@@ -481,6 +483,18 @@ def _validate_stage(config: Config, first_step: int) -> int:
             f" do not divide into minibatches x {learner.data_parallel_size} data-parallel ranks"
         )
     return completions
+
+
+def _check_rewards(config: Config) -> None:
+    """Check the list of rewards, if there are several, and their weights."""
+    titles = [reward_title(each) for each in config.rewards]
+    if twice := next((each for each in titles if titles.count(each) > 1), None):
+        raise ConfigError(f"reward={config.reward}: two are called {twice}; rename a function")
+    if len(config.reward_weights) not in (0, len(titles)):
+        raise ConfigError(
+            f"reward_weights={config.reward_weights}: there are {len(titles)} rewards; give one "
+            "weight for each"
+        )
 
 
 def _check_schedule(optimizer: OptimizerConfig, section: str) -> None:

@@ -84,7 +84,7 @@ def _joined(given: object) -> object:
         given = given[1:-1].split(",")
     if isinstance(given, list):
         if any("," in str(each) for each in given):
-            raise ValueError("a source in a list must have no comma")
+            raise ValueError("an item of this list must have no comma")
         return ",".join(str(each).strip().strip("\"'") for each in given)
     return given
 
@@ -93,8 +93,8 @@ def _at_home(sources: str) -> str:
     return re.sub(r"(?:^|(?<=,))\s*(~[^/,]*)", lambda part: os.path.expanduser(part[1]), sources)
 
 
-# Problems: one source or several, with a comma between them, or as a list.
-Sources = Annotated[Text, pydantic.BeforeValidator(_joined), pydantic.AfterValidator(_at_home)]
+# Sources or functions: one or several, with a comma between them, or as a list.
+Several = Annotated[Text, pydantic.BeforeValidator(_joined), pydantic.AfterValidator(_at_home)]
 Template = Annotated[Lines, at_home]  # a file, a name, or the text itself
 
 

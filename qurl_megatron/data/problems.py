@@ -124,6 +124,7 @@ class Fields(NamedTuple):
     required: bool = True
     incomplete: Unusable = "refuse"  # what becomes of entries without an answer
     for_function: bool = False  # of the user's own, which gets entries and answers as they are
+    keeps_entries: bool = False  # for a function beside a verifier
     without_answer: bool = False  # no entry has one
     ignores_media: bool = False  # images, audio and video are left out; else they are refused
     columns: Collection[str] = ()  # fields that each entry must have, for a reward function
@@ -227,7 +228,7 @@ def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str
 
     The source that `drops` names loses them. In others they stay, and only a completion with the
     exact text of the answer is right. All sources are checked together, because the processes that
-    check them take seconds to start.
+    check them take seconds to start. `config` has one reward.
 
     Raises:
         ConfigError: the reward cannot be loaded.
@@ -711,7 +712,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if any("parameters" in each for each in _tools(entry.get("functions")) or []):
         raise DataError("has functions; give them as tools")
     columns: dict[str, Any] = {}
-    if fields.for_function:  # a conversation is given without its answer
+    if fields.for_function or fields.keeps_entries:  # a conversation is given without its answer
         columns = {**entry, "prompt": messages} if isinstance(asked, list) else entry
     if missing := [column for column in fields.columns if column not in columns]:
         raise DataError(

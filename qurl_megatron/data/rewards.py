@@ -38,7 +38,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from qurl_megatron.algorithm.score import ACCURACY, TIMED_OUT, Question, Score
-from qurl_megatron.config.schema import VERIFIER_NAMES, Config
+from qurl_megatron.config.schema import VERIFIER_NAMES, Config, reward_title
 from qurl_megatron.data.verifiers import VERIFIERS, right_answers
 
 VERIFIER_CPU_LIMIT_S = 3.0
@@ -48,6 +48,27 @@ LARGEST_REWARD = 3.4028234e38  # of float32
 Style = Literal["single", "batch", "verl", "trl"]
 
 
+def each_of(config: Config) -> list[Config]:
+    """Return a configuration with each of its rewards alone."""
+    return [replace(config, reward=name, reward_weights=[]) for name in config.rewards]
+
+
+def weighted_sum(config: Config, scores: Sequence[Score]) -> Score:
+    """Return the score of a completion from that by each reward of a run.
+
+    A reward is a part, and its own parts are behind its name. The first reward says whether the
+    completion is right.
+    """
+    weights = config.reward_weights or [1.0] * len(scores)
+    if len(scores) == 1:
+        return scores[0]._replace(value=weights[0] * scores[0].value)
+    parts = {ACCURACY: scores[0].accuracy}
+    for name, score in zip(map(reward_title, config.rewards), scores, strict=True):
+        parts |= {name: score.value} | {f"{name}.{part}": x for part, x in score.parts.items()}
+    total = sum(weight * score.value for weight, score in zip(weights, scores, strict=True))
+    return Score(total, parts, next((each.failure for each in scores if each.failure), ""))
+
+
 def absolute(function: str) -> str:
     """Return FILE.py:NAME with the file's absolute path, so that a resumed run finds it."""
     place, colon, name = function.rpartition(":")
@@ -55,7 +76,7 @@ def absolute(function: str) -> str:
 
 
 def is_user_function(config: Config) -> bool:
-    """Return whether the reward is a function of the user's own."""
+    """Return whether the only reward is a function of the user's own."""
     return config.reward not in VERIFIER_NAMES
 
 

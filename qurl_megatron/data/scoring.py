@@ -48,13 +48,15 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     """
 
     def __init__(self, config: Config, workers: int = 0) -> None:
-        """Start the workers, which load the reward of `config` in the background.
+        """Start the workers, which load the rewards of `config` in the background.
 
-        `workers` of 0 takes a quarter of the cores that this process may use, from 1 to 16.
+        Each reward has `workers` processes; 0 takes a quarter of the cores that this process may
+        use, from 1 to 16.
         """
         cores = len(os.sched_getaffinity(0))
         workers = workers or max(1, min(MAX_DEFAULT_WORKERS, cores // CORES_PER_WORKER))
         self._config = config
+        self._of_rewards = rewards.each_of(config)
         self._workers: set[_Worker] = set()
         self._closed = False
         self._lock = threading.Lock()  # guards the two above
@@ -62,7 +64,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         # The kernel ends a worker with the thread that started it, so each thread has its own.
         self._of_thread = threading.local()
         for _ in range(workers):
-            self._threads.submit(self._ready_worker)
+            self._threads.submit(self._ready_workers)
 
     def submit(self, prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         """Score the completions of one prompt; the future has one score per completion, in order.
@@ -80,12 +82,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return self._threads.submit(self._answer, question, texts)
 
     def wait_ready(self) -> list[str]:
-        """Wait until a worker has loaded the reward; return the fields that it needs of an entry.
+        """Wait until each reward is loaded; return the fields that they need of an entry.
 
         Raises:
-            ConfigError: the reward cannot be loaded; the text says why.
+            ConfigError: a reward cannot be loaded; the text says why.
         """
-        return self._threads.submit(self._ready_worker).result().columns
+        workers = self._threads.submit(self._ready_workers).result()
+        return [column for worker in workers for column in worker.columns]
 
     def close(self) -> None:
         """End the workers. Futures that are not done are cancelled."""
@@ -104,28 +107,40 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return [each.score or next(scores) for each in completions]
 
     def _answer(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
-        """Return the scores of texts from this thread's worker, and from its successors."""
+        by_reward = [self._answer_of(each, question, texts) for each in self._of_rewards]
+        return [rewards.weighted_sum(self._config, each) for each in zip(*by_reward, strict=True)]
+
+    def _answer_of(
+        self, config: Config, question: Question, texts: list[str] | list[None]
+    ) -> list[Score]:
+        """Return a reward's scores of texts from this thread's worker, and from its successors."""
         scores: list[Score] = []
-        worker = self._ready_worker()
+        worker = self._ready_worker(config)
         while len(scores) < len(texts):
             scores += worker.score(question, texts[len(scores) :])  # fewer if the worker died
-            worker = self._ready_worker()
+            worker = self._ready_worker(config)
         return scores
 
-    def _ready_worker(self) -> _Worker:
-        """Return this thread's worker, or a new one if that has died, with the reward loaded.
+    def _ready_workers(self) -> list[_Worker]:
+        return [self._ready_worker(each) for each in self._of_rewards]
+
+    def _ready_worker(self, config: Config) -> _Worker:
+        """Return this thread's worker for the only reward of `config`, with that loaded.
+
+        If it has died it is a new one.
 
         Raises:
             CancelledError: the scorer is closed, and has killed the worker.
             ConfigError: the reward cannot be loaded.
         """
-        worker: _Worker | None = getattr(self._of_thread, "worker", None)
+        of_thread: dict[str, _Worker] = vars(self._of_thread)
+        worker = of_thread.get(config.reward)
         if worker is None or worker.is_dead:
             with self._lock:
                 if self._closed:
                     raise CancelledError
-                self._workers.discard(worker)
-                worker = self._of_thread.worker = _Worker(self._config)
+                self._workers -= {worker}
+                worker = of_thread[config.reward] = _Worker(config)
                 self._workers.add(worker)
         try:
             worker.wait_ready()
@@ -137,7 +152,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
 
 class _Worker:
-    """One worker process."""
+    """One worker process, for one reward."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -206,6 +221,8 @@ class _Worker:
 def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     """Return why no completion of each problem could be right; empty texts where one may.
 
+    `config` has one reward.
+
     Worker processes find out, because reading 40,000 LaTeX answers takes minutes of CPU time. No
     process is started if all answers are plain numbers.
 
@@ -236,17 +253,18 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
 
 
 def check_reward(config: Config) -> list[str]:
-    """Check that the reward can be loaded; a built-in verifier always can.
+    """Check that each reward can be loaded; a built-in verifier always can.
 
-    Return the fields that it needs of each entry of the data.
+    Return the fields that they need of each entry of the data.
 
     Raises:
-        ConfigError: it cannot; the text says why.
+        ConfigError: one cannot; the text says why.
     """
-    if not rewards.is_user_function(config):
-        return []
-    with Scorer(config, workers=1) as scorer:
-        return scorer.wait_ready()
+    columns: list[str] = []
+    for each in filter(rewards.is_user_function, rewards.each_of(config)):
+        with Scorer(each, workers=1) as scorer:
+            columns += scorer.wait_ready()
+    return columns
 
 
 def work(descriptor: int) -> None:
