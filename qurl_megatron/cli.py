@@ -4,11 +4,12 @@ These functions import what they need only when they are called, so that `qurl -
 Wrong input ends a command with one line and exit code 2 before anything starts.
 """
 
+import inspect
 import locale
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Annotated
 
@@ -16,8 +17,8 @@ import typer
 from typer.exceptions import TyperException
 
 from qurl_megatron.commands import models, runs
+from qurl_megatron.commands.command import Command, JobCommand
 from qurl_megatron.config import extensions
-from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.machine.environment import settle_environment
 from qurl_megatron.machine.processes import ended_by, ending_signals
 
@@ -33,8 +34,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# In the order of `qurl --help`.
-COMMANDS: dict[str, Callable[..., None]] = {
+# In the order of `qurl --help`. One that yields its number of GPUs can be a Slurm job.
+COMMANDS: dict[str, Callable[..., None | Iterator[int]]] = {
     "doctor": runs.doctor,
     "config": runs.config,
     "train": runs.train,
@@ -51,7 +52,8 @@ for _name, _extension in extensions.COMMANDS.items():
     if _module := extensions.find(_extension, "command"):
         COMMANDS[_name] = getattr(_module, _name)
 for _name, _function in COMMANDS.items():
-    app.command(_name)(exit_on_bad_input()(_function))
+    _kind = JobCommand if inspect.isgeneratorfunction(_function) else Command
+    app.command(_name, cls=_kind)(_function)
 
 
 def _print_version(value: bool) -> None:

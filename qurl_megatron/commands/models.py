@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qurl_megatron.commands.as_job import may_be_job
-
 if TYPE_CHECKING:
     from qurl_megatron.config.schema import WeightFormat
     from qurl_megatron.model.huggingface import Progress
@@ -30,7 +28,6 @@ GroupSizeOption = Annotated[
 NewDirectory = Annotated[Path, typer.Argument(metavar="DST", help="Directory to create.")]
 
 
-@may_be_job
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="Checkpoint: RUN/checkpoints/step_NNNNNN.")
@@ -54,7 +51,6 @@ def export(
     print(f"{destination} is ready")
 
 
-@may_be_job
 def quantize(
     source: SourceDirectory,
     destination: NewDirectory,
@@ -152,7 +148,6 @@ def uaq(
         print("Every scale is a power of two: an undo gives back the original, bit for bit.")
 
 
-@may_be_job
 def evaluate(
     model: Annotated[
         str,

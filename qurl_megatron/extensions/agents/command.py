@@ -5,14 +5,12 @@ from typing import Annotated
 
 import typer
 
-from qurl_megatron.commands.as_job import may_be_job
 from qurl_megatron.commands.models import found_model
 
 # Settings of qurl eval.
 UNUSED = ("k", "output", "reward", "reward_timeout_s", "reward_import_timeout_s", "scoring_workers")
 
 
-@may_be_job
 def agent(
     function: Annotated[
         str, typer.Argument(metavar="AGENT", help="The agent: FILE.py:NAME or MODULE:NAME.")

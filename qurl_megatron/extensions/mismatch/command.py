@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from qurl_megatron.commands.as_job import may_be_job
 from qurl_megatron.commands.models import (
     GroupSizeOption,
     SourceDirectory,
@@ -18,7 +17,6 @@ from qurl_megatron.commands.models import (
 )
 
 
-@may_be_job
 def mismatch(
     model: SourceDirectory,
     data: Annotated[
