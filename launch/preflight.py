@@ -30,7 +30,7 @@ from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.machine.gpus import installed_gpus
 from qurl_megatron.machine.memory import lack_of_shared_memory
-from qurl_megatron.machine.network import bind_stores, missing_interface
+from qurl_megatron.machine.network import missing_interface
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -113,17 +113,16 @@ def check_node(logs: Path, port: int) -> None:
         write_whole(path, json.dumps(dataclasses.asdict(report)))
 
     say("importing torch")
-    import torch.distributed as dist
 
     from qurl_megatron import device
+    from qurl_megatron.machine.stores import Store
 
     report.lacks = problems(plan, own, device.num_gpus())
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # as the run has it
     report.backend = device.backend_to()
     report.devices = network_devices(f"{report.backend.upper()}_SOCKET_IFNAME")
     say(f"connecting to {plan.master_address}:{port}")
-    bind_stores()
-    store = dist.TCPStore(
+    store = Store(
         plan.master_address,
         port,
         is_master=is_host,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qurl_megatron.machine.gpus import installed_gpus
 from qurl_megatron.machine.memory import memory_limits, trim_heap
-from qurl_megatron.machine.network import bind_stores
+from qurl_megatron.machine.stores import Store
 
 T = TypeVar("T")
 
@@ -206,7 +206,6 @@ def initialize_distributed() -> None:
         # queue to keep that order. CUDA reads this when it begins.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device())
-    bind_stores()
     # SGLang sets this in its servers. If the two sides differ, NCCL's weight transfers fail.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
@@ -220,12 +219,15 @@ def initialize_distributed() -> None:
             f"{world_size()} ranks but {' and '.join(missing)} not set; "
             "start the ranks with `qurl train`, torchrun or the sbatch script"
         )
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    store: dist.Store = dist.HashStore()
+    if world_size() > 1:
+        # torchrun's agent has opened a store at this address.
+        hosts = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = Store(address, port, world_size(), hosts, timeout=timeout)
     dist.init_process_group(
-        backend_to(),
-        rank=rank(),
-        world_size=world_size(),
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        store=dist.HashStore() if world_size() == 1 else None,
+        backend_to(), rank=rank(), world_size=world_size(), timeout=timeout, store=store
     )
 
 

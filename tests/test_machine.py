@@ -19,9 +19,10 @@ from qurl_megatron.machine import environment as surroundings
 from qurl_megatron.machine import memory, network
 from qurl_megatron.machine.environment import LOCK, scratch_directory
 from qurl_megatron.machine.memory import trim_heap
-from qurl_megatron.machine.network import PORTS, _listen, address_towards, free_port
+from qurl_megatron.machine.network import PORTS, address_towards, free_port
 from qurl_megatron.machine.output import LOG_LINE_LENGTH, tail
 from qurl_megatron.machine.processes import ending_signals, start_ticks
+from qurl_megatron.machine.stores import _listen
 
 
 def test_start_ticks_tell_a_process_from_a_later_one_and_from_a_dead_one() -> None:
@@ -149,31 +150,31 @@ def test_a_scratch_directory_whose_owner_was_killed_is_removed_and_no_other(
 def test_a_store_listens_on_the_address_it_is_reached_at_and_on_no_other(tmp_path: Path) -> None:
     """Two ranks meet as in a run; the second connects through the address of the first."""
     program = (
-        "import os, sys, psutil, torch.distributed as dist\n"
-        "from qurl_megatron.machine.network import bind_stores\n"
-        "bind_stores(); bind_stores()\n"
-        "dist.init_process_group('gloo', rank=int(sys.argv[1]), world_size=2)\n"
-        "listening = {c.laddr.ip for c in psutil.Process().net_connections('inet')\n"
-        "             if c.status == 'LISTEN'}\n"
+        "import psutil, torch.distributed as dist\n"
+        "from qurl_megatron.device import initialize_distributed\n"
+        "from qurl_megatron.machine.stores import Store\n"
+        "def listening():\n"
+        "    connections = psutil.Process().net_connections('inet')\n"
+        "    return {each.laddr.ip for each in connections if each.status == 'LISTEN'}\n"
+        "initialize_distributed()\n"
+        "addresses = listening()\n"
         "dist.barrier()\n"
-        "store = dist.TCPStore('127.0.0.1', 0, 1, is_master=True, wait_for_workers=False)\n"
-        "other = dist.TCPStore('127.0.0.1', store.port, 1, wait_for_workers=False)\n"
+        "store = Store('127.0.0.1', 0, 1, is_master=True, wait_for_workers=False)\n"
+        "other = Store('127.0.0.1', store.port, 1, wait_for_workers=False)\n"
         "store.set('key', 'value')\n"
         "assert other.get('key') == b'value'\n"
-        "listening |= {c.laddr.ip for c in psutil.Process().net_connections('inet')\n"
-        "              if c.status == 'LISTEN'}\n"
-        "print(sorted(listening))"
+        "print(sorted(addresses | listening()))"
     )
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
+        "WORLD_SIZE": "2",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", program, str(rank)],
-            env=environment,
+            [sys.executable, "-c", program],
+            env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -1,12 +1,9 @@
 """Ports, addresses and keys: how this machine is reached."""
 
 import contextlib
-import errno
-import importlib
 import secrets
 import socket
 from pathlib import Path
-from typing import Any
 
 PORTS = range(20000, 32768)  # below Linux's ephemeral ports
 INTERFACES = Path("/sys/class/net")
@@ -39,54 +36,6 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # chooses a route, sends nothing; any port will do
         return str(probe.getsockname()[0])
-
-
-def bind_stores() -> None:
-    """Make torch's stores in this process listen only on the address at which they are reached.
-
-    By default a `torch.distributed.TCPStore` listens on all addresses of a machine, and answers
-    everybody. With this, the stores of a run on one machine listen on loopback.
-    """
-    import torch.distributed as dist
-
-    # An import statement would find the function of this name, which hides the module.
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")
-
-    class Store(dist.TCPStore):
-        def __init__(
-            self,
-            host_name: str,
-            port: int,
-            world_size: int | None = None,
-            is_master: bool = False,
-            **options: Any,
-        ) -> None:
-            listening = _listen(host_name, port) if is_master else None
-            if listening is not None:
-                port = listening.getsockname()[1]  # port 0 asks for any
-                options["master_listen_fd"] = listening.detach()
-            super().__init__(host_name, port, world_size, is_master, **options)
-
-    if dist.TCPStore.__name__ != Store.__name__:
-        dist.TCPStore = rendezvous.TCPStore = Store  # type: ignore
-
-
-def _listen(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on one address of this machine.
-
-    Return None, so that torch listens on all addresses, if the host is not on this machine, or if
-    only this machine takes its name for loopback, as Debian's /etc/hosts says.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    is_name = not host.startswith("127.") and host != "localhost"
-    if is_name and str(address[0]).startswith("127."):
-        return None
-    try:
-        return socket.create_server(address, family=family, backlog=socket.SOMAXCONN)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            return None
-        raise
 
 
 def missing_interface(variable: str, value: str) -> str:

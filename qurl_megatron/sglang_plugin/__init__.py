@@ -33,6 +33,7 @@ def register() -> None:
     apply_registered = HookRegistry.apply_hooks
 
     def apply_hooks() -> None:
+        bind_stores()
         add_layers()
         hooks = add_hooks()
         apply_registered()
@@ -41,15 +42,26 @@ def register() -> None:
     HookRegistry.apply_hooks = apply_hooks
 
 
+def bind_stores() -> None:
+    """Make the stores at which SGLang's ranks meet listen only where they are reached."""
+    import importlib
+
+    import torch.distributed as dist
+
+    from qurl_megatron.machine.stores import Store
+
+    # An import statement would find the function of this name, which hides the module.
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    dist.TCPStore = rendezvous.TCPStore = Store  # type: ignore
+
+
 def add_layers() -> None:
     """Let SGLang choose this package's quantized layers by name."""
     from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, QUANTIZATION_METHODS
     from sglang.srt.server_args import add_quantization_method_choices
 
-    from qurl_megatron.machine.network import bind_stores
     from qurl_megatron.sglang_plugin import formats
 
-    bind_stores()
     BASE_QUANTIZATION_METHODS.update(formats.CONFIGS)
     QUANTIZATION_METHODS.update(formats.CONFIGS)
     add_quantization_method_choices(list(formats.CONFIGS))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.device import backend_to, device, rank, surviving_errors
+from qurl_megatron.machine.stores import Store
 from qurl_megatron.weight_sync.bucket import Bucket, channel_name
 from qurl_megatron.weight_sync.delta import changed_version
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport
@@ -47,19 +48,19 @@ class GroupDestination(ChannelDestination):
         """Begin to form the server's group with the sender of this number."""
         return GroupChannel(self, sender)
 
-    def store(self, *, is_host: bool = False) -> dist.TCPStore:
+    def store(self, *, is_host: bool = False) -> Store:
         """Connect to the store, or open it as its host."""
-        return dist.TCPStore(
+        return Store(
             self.address,
             self.port,
             1 + self.num_ranks,
-            is_master=is_host,
+            is_host,
             timeout=timedelta(seconds=self.timeout_s),
             wait_for_workers=False,
         )
 
 
-def give_up(store: dist.TCPStore, why: str) -> None:
+def give_up(store: Store, why: str) -> None:
     """End the channels of this store; their senders fail with the reason `why`."""
     with contextlib.suppress(RuntimeError):
         store.set(_GIVEN_UP, why)
@@ -74,7 +75,7 @@ class GroupChannel(Channel):
         self._name = channel_name(destination.token, sender)
         # The device on which the group exchanges sizes.
         self._place = device() if destination.backend == "nccl" else torch.device("cpu")
-        self._store: dist.TCPStore | None = None
+        self._store: Store | None = None
         self._group: dist.ProcessGroup | None = None
         super().__init__(self._name)
         self._do(self._join)
@@ -147,7 +148,7 @@ class Broadcast(Transport):
     """Global rank 0's end of one server's process groups: the store that forms them."""
 
     meets_senders = True
-    store: dist.TCPStore | None = None
+    store: Store | None = None
 
     def open(self) -> None:
         """Open a store for the senders and the server."""
