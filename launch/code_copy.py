@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import qurl_megatron
 from qurl_megatron.config.schema import Config
@@ -64,8 +65,13 @@ def place_of(code: Code) -> Path:
 
 def copies(config: Config, place: Path) -> list[Given]:
     """Return what gives a job the copies of the user's functions."""
+    by_source = config.source_rewards
+    values: dict[str, Any] = {
+        field: ",".join(_in_copy(each, place) for each in functions)
+        for field, functions in _functions(config).items()
+    } | {"source_rewards": {key: _in_copy(each, place) for key, each in by_source.items()}}
     return [
-        Given(field, ",".join(_in_copy(each, place) for each in functions))
+        Given(field, values[field])
         for field, functions in _functions(config).items()
         if any(map(_file_of, functions))
     ]
@@ -95,6 +101,7 @@ def _functions(config: Config) -> dict[str, list[str]]:
     """Return the names in each field that may name functions of the user's own."""
     return {
         "reward": config.rewards,
+        "source_rewards": [*config.source_rewards.values()],
         "objective.objective": [config.objective.objective],
         "rollout.agent": [config.rollout.agent],
         "model_builder": [config.model_builder],

@@ -50,7 +50,10 @@ def write_lines(path: Path, *lines: Any) -> str:
     return str(path)
 
 
-def submit(scorer: Scorer, *texts: str, answer: str = "42") -> Future[list[Score]]:
+def submit(
+    scorer: Scorer, *texts: str, answer: str = "42", source: str = ""
+) -> Future[list[Score]]:
     """Have completions to the question "How many?" of level 3 scored."""
-    prompt = Prompt("0", "How many?", answer, [10], {"level": 3})
+    columns = {"data_source": source}
+    prompt = Prompt("0", "How many?", answer, [10], {"level": 3}, columns=columns)
     return scorer.submit(prompt, [Completion([1], [0.0], text, False, [1]) for text in texts])

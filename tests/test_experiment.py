@@ -25,7 +25,7 @@ from qurl_megatron.config.gpus import DGX_H100, Node
 from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
-from qurl_megatron.config.text import with_overrides
+from qurl_megatron.config.text import Given, with_overrides
 from qurl_megatron.launch import code_copy, experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, prepare_resume_or_new
@@ -370,6 +370,9 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
     (code,) = Path("logs").absolute().iterdir()
     first, reward = given["reward"].split(",")
     assert first == "exact"
+    of_sources = {"a.b": "own/mine.py:reward", "c": "math"}
+    (copied,) = code_copy.copies(Config(source_rewards=of_sources), code)
+    assert copied == Given("source_rewards", {"a.b": reward, "c": "math"})
     for function in (reward, given["model_builder"]):
         copy = Path(function.partition(":")[0])
         assert copy.is_relative_to(code) and "changed" not in copy.read_text()

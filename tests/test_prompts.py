@@ -167,6 +167,20 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
         "1 answers cannot be compared by reward math, and only their exact text is right; the "
         f"first is {tests} line 2: {unreadable}"
     ]
+    config.source_rewards = {"none": "exact"}
+    with pytest.raises(
+        DataError, match="^source_rewards.none: no entry has this data_source; they"
+    ):
+        load(config)
+    whole = [each | {"data_source": f"{n % 2}"} for n, each in enumerate([*numbered(9), *bad])]
+    mixed = write_lines(tmp_path / "d.jsonl", *whole)
+    by_source = Config(data=mixed, reward="exact", source_rewards={"0": "math"})
+    by_source.evaluation.held_out_fraction = 0.0
+    kept = load(by_source)
+    assert [prompt.answer for prompt in kept.train] == ["10", "\\int"]
+    (lost,) = kept.sources["data"].dropped.values()
+    assert lost == [f"{mixed} line 3: the answer '2x+3y=' cannot be read as LaTeX"]
+    config.source_rewards = {}
     config.reward = "exact, mine:reward, math"
     assert load(config).train[0].columns == {"question": "0 + 1?", "answer": "1"}
     assert len(load(config).train) == 50

@@ -124,6 +124,9 @@ FIELDS = rows(r"""
     advantage_estimator=ppo                 'grpo', 'dr_grpo', 'rloo', 'reinforce_plus
     reward=maths                            reward=maths: no such verifier; there are math, gsm8k,
     reward=math,maths                       reward=math,maths: no such verifier; there are math, gsm
+    source_rewards={gsm8k: maths}           source_rewards.gsm8k=maths: no such verifier; there are
+    source_rewards=math                     not of the form {key: value}
+    source_rewards={gsm8k: math}            source_rewards.gsm8k: no entry has this data_source; the
     reward=[math, a.py:f, b.py:f]           two are called f; rename a function
     reward=math,dapo & reward_weights=1     reward_weights=[1.0]: there are 2 rewards; give one weig
     reward=math,dapo & reward_weights=1,nan  reward_weights.1=nan: input should be a finite number

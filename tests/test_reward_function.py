@@ -146,6 +146,24 @@ def test_several_rewards_are_weighed_and_summed_and_the_first_says_what_is_right
     assert [score.timed_out for score in found] == [False, True, False]
 
 
+def test_an_entry_has_the_reward_of_its_data_source_in_place_of_the_first(functions: Path) -> None:
+    by_source = config(functions, "number")
+    by_source.reward = f"exact,{by_source.reward}"
+    by_source.source_rewards = {"letters": f"{functions}:parts", "numbers": "gsm8k_flexible"}
+    with Scorer(by_source, workers=1) as scorer:
+        first = [
+            next(
+                iter(submit(scorer, "it is 42", source=source).result(timeout=60)[0].parts.items())
+            )
+            for source in ("letters", "numbers", "others")
+        ]
+        (score,) = submit(scorer, "it is 42", source="numbers").result(timeout=60)
+    assert first == [("accuracy", 0), ("accuracy", 1), ("accuracy", 0)]
+    assert score.value == 9 and score.parts.keys() == {
+        *("accuracy", "gsm8k_flexible", "gsm8k_flexible.accuracy", "number")
+    }
+
+
 @pytest.mark.parametrize("name", ["moody", "moody_async"])
 def test_a_call_that_fails_costs_its_own_completion_and_says_why(
     functions: Path, name: str

@@ -23,6 +23,11 @@ class Question:
     answers: tuple[str, ...] = ()  # the data's list of right answers, if it has one
     columns: dict[str, Any] = field(default_factory=dict)  # the data's entry, for a user's reward
 
+    @property
+    def source(self) -> str:
+        """The entry's `data_source`; empty if it has none, or is not kept."""
+        return str(self.columns.get("data_source", ""))
+
 
 def texts_of(answer: Any, answers: tuple[str, ...]) -> tuple[str, ...]:
     """Return the right answers as texts, at least one.

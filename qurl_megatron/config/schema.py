@@ -755,6 +755,9 @@ class Config:
     reward_weights: list[Signed] = dataclasses.field(default_factory=list)
     """Weight of each reward of such a list, in its order. Empty: 1 each."""
 
+    source_rewards: dict[Text, RewardName] = dataclasses.field(default_factory=dict)
+    """Rewards of entries by their field `data_source`, in place of the first of `reward`."""
+
     name: RunName = ""
     """Name of the run and of its directory. Empty: the recipe's name and the time."""
 

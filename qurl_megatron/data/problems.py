@@ -71,6 +71,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 from qurl_megatron.algorithm.score import Question, texts_of
 from qurl_megatron.config.schema import Config, Unusable
+from qurl_megatron.data.rewards import each_of, of_question
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import has_other_words, reasoning_gym_tasks
 from qurl_megatron.model import hub
@@ -110,6 +111,11 @@ class Problem:
     tools: list[dict[str, Any]] | None = None  # for the chat template
     answers: tuple[str, ...] = ()  # of a list: each is right
     columns: dict[str, Any] = dataclasses.field(default_factory=dict)  # the entry, if it is kept
+
+    @property
+    def asked(self) -> Question:
+        """What a verifier learns of the problem."""
+        return Question(self.question, self.answer, self.metadata, self.answers, self.columns)
 
 
 class Fields(NamedTuple):
@@ -228,20 +234,34 @@ def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str
 
     The source that `drops` names loses them. In others they stay, and only a completion with the
     exact text of the answer is right. All sources are checked together, because the processes that
-    check them take seconds to start. `config` has one reward.
+    check them take seconds to start.
 
     Raises:
         ConfigError: the reward cannot be loaded.
         DataError: no problem of a source can be solved, or one of reasoning_gym cannot, whose entry
             then lacks what its scorer needs.
     """
-    every = [problem for source in sources.values() for problem in source.problems]
-    questions = [
-        Question(each.question, each.answer, each.metadata, each.answers) for each in every
-    ]
-    reasons_of = iter(unverifiable(config, questions))
+    for each in each_of(config):
+        asked = {
+            name: [
+                p for p in source.problems if each.reward in of_question(config, p.asked).rewards
+            ]
+            for name, source in sources.items()
+        }
+        _keep_verifiable_by(each, sources, asked, drops)
+
+
+def _keep_verifiable_by(
+    config: Config,
+    sources: Mapping[str, Source],
+    problems: Mapping[str, list[Problem]],
+    drops: str,
+) -> None:
+    """Do so for the only reward of `config`, and those `problems` of each source that it scores."""
+    every = itertools.chain.from_iterable(problems.values())
+    reasons_of = iter(unverifiable(config, [problem.asked for problem in every]))
     for name, source in sources.items():
-        asked = list(zip(source.problems, reasons_of, strict=False))  # the next source has the rest
+        asked = list(zip(problems[name], reasons_of, strict=False))  # the next source has the rest
         reasons = [f"{problem.location}: {reason}" for problem, reason in asked if reason]
         worded = [
             f"{problem.location}: {answer!r}"
@@ -259,7 +279,8 @@ def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str
         if config.reward == "reasoning_gym" or len(reasons) == len(asked):
             raise DataError(reasons[0])
         if name == drops:
-            source.problems = [problem for problem, reason in asked if not reason]
+            lost = {problem.location for problem, reason in asked if reason}
+            source.problems = [each for each in source.problems if each.location not in lost]
             source.dropped[f"has an answer that reward {config.reward} cannot compare"] += reasons
         else:
             source.notes.append(

@@ -28,7 +28,7 @@ from qurl_megatron.data.problems import (
     keep_verifiable,
     read_problems,
 )
-from qurl_megatron.data.rewards import each_of, is_user_function
+from qurl_megatron.data.rewards import is_user_function, reads_entries
 from qurl_megatron.model.chat_template import TemplateError, knows_developer, render
 from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
 
@@ -58,22 +58,26 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
         DataError: the data cannot be used, or no problem is left to train on.
     """
     read = functools.partial(read_problems, seed=config.seed)
-    of_user = [bool(config.rollout.agent) or is_user_function(each) for each in each_of(config)]
     fields = Fields(
         config.question_key,
         config.answer_key,
         incomplete=config.incomplete,
         ignores_media=config.ignore_media,
-        for_function=all(of_user),
-        keeps_entries=any(of_user),
+        for_function=is_user_function(config) or bool(config.rollout.agent),
+        keeps_entries=reads_entries(config),
         columns=() if config.rollout.agent else columns,
     )
     sources = {"data": read(config.data, config.data_options, fields=fields)}
     for name, data in config.evaluation.data.items():
         sources[f"evaluation.data.{name}"] = read(data, {}, fields=fields._replace(required=False))
+    known = {problem.asked.source for each in sources.values() for problem in each.problems}
+    if unknown := next((each for each in config.source_rewards if each not in known), None):
+        raise DataError(
+            f"source_rewards.{unknown}: no entry has this data_source; they have "
+            f"{', '.join(sorted(known - {''})) or 'none'}"
+        )
     if not config.rollout.agent:  # an agent rewards its episodes itself
-        for each in each_of(config):
-            keep_verifiable(sources, each, drops="data")
+        keep_verifiable(sources, config, drops="data")
     prompts = {
         field: tokenize(
             source,

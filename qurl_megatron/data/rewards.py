@@ -49,8 +49,17 @@ Style = Literal["single", "batch", "verl", "trl"]
 
 
 def each_of(config: Config) -> list[Config]:
-    """Return a configuration with each of its rewards alone."""
-    return [replace(config, reward=name, reward_weights=[]) for name in config.rewards]
+    """Return a configuration with each of its rewards alone, for entries of whatever source."""
+    names = dict.fromkeys([*config.rewards, *config.source_rewards.values()])
+    alone = replace(config, reward_weights=[], source_rewards={})
+    return [replace(alone, reward=name) for name in names]
+
+
+def of_question(config: Config, question: Question) -> Config:
+    """Return a configuration with the rewards of a question, by the `data_source` of its entry."""
+    first = config.source_rewards.get(question.source)
+    names = [first or config.rewards[0], *config.rewards[1:]]
+    return replace(config, reward=",".join(names), source_rewards={})
 
 
 def weighted_sum(config: Config, scores: Sequence[Score]) -> Score:
@@ -76,8 +85,13 @@ def absolute(function: str) -> str:
 
 
 def is_user_function(config: Config) -> bool:
-    """Return whether the only reward is a function of the user's own."""
-    return config.reward not in VERIFIER_NAMES
+    """Return whether every reward is a function of the user's own."""
+    return not any(each.reward in VERIFIER_NAMES for each in each_of(config))
+
+
+def reads_entries(config: Config) -> bool:
+    """Return whether a reward, or the choice of one, depends on other fields of an entry."""
+    return bool(config.source_rewards) or any(map(is_user_function, each_of(config)))
 
 
 def failed(config: Config, reason: str) -> Score:

@@ -107,8 +107,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return [each.score or next(scores) for each in completions]
 
     def _answer(self, question: Question, texts: list[str] | list[None]) -> list[Score]:
-        by_reward = [self._answer_of(each, question, texts) for each in self._of_rewards]
-        return [rewards.weighted_sum(self._config, each) for each in zip(*by_reward, strict=True)]
+        config = rewards.of_question(self._config, question)
+        by_reward = [self._answer_of(each, question, texts) for each in rewards.each_of(config)]
+        return [rewards.weighted_sum(config, each) for each in zip(*by_reward, strict=True)]
 
     def _answer_of(
         self, config: Config, question: Question, texts: list[str] | list[None]
@@ -255,15 +256,17 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
 def check_reward(config: Config) -> list[str]:
     """Check that each reward can be loaded; a built-in verifier always can.
 
-    Return the fields that they need of each entry of the data.
+    Return the fields that they need of each entry of the data, whatever its source.
 
     Raises:
         ConfigError: one cannot; the text says why.
     """
     columns: list[str] = []
+    of_every_entry = config.rewards[bool(config.source_rewards) :]
     for each in filter(rewards.is_user_function, rewards.each_of(config)):
         with Scorer(each, workers=1) as scorer:
-            columns += scorer.wait_ready()
+            needed = scorer.wait_ready()
+            columns += needed if each.reward in of_every_entry else []
     return columns
 
 

@@ -71,7 +71,7 @@ from qurl_megatron.config.values import (
 )
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
 from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer_lines
-from qurl_megatron.data.rewards import absolute, is_user_function
+from qurl_megatron.data.rewards import absolute, is_user_function, reads_entries
 from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.memory.host import check_workers, settle_caches
@@ -101,6 +101,8 @@ class EvalConfig(SamplingConfig):
     reward: RewardName = "math"
     """Verifier of the answers, as in a run. Avg@1 and Avg@k are averages of its `accuracy`; with a
     reward function that gives no such number, of the reward itself."""
+    source_rewards: dict[Text, RewardName] = dataclasses.field(default_factory=dict)
+    """Rewards of entries by their field `data_source`, in place of `reward`."""
     k: SequencesOrZero = 0
     """Number of sampled answers per problem. 0: Avg@1 only."""
     format: FormatName = "bf16"
@@ -399,7 +401,8 @@ def _decisive(config: EvalConfig) -> dict[str, Any]:
 
 def _read_files(config: EvalConfig) -> Iterator[Path]:
     """Yield the files that an evaluation reads: of models, template, data, reward and agent."""
-    functions = [name.rpartition(":")[0] for name in (config.reward, config.agent)]
+    named = [config.reward, *config.source_rewards.values(), config.agent]
+    functions = [name.rpartition(":")[0] for name in named]
     sources = [each.partition(":")[0] for each in config.data if not Path(each).exists()]
     given = [config.model, config.adapters, config.chat_template]
     for path in map(Path, [*given, *config.data, *sources, *functions]):
@@ -433,6 +436,7 @@ def run(config: EvalConfig) -> None:
     output, given = Path(config.output), copy.deepcopy(config)
     reward = Config(
         reward=absolute(config.reward),
+        source_rewards={key: absolute(name) for key, name in config.source_rewards.items()},
         reward_timeout_s=config.reward_timeout_s,
         reward_import_timeout_s=config.reward_import_timeout_s,
         scoring_workers=config.scoring_workers,
@@ -581,6 +585,7 @@ def _load_prompts(
         incomplete=config.incomplete,
         ignores_media=config.ignore_media,
         for_function=is_user_function(reward) or bool(config.agent),
+        keeps_entries=reads_entries(reward),
         columns=() if config.agent else columns,
     )
     sources = {

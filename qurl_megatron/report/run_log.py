@@ -55,7 +55,15 @@ if TYPE_CHECKING:
 PACE_STEPS = 20  # last steps, from which the time left is estimated
 # Fields by which `qurl eval` reads data and plays agents as the run did.
 OF_ANSWERS = (
-    *("data_options", "question_key", "answer_key", "incomplete", "ignore_media", "system_prompt"),
+    *(
+        "source_rewards",
+        "data_options",
+        "question_key",
+        "answer_key",
+        "incomplete",
+        "ignore_media",
+        "system_prompt",
+    ),
     *("chat_template_options", "rollout.agent", "rollout.max_turns", "rollout.max_episode_tokens"),
 )
 # Of a table of samples.

@@ -8,7 +8,8 @@ import typer
 from qurl_megatron.commands.models import found_model
 
 # Settings of qurl eval.
-UNUSED = ("k", "output", "reward", "reward_timeout_s", "reward_import_timeout_s", "scoring_workers")
+OF_REWARDS = ("reward", "source_rewards", "reward_timeout_s", "reward_import_timeout_s")
+UNUSED = ("k", "output", *OF_REWARDS, "scoring_workers")
 
 
 def agent(
