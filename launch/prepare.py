@@ -1,61 +1,41 @@
-"""Check everything that can be wrong with a run, then create or update its directory.
+"""Settle and check a run, then create or update its directory.
 
 `prepare_new` is for a new run, `prepare_resume` for an existing one, `prepare_resume_or_new` for
 either. They return the run's configuration and the summary of its data. They raise
 ArchitectureError, ConfigError or DataError, whose text is one line: what is wrong, where, and what
-would be right.
+would be right. What the fields leave open is decided in `settle`.
 
 With `writes=False` they only check. With `asks_servers=False` the run starts later or elsewhere:
 they neither ask the servers of `rollout.servers_at` nor compare the base under adapters.
 """
 
 import dataclasses
-import glob
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
-from datetime import date
 from pathlib import Path
 
 from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import H100, Node
-from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError, UaqConfig
+from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
 from qurl_megatron.config.text import Given, leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
-from qurl_megatron.data.problems import REASONING_GYM, local_data, parts_of
-from qurl_megatron.data.rewards import absolute
 from qurl_megatron.files import list_checkpoints, write_whole
-from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
+from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
+from qurl_megatron.launch.settle import SETTLED, choose_scale, settle
+from qurl_megatron.launch.sources import accept_new_places, find_sources, make_paths_absolute
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.machine.output import qurl_command
-from qurl_megatron.memory.host import (
-    check_host,
-    check_shared_memory,
-    check_workers,
-    use_cores,
-)
+from qurl_megatron.memory.host import check_host, check_shared_memory, check_workers
 from qurl_megatron.model import hub
-from qurl_megatron.model.architecture import Architecture, ArchitectureError
-from qurl_megatron.model.tokenizer import read_template
 from qurl_megatron.rollout import toolkit
 
-# Fields that this module fills in where a recipe has these values, and what says where a run is.
-SETTLED = {
-    "rollout.stop_token_ids": [],
-    "rollout.server.releases": "auto",
-    "evaluation.server.releases": "auto",
-    "learner.data_parallel_size": 1,
-    "rollout.servers": 1,
-}
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
-
-MODELS = ("model", "critic.model")  # the fields
-DIRECTORIES = (*MODELS, "adapters.init")  # other sources are data
 
 
 def prepare_new(
@@ -85,8 +65,8 @@ def prepare_new(
             f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
             f"run: {qurl_command('resume', config.run_dir)}"
         )
-    _find(config, Config())
-    if said := _choose_scale(config, read.given):
+    find_sources(config, Config())
+    if said := choose_scale(config, read.given):
         print(f"qurl: {said}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as scratch:
         built, train = Path(scratch) / "model", None
@@ -105,31 +85,9 @@ def prepare_new(
                 for path in built.iterdir():  # safetensors makes files that only this user can read
                     shutil.copymode(built / "config.json", path)
                 shutil.move(built, config.model)
-            _make_paths_absolute(config)
+            make_paths_absolute(config)
             _write(config, data_summary)
     return config, data_summary
-
-
-def _choose_scale(config: Config, given: Collection[str]) -> str:
-    """Give a recipe's UAQ the scale that suits format and model, unless one is `given`.
-
-    Return a line that says so, where a recipe's scale becomes another one.
-    """
-    uaq = config.quantization.uaq
-    if uaq == UaqConfig() or any(field.startswith("quantization.uaq.") for field in given):
-        return ""
-    if config.quantization.format == "bf16" or config.adapters.rank > 0:
-        config.quantization.uaq = UaqConfig()  # there is no quantized update to scale
-        return ""
-    try:
-        architecture = Architecture.from_directory(config.model)
-    except ArchitectureError:  # which is refused later
-        return ""
-    if not architecture.num_experts:
-        return ""
-    scale = 1 if architecture.delta_net else 2  # `check_scales` has the reason
-    config.quantization.uaq = UaqConfig(scale=scale)
-    return f"quantization.uaq.scale={scale} for a model with experts, not {uaq.scale:g}"
 
 
 def prepare_resume(
@@ -162,10 +120,10 @@ def prepare_resume(
             saved.model = str(run_dir / "model")  # the recipe built it in the run's directory
         saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
         config = with_overrides(saved, overrides)
-        _find(config, saved)
+        find_sources(config, saved)
         for each in (saved, config):
-            _make_paths_absolute(each)
-        _accept_new_places(saved, config)
+            make_paths_absolute(each)
+        accept_new_places(saved, config)
         validate_resume(saved, config)
         newest = max(list_checkpoints(run_dir), default=None)
         done = int(newest.name.removeprefix("step_")) if newest else 0
@@ -223,7 +181,7 @@ def check_as_saved(recipe: Recipe, saved: Config) -> None:
         ConfigError: it has not; the message names the first field.
     """
     config = with_overrides(recipe.config, [])
-    _choose_scale(config, recipe.given)
+    choose_scale(config, recipe.given)
     before = leaf_values(saved)
     for field, value in leaf_values(config).items():
         is_open = value == "" or (field in SETTLED and value == SETTLED[field])
@@ -248,93 +206,6 @@ def warn_of_pickles(directory: Path) -> None:
         )
 
 
-def sources(config: Config) -> dict[str, str]:
-    """Return the models, adapters and data that a run reads, by field."""
-    data = {f"evaluation.data.{name}": data for name, data in config.evaluation.data.items()}
-    return {
-        "model": config.model,
-        "critic.model": config.critic.model,
-        "adapters.init": config.adapters.init,
-        "data": config.data,
-        **data,
-    }
-
-
-def _change_sources(config: Config, change: Callable[[str, str], str]) -> None:
-    """Replace each of `sources` by what a function returns for field and source."""
-    changed = [change(field, source) for field, source in sources(config).items()]
-    config.model, config.critic.model, config.adapters.init, config.data, *data = changed
-    config.evaluation.data = dict(zip(config.evaluation.data, data, strict=True))
-
-
-def _find(config: Config, saved: Config) -> None:
-    """Replace names of the Hub with paths of their snapshots, and a chat template with its text.
-
-    Models come without weights yet. `saved` is the run's configuration so far, whose commits are
-    kept.
-    """
-    before = sources(saved)
-
-    def find(field: str, source: str) -> str:
-        if field in MODELS:
-            return hub.local_model(source, before[field], hub.TOKENIZER)
-        return source if field in DIRECTORIES else local_data(source, before.get(field, ""))
-
-    _change_sources(config, find)
-    config.chat_template = read_template(config.chat_template, Path(config.model))
-
-
-def snapshots(config: Config) -> list[Given]:
-    """Return what gives a job the snapshots and the chat template of this configuration."""
-    found = [
-        Given(field, source)
-        for field, source in sources(config).items()
-        if any(hub.snapshot_of(part.partition(":")[0]) for part in parts_of(source))
-    ]
-    template = config.chat_template
-    return [*found, Given("chat_template", template)] if template else found
-
-
-def _make_paths_absolute(config: Config) -> None:
-    """Make models, data, a key and the user's functions independent of the working directory."""
-
-    def change(field: str, source: str) -> str:
-        parts = [source] if field in DIRECTORIES else parts_of(source)
-        return ",".join(map(_absolute, parts))
-
-    _change_sources(config, change)
-    config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
-    config.reward = ",".join(map(absolute, config.rewards))
-    by_source = config.source_rewards
-    config.source_rewards = {source: absolute(name) for source, name in by_source.items()}
-    config.model_builder = absolute(config.model_builder)
-    config.objective.objective = absolute(config.objective.objective)
-    config.rollout.agent = absolute(config.rollout.agent)
-
-
-def _absolute(path: str) -> str:
-    """Return a path as an absolute one; a generated task and an empty path as they are."""
-    return str(Path(path).absolute()) if path and not path.startswith(REASONING_GYM) else path
-
-
-def _accept_new_places(saved: Config, config: Config) -> None:
-    """Take over from `config` the place of each model and data source that is gone in `saved`."""
-    new = sources(config)
-    _change_sources(
-        saved, lambda field, source: source if _exists(source) else new.get(field, source)
-    )
-
-
-def _exists(source: str) -> bool:
-    """Return whether a model or data source is there; DIR of DIR:SPLIT counts."""
-    return all(
-        part.startswith(REASONING_GYM)
-        or any(glob.glob(path) for path in (part, part.partition(":")[0]))
-        or Path(part).exists()
-        for part in parts_of(source)
-    )
-
-
 def _check(
     config: Config,
     given: Collection[str],
@@ -344,35 +215,20 @@ def _check(
     *,
     resumes: bool = False,
 ) -> str:
-    """Check the fields, the models, the machine and the data, in the order of what they cost.
+    """Check the fields, settle what they leave open, then check the rest, what costs least first.
 
-    `given` are the fields that the user has chosen; a placement among them is not changed. Return
-    the summary of the data.
+    Return the summary of the data.
     """
     from qurl_megatron.data.prompts import load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
-    from qurl_megatron.device import (
-        capabilities,
-        gpu_properties,
-        machine_memory_bytes,
-        unusable_gpus,
-    )
     from qurl_megatron.model.huggingface import check_model
-    from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
     architecture = validate(config)
-    cores = use_cores(config, given) if num_gpus == 0 and not resumes else ""
-    for said in filter(None, (cores, choose_placement(config, given, num_gpus or 0))):
-        print(f"qurl: {said}", file=sys.stderr)
-    placed = place_servers(config, num_gpus or 0)
     if num_gpus:
-        check_weight_format(config.quantization.format, capabilities())
-        toolkit.environment()
-    elif num_gpus == 0 and (problem := unusable_gpus()):
-        raise ConfigError(problem)
+        node = _this_machine(num_gpus)
+    tokenizer = settle(config, architecture, given, num_gpus, node, resumes=resumes)
     if num_gpus is not None:
-        check_workers(config.scoring_workers)
-        check_shared_memory(config)
+        _check_machine(config, num_gpus, node)
     columns = check_reward(config)
     if config.objective.objective not in OBJECTIVES:
         field = f"objective.objective={config.objective.objective}"
@@ -380,26 +236,12 @@ def _check(
     check_model(Path(hub.local_model(config.model)))
     if config.adapters.init:
         needed("adapters", "files", by="adapters.init").check_start(config, architecture)
-    config.template_date = config.template_date or date.today().isoformat()
-    template = (config.chat_template_options, config.template_date, config.chat_template)
-    tokenizer = load_tokenizer(Path(config.model), *template)
-    stops = config.rollout.stop_token_ids
-    config.rollout.stop_token_ids = stops or stop_token_ids(architecture, tokenizer)
     of_agent = ""
     if config.rollout.agent:
         checks = needed("agents", "checks", by="rollout.agent")
         of_agent = checks.load(config.rollout, config.model, tokenizer, "rollout.")
     if config.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(hub.local_model(config.critic.model)))
-    if num_gpus:
-        memory_bytes = min(gpu.total_memory for gpu in gpu_properties())
-        gpu = dataclasses.replace(H100, memory_bytes=memory_bytes)
-        node = Node(gpu, num_gpus, machine_memory_bytes())
-    if config.rollout.placement == "colocated":
-        colocated = needed("colocated", "fit", by="rollout.placement=colocated")
-        colocated.settle(architecture, config, node)
-    elif num_gpus:
-        check_shared_gpus(config, placed, memory_bytes)
     check_disk(config)
     if asks_servers and config.rollout.servers_at:
         needed("elsewhere", "claims", by="rollout.servers_at").check(config, resumes=resumes)
@@ -411,3 +253,31 @@ def _check(
             f"{available} problems to train on; a step must not repeat a prompt"
         )
     return summarize(config, prompts, tokenizer) + of_agent
+
+
+def _this_machine(num_gpus: int) -> Node:
+    """Return this machine as a node, whose GPUs are as H100s but for their memory."""
+    from qurl_megatron.device import gpu_properties, machine_memory_bytes
+
+    memory_bytes = min(gpu.total_memory for gpu in gpu_properties())
+    gpu = dataclasses.replace(H100, memory_bytes=memory_bytes)
+    return Node(gpu, num_gpus, machine_memory_bytes())
+
+
+def _check_machine(config: Config, num_gpus: int, node: Node | None) -> None:
+    """Check that this machine, with so many GPUs, can hold and compute the run.
+
+    `node` describes it if it has GPUs.
+    """
+    from qurl_megatron.device import capabilities, unusable_gpus
+
+    placed = place_servers(config, num_gpus)
+    if node:
+        check_weight_format(config.quantization.format, capabilities())
+        toolkit.environment()
+        if config.rollout.placement != "colocated":
+            check_shared_gpus(config, placed, node.gpu.memory_bytes)
+    elif problem := unusable_gpus():
+        raise ConfigError(problem)
+    check_workers(config.scoring_workers)
+    check_shared_memory(config)

@@ -7,6 +7,7 @@ GPU.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def test_deepgemm_compiles_a_few_of_its_kernels_at_a_servers_start(
 def test_int8_is_refused_on_blackwell_which_has_no_product_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(device, "capabilities", lambda: [(9, 0), (10, 0)])
+    gpus = [SimpleNamespace(major=major, minor=0, total_memory=80 * 10**9) for major in (9, 10)]
+    monkeypatch.setattr(device, "gpu_properties", lambda: gpus)
     refused = (
         r"^weight format int8: needs compute capability 9.0 or less, and a GPU of this machine has "
         r"10.0, which serves bf16, int4, fp8, fp8-tensor$"

@@ -18,7 +18,8 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.data.problems import DataError, local_data, read_problems
 from qurl_megatron.launch import experiment
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume, snapshots
+from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.sources import snapshots
 from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.model.hub import TOKENIZER, HubError, local_model, snapshot_of
 from small_hub import SmallHub, serving

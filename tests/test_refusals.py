@@ -647,7 +647,7 @@ LLAMA3 = """rope_type: llama3, rope_theta: 10000.0, factor: 4.0, low_freq_factor
 # and `test_huggingface` more of wrong weights.
 CONFIGS = rows(r"""
     {vocab_size: 300}                       config.json implies [300, 64]
-    {vocab_size: 200}                       config.json implies [200, 64]
+    {vocab_size: 200}                       its tokenizer has token 255
     {num_hidden_layers: 4, layer_types: ABSENT}  lacks tensor
     {num_hidden_layers: 1, layer_types: ABSENT}  has unknown tensor
     {quantization_config: {quant_method: awq}}  is quantized already (quantization_config in its con

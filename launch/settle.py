@@ -1,0 +1,78 @@
+"""Decide what a run's fields leave open. What changes a recipe's value is said in a line.
+
+`settle` decides what depends on the model and the machine, once `validate` has accepted the fields.
+"""
+
+import sys
+from collections.abc import Collection
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from qurl_megatron.config.extensions import needed
+from qurl_megatron.config.gpus import Node
+from qurl_megatron.config.schema import Config, UaqConfig
+from qurl_megatron.launch.placement import choose_placement
+from qurl_megatron.memory.host import use_cores
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
+
+# Fields that are decided here where a recipe has these values, and what says where a run is.
+SETTLED = {
+    "rollout.stop_token_ids": [],
+    "rollout.server.releases": "auto",
+    "evaluation.server.releases": "auto",
+    "learner.data_parallel_size": 1,
+    "rollout.servers": 1,
+}
+
+
+def choose_scale(config: Config, given: Collection[str]) -> str:
+    """Give a recipe's UAQ the scale that suits format and model, unless one is `given`.
+
+    Return a line that says so, where a recipe's scale becomes another one.
+    """
+    uaq = config.quantization.uaq
+    if uaq == UaqConfig() or any(field.startswith("quantization.uaq.") for field in given):
+        return ""
+    if config.quantization.format == "bf16" or config.adapters.rank > 0:
+        config.quantization.uaq = UaqConfig()  # there is no quantized update to scale
+        return ""
+    try:
+        architecture = Architecture.from_directory(config.model)
+    except ArchitectureError:  # which is refused later
+        return ""
+    if not architecture.num_experts:
+        return ""
+    scale = 1 if architecture.delta_net else 2  # `check_scales` has the reason
+    config.quantization.uaq = UaqConfig(scale=scale)
+    return f"quantization.uaq.scale={scale} for a model with experts, not {uaq.scale:g}"
+
+
+def settle(
+    config: Config,
+    architecture: Architecture,
+    given: Collection[str],
+    num_gpus: int | None,
+    node: Node | None,
+    *,
+    resumes: bool,
+) -> Any:
+    """Decide layout, placement, ends of completions and memory; return the model's tokenizer.
+
+    `given` are the fields that the user has chosen; a placement among them is not changed. `node`
+    is one of the learner's.
+    """
+    from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
+
+    cores = use_cores(config, given) if num_gpus == 0 and not resumes else ""
+    for said in filter(None, (cores, choose_placement(config, given, num_gpus or 0))):
+        print(f"qurl: {said}", file=sys.stderr)
+    config.template_date = config.template_date or date.today().isoformat()
+    template = (config.chat_template_options, config.template_date, config.chat_template)
+    tokenizer = load_tokenizer(Path(config.model), *template)
+    stops = config.rollout.stop_token_ids
+    config.rollout.stop_token_ids = stops or stop_token_ids(architecture, tokenizer)
+    if config.rollout.placement == "colocated":
+        colocated = needed("colocated", "fit", by="rollout.placement=colocated")
+        colocated.settle(architecture, config, node)
+    return tokenizer
