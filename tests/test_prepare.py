@@ -9,10 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
+from qurl_megatron.config.schema import (
+    STOPPED_EARLY,
+    Config,
+    ConfigError,
+    ObjectiveConfig,
+    RolloutConfig,
+)
 from qurl_megatron.config.text import load
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.sources import make_paths_absolute
 from qurl_megatron.machine import memory
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory import host
@@ -57,6 +64,22 @@ def test_paths_are_kept_as_seen_from_where_the_run_was_made(
     config, _ = prepare_resume(tmp_path / "runs" / "first", [])
     assert Path(config.model).parent == Path(config.data).parent == tmp_path
     assert config.rollout.servers_key_file == str(tmp_path / "key")
+
+
+def test_functions_of_a_user_are_found_from_any_working_directory(tmp_path: Path) -> None:
+    config = Config(
+        reward="judge.py:score,math",
+        source_rewards={"puzzles": "judge.py:puzzle", "sums": "math"},
+        model_builder="models.py:build",
+        objective=ObjectiveConfig(objective="losses.py:loss"),
+        rollout=RolloutConfig(agent="agents.py:agent"),
+    )
+    make_paths_absolute(config)
+    assert config.reward == f"{tmp_path}/judge.py:score,math"
+    assert config.source_rewards == {"puzzles": f"{tmp_path}/judge.py:puzzle", "sums": "math"}
+    assert config.model_builder == f"{tmp_path}/models.py:build"
+    assert config.objective.objective == f"{tmp_path}/losses.py:loss"
+    assert config.rollout.agent == f"{tmp_path}/agents.py:agent"
 
 
 def test_a_run_reads_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
