@@ -10,6 +10,8 @@ they neither ask the servers of `rollout.servers_at` nor compare the base under 
 """
 
 import dataclasses
+import difflib
+import math
 import os
 import shutil
 import sys
@@ -33,6 +35,7 @@ from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory.host import check_host, check_shared_memory, check_workers
 from qurl_megatron.model import hub
+from qurl_megatron.report.metrics import OF_EVALUATION, StepMetrics
 from qurl_megatron.rollout import toolkit
 
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
@@ -126,13 +129,13 @@ def prepare_resume(
         accept_new_places(saved, config)
         validate_resume(saved, config)
         newest = max(list_checkpoints(run_dir), default=None)
-        done = int(newest.name.removeprefix("step_")) if newest else 0
-        if config.steps < done:
-            raise ConfigError(f"steps={config.steps}: the run has done {done}; give more")
         given = [
             each.partition("=")[0] if isinstance(each, str) else each.path for each in overrides
         ]
         data_summary = _check(config, given, num_gpus, node, asks_servers, resumes=True)
+        done = int(newest.name.removeprefix("step_")) if newest else 0
+        if config.steps < done:
+            raise ConfigError(f"steps={config.steps}: the run has done {done}; give more")
         if newest and config.adapters.rank and asks_servers:
             files = needed("adapters", "files", by=f"adapters.rank={config.adapters.rank}")
             files.check_base(config, newest, saved.model)
@@ -185,6 +188,7 @@ def check_as_saved(recipe: Recipe, saved: Config) -> None:
     before = leaf_values(saved)
     for field, value in leaf_values(config).items():
         is_open = value == "" or (field in SETTLED and value == SETTLED[field])
+        is_open |= field == "steps" and config.epochs > 0
         if field not in {*recipe.given, *OF_DIRECTORY} and not is_open and value != before[field]:
             package = recipe.package or BASIS
             raise ConfigError(f"it has {field}={before[field]}, and {package} {value}")
@@ -229,6 +233,7 @@ def _check(
     tokenizer = settle(config, architecture, given, num_gpus, node, resumes=resumes)
     if num_gpus is not None:
         _check_machine(config, num_gpus, node)
+    _check_ends(config, given)
     columns = check_reward(config)
     if config.objective.objective not in OBJECTIVES:
         field = f"objective.objective={config.objective.objective}"
@@ -252,6 +257,8 @@ def _check(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
             f"{available} problems to train on; a step must not repeat a prompt"
         )
+    if config.epochs:
+        config.steps = math.ceil(config.epochs * available / config.rollout.prompts_per_step)
     return summarize(config, prompts, tokenizer) + of_agent
 
 
@@ -281,3 +288,23 @@ def _check_machine(config: Config, num_gpus: int, node: Node | None) -> None:
         raise ConfigError(problem)
     check_workers(config.scoring_workers)
     check_shared_memory(config)
+
+
+def _check_ends(config: Config, given: Collection[str]) -> None:
+    """Check what ends a run beside its steps."""
+    if config.epochs and "steps" in given:
+        raise ConfigError(
+            f"steps={config.steps}: epochs={config.epochs:g} sets it; leave it out, or give "
+            "epochs=0 too"
+        )
+    measures = {field.name for field in dataclasses.fields(StepMetrics)}
+    for name in config.stop_above:
+        if (measure := name.partition("/")[0]) not in measures:
+            close = difflib.get_close_matches(measure, measures, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"stop_above.{name}: no such metric{meant}")
+        if measure in OF_EVALUATION and not config.evaluation.every_steps:
+            raise ConfigError(
+                f"stop_above.{name}: evaluation.every_steps=0 measures it after the last step "
+                "only; give a number of steps"
+            )

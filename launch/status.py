@@ -13,6 +13,7 @@ never stops a requeued job.
 
 import fcntl
 import json
+import math
 import os
 import shlex
 import shutil
@@ -20,7 +21,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -91,19 +92,24 @@ class _Ending:
 
     steps: int
     time_s: float
+    reached: dict[str, float] = field(default_factory=dict)
 
 
 def is_finished(run_dir: Path) -> bool:
     """Return True if the run has come to its end.
 
-    A run that was given more steps or more time after its end is not finished any more.
+    A run that was given more steps or time, or a higher `stop_above`, is not finished any more.
     """
     summary = read_json_object(run_dir / "summary.json", _Ending)
     config = load(run_dir / "config.yaml")
     if not summary:
         return False
     is_out_of_time = config.time_limit_s is not None and summary["time_s"] > config.time_limit_s
-    return summary["steps"] >= config.steps or is_out_of_time
+    has_reached = any(
+        value > config.stop_above.get(name, math.inf)
+        for name, value in summary.get("reached", {}).items()
+    )
+    return summary["steps"] >= config.steps or is_out_of_time or has_reached
 
 
 def how_to_resume(run_dir: Path) -> str:

@@ -226,7 +226,7 @@ FIXED = """
     model=other learner.dtype=float32 critic.model=other quantization.uaq.scale=2
     quantization.uaq.through_up=true advantage_estimator=gae data=other.jsonl data_options.size=7
     question_key=text answer_key=text overlong_prompts=refuse rollout.max_prompt_length=9 seed=1
-    incomplete=drop system_prompt=Think. chat_template_options.enable_thinking=false
+    shuffle=false incomplete=drop system_prompt=Think. chat_template_options.enable_thinking=false
     ignore_media=true template_date=2024-02-29
     evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE name=other evaluation.quantized=true
     output_dir=elsewhere evaluation.problems=0 evaluation.problems=9 adapters.rank=8
@@ -478,6 +478,7 @@ NUMBERS = [
 ]
 WITHIN_DICTS = {  # the word that gives a number in a dict
     "quantization.uaq.layer_scales": "quantization.uaq.layer_scales.0={}",
+    "stop_above": "stop_above.reward_mean={}",
     "rollout.stages": "rollout.stages.{}={{max_completion_length: 9, completions_per_prompt: 9}}",
     "rollout.stages.max_completion_length": (
         "rollout.stages.9={{max_completion_length: {}, completions_per_prompt: 9}}"

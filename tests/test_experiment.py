@@ -674,6 +674,32 @@ def test_status_tells_a_finished_run_from_one_that_was_extended(no_slurm: None) 
     assert status.status(run_dir).endswith("finished")  # it ran out of its time
     prepare_resume(run_dir, ["time_limit_s=200"])
     assert status.status(run_dir) == extended
+    (run_dir / "summary.json").write_text('{"steps": 40, "time_s": 1, "reached": {"a/b": 0.5}}')
+    prepare_resume(run_dir, ["stop_above={reward_mean: 0.4}"])
+    assert status.status(run_dir) == extended
+    (run_dir / "summary.json").write_text(
+        '{"steps": 40, "time_s": 1, "reached": {"reward_mean": 1}}'
+    )
+    assert status.status(run_dir).endswith("finished")
+    prepare_resume(run_dir, ["stop_above.reward_mean=2"])
+    assert status.status(run_dir) == extended
+
+
+def test_epochs_set_the_number_of_steps(no_slurm: None) -> None:
+    config, said = prepare_new("quickstart", ["name=first", "epochs=1.5"])
+    trained = re.search("([0-9,]+) to train on", said)
+    assert trained
+    problems, per_step = int(trained[1].replace(",", "")), config.rollout.prompts_per_step
+    assert config.steps == -(-1.5 * problems // per_step)
+    run_dir = Path("runs/first")
+    longer, _ = prepare_resume(run_dir, ["epochs=3"])
+    assert longer.steps == -(-3 * problems // per_step)
+    with pytest.raises(ConfigError, match="^steps=7: epochs=3 sets it; leave it out, or give epo"):
+        prepare_resume(run_dir, ["steps=7"])
+    assert prepare_resume(run_dir, ["steps=7", "epochs=0"])[0].steps == 7
+    again = load_recipe("quickstart", ["name=first", "epochs=2"])
+    resumed, _ = prepare_resume_or_new(again, DGX_H100, asks_servers=False)
+    assert resumed.steps == -(-2 * problems // per_step)
 
 
 def test_a_command_is_printed_as_a_shell_here_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,18 @@ def test_the_time_left_follows_the_pace_of_the_last_steps(tmp_path: Path) -> Non
     assert log._left_s(step=6) == pytest.approx(5.0, abs=0.5)
 
 
+def test_a_metric_above_its_limit_ends_the_run_and_is_in_the_summary(tmp_path: Path) -> None:
+    log = run_log(tmp_path, stop_above={"evaluation/aime/Avg@1/mean": 0.2, "grad_norm": 0.5})
+    log.start(evaluation(0.9))
+    for step in range(1, 5):
+        assert not log.has_reached()
+        write(log, step, grad_norm=0.5)
+    assert log.has_reached()
+    log.finish(evaluation(0.1))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["reached"] == {"evaluation/aime/Avg@1/mean": 0.4}
+
+
 def test_the_score_of_an_evaluation_is_held_out_accuracy_or_the_mean_over_files() -> None:
     assert Evaluation().score is None
     files = evaluation(0.5).files | {

@@ -238,8 +238,17 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
         DataError, match="line 61: the prompt has at least 11 tokens.*max_prompt_length 10"
     ):
         load(config)
+    question = f"1{'x' * 30}9"
+    config.data = write_lines(tmp_path / "c.jsonl", *numbered(7), GOOD | {"question": question})
+    config.evaluation.problems = 0
+    for side, cut in (("left", "xxxxxxxxx9"), ("right", "1xxxxxxxxx")):
+        config.overlong_prompts = f"truncate_{side}"  # type: ignore[assignment]
+        found = load(config)
+        assert [text(each) for each in found.train] == ["7 + 1?", cut]
+        assert found.train[1].question == question
+        assert found.sources["data"].notes == [f"cut to 10 tokens, at the {side}: 1 prompts"]
     config.overlong_prompts, config.rollout.max_prompt_length = "drop", 3
-    with pytest.raises(DataError, match=r"a\.jsonl: every prompt has more than .* the shortest 6;"):
+    with pytest.raises(DataError, match=r"c\.jsonl: every prompt has more than .* the shortest 6;"):
         load(config)
 
 
@@ -400,6 +409,8 @@ def test_stream_serves_each_prompt_once_per_epoch_in_a_new_order() -> None:
     assert len(set(epochs)) == 3
     counts = Counter(prompt.question for prompt in PromptStream(prompts(*"abc"), seed=0).next(8))
     assert set(counts) == set("abc") and max(counts.values()) == 3  # more than an epoch at once
+    ordered = PromptStream(prompts(*"cab"), seed=0, shuffle=False)
+    assert [prompt.question for prompt in ordered.next(7)] == [*"cabcabc"]
 
 
 def test_restored_stream_continues_where_it_was_saved() -> None:

@@ -85,6 +85,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 QuantizedForward = Literal["weights", "all"]
 Unusable = Literal["drop", "refuse"]
 """What happens to an entry of the data that cannot be used."""
+Overlong = Literal["drop", "refuse", "truncate_left", "truncate_right"]
 
 _REWARD = rf"(?:{'|'.join(VERIFIER_NAMES)}|[^:,]+:[^\W\d]\w*)"
 _NO_REWARD = (
@@ -774,6 +775,14 @@ class Config:
     steps: Count = 100
     """Number of rollout steps."""
 
+    epochs: NonNegative = 0.0
+    """Number of passes over the training prompts, from which `steps` is computed, without prompts
+    that dynamic sampling takes. 0: `steps` says."""
+
+    stop_above: dict[Text, Signed] = dataclasses.field(default_factory=dict)
+    """Metrics, by their names in TensorBoard, such as held_out_accuracy or reward_parts/accuracy.
+    The run ends after the step in which one is above its value here."""
+
     time_limit_s: Seconds | None = None
     """Maximum time of RL, in seconds. The run ends after the step that exceeds it. None: no
     limit."""
@@ -870,10 +879,14 @@ class Config:
     """Day, such as 2026-11-26, that a chat template prints as today's date. Empty: the day on which
     the run begins."""
 
-    overlong_prompts: Unusable = "drop"
+    overlong_prompts: Overlong = "drop"
     """What happens to prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
-    left out and counted. refuse: the run does not start. In `evaluation.data` they are always
+    left out and counted. refuse: the run does not start. truncate_left, truncate_right: they lose
+    their first or last tokens, those of the chat template too. In `evaluation.data` they are always
     refused."""
+
+    shuffle: bool = True
+    """Serve prompts in a new random order in each epoch. False: always in the order of `data`."""
 
     recipe_file: dict[str, Text] = dataclasses.field(default_factory=dict)
     """SHA-256 of each file that the recipe is from, by its path. The run fills it in. Empty: a

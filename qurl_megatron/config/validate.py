@@ -58,6 +58,7 @@ _FIXED = {
     "incomplete": _SETS_DATA_ORDER,
     "ignore_media": _SETS_DATA_ORDER,
     "overlong_prompts": _SETS_DATA_ORDER,
+    "shuffle": _SETS_DATA_ORDER,
     "rollout.max_prompt_length": _SETS_DATA_ORDER,  # longer ones are dropped
     "system_prompt": _SETS_DATA_ORDER,  # and so are a prompt's tokens
     "chat_template": _SETS_DATA_ORDER,  # and chat_template_options

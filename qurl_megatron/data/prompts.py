@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.score import texts_of
-from qurl_megatron.config.schema import Config, Unusable
+from qurl_megatron.config.schema import Config, Overlong
 from qurl_megatron.data.problems import (
     DataError,
     Fields,
@@ -107,25 +107,30 @@ def tokenize(
     max_prompt_length: int,
     *,
     system_prompt: str = "",
-    overlong: Unusable = "refuse",
+    overlong: Overlong = "refuse",
     stops: Iterable[int] = (),
 ) -> list[Prompt]:
     """Return the prompts that the policy continues, in the order of the source's problems.
 
     A tokenizer with a chat template renders the messages and opens the assistant's turn. Without a
     template, the prompt is the text of the question. `system_prompt` is put before the messages of
-    a problem that has no system message. The source counts the prompts that `overlong` drops. End
-    tokens behind a prompt are cut off; a token of `stops` is one if it is special.
+    a problem that has no system message. The source counts the prompts that `overlong` drops or
+    cuts. End tokens behind a prompt are cut off; a token of `stops` is one if it is special.
 
     Raises:
-        DataError: a prompt that is not dropped is longer than `max_prompt_length` tokens, or all
+        DataError: a prompt that is to stay whole is longer than `max_prompt_length` tokens, or all
             are; the tokenizer has no template for a chat, or the template refuses it.
     """
     prompts: list[Prompt] = []
     questions: set[str] = set()
     shortest = math.inf
     num_cut, num_renamed, ends = 0, 0, end_tokens(tokenizer, stops)
+    num_truncated = 0
     longest_token = max(map(len, tokenizer.get_vocab()))  # in characters
+    kept = {  # of a text or of tokens
+        "truncate_left": lambda part, most: part[-most:],
+        "truncate_right": lambda part, most: part[:most],
+    }.get(overlong)
     for problem in source.problems:
         messages = problem.messages
         orders = [each for each in messages if each["role"] in ("system", "developer")]
@@ -137,6 +142,8 @@ def tokenize(
         text = _prompt_text(problem, messages, tokenizer)
         # A tokenizer takes 1 s and 300 MB for a million characters, so it gets no more than a
         # prompt can have.
+        if kept:
+            text = kept(text, max_prompt_length * longest_token)
         length = len(text) // longest_token
         if length <= max_prompt_length:
             whole = _token_ids(text, tokenizer)
@@ -145,6 +152,9 @@ def tokenize(
             length = len(token_ids)
             if not token_ids:
                 raise DataError(f"{problem.location}: its prompt is nothing but an end token")
+        if kept and length > max_prompt_length:
+            token_ids, length = kept(token_ids, max_prompt_length), max_prompt_length
+            num_truncated += 1
         shortest = min(shortest, length)
         if length > max_prompt_length:
             if overlong == "refuse":
@@ -174,6 +184,11 @@ def tokenize(
         )
     if num_cut:
         source.notes.append(f"end tokens, or a second beginning, cut off: {num_cut:,} prompts")
+    if num_truncated:
+        side = overlong.removeprefix("truncate_")
+        source.notes.append(
+            f"cut to {max_prompt_length:,} tokens, at the {side}: {num_truncated:,} prompts"
+        )
     if num_renamed and not knows_developer(tokenizer):
         source.notes.append(
             f"messages of role developer, written as system: {num_renamed:,} prompts"
@@ -247,21 +262,26 @@ def _normalize(question: str) -> str:
 
 
 class PromptStream:
-    """An endless stream of prompts: every epoch serves all of them once, in a new order.
+    """An endless stream of prompts: every epoch serves all of them once.
+
+    `shuffle` gives each epoch a new order; without it, that is the order of `prompts`.
 
     Prompts are numbered from 0 in the order of the stream: these are their ordinals. Which prompt
     an ordinal stands for depends only on `seed` and the prompts, so the state is small.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int) -> None:
+    def __init__(self, prompts: list[Prompt], seed: int, *, shuffle: bool = True) -> None:
         self._prompts = prompts
         self._seed = seed
+        self._shuffle = shuffle
         self.position = 0  # ordinal of the next prompt
 
     def prompt(self, ordinal: int) -> Prompt:
         """Return the prompt with this ordinal, wherever the stream stands."""
         epoch, index = divmod(ordinal, len(self._prompts))
-        return self._prompts[_shuffled(len(self._prompts), self._seed, epoch)[index]]
+        if self._shuffle:
+            index = _shuffled(len(self._prompts), self._seed, epoch)[index]
+        return self._prompts[index]
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, crossing the end of an epoch if necessary."""

@@ -76,7 +76,7 @@ class Sampler:
         self._batch = TrainBatch.empty()  # the last batch; like its groups, on global rank 0 only
         self._groups: list[RolloutGroup] = []
         if rank() == 0:
-            self._stream = PromptStream(prompts, config.seed)
+            self._stream = PromptStream(prompts, config.seed, shuffle=config.shuffle)
             self._wait = client.fleet.controller.wait
             self._producer = Producer(config.rollout, config.steps, self._stream, sample, score)
 

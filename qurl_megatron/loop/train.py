@@ -101,6 +101,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
                 log.write(step_metrics(config, results), evaluation)
                 log.write_samples(samples)
                 log.write_weights(published.version, weight_metrics(published.conversion))
+            is_last = is_last or device.from_rank_zero(log.has_reached)
             stopping = stopping or (not is_last and asked_to_stop())
             run.checkpoint(step, published.version, evaluation, is_last=is_last, now=stopping)
             if stopping:

@@ -22,6 +22,9 @@ SHOWN_CHARACTERS = 4096  # of a prompt or a completion; the middle of a longer o
 SHOWN_TOKENS = 512  # with their ratios; likewise
 PHASES = ("rollout", "proximal", "critic", "update", "publish")  # of a step, each with its time
 
+OF_EVALUATION = ("held_out_accuracy", "held_out_standard_error", "evaluation")
+"""Metrics of steps that are evaluated only."""
+
 KINDS = ("highest reward", "lowest reward", "cut off", "largest ratio")
 """Why a completion was chosen."""
 
@@ -463,3 +466,6 @@ class RunSummary:
 
     held_out_standard_error_after: float | None = None
     """Standard error of `held_out_accuracy_after`."""
+
+    reached: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Metrics above their values in `stop_above` at the last step."""

@@ -108,6 +108,7 @@ class RunLog:
         self._wandb: wandb.Run | None = None
         self._steps: list[dict[str, Any]] = []  # lines of metrics.jsonl
         self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
+        self._reached: dict[str, float] = {}  # metrics of the last step above `Config.stop_above`
 
     def start(self, before: Evaluation) -> None:
         """Begin the log of RL; `before` is the evaluation before its first step."""
@@ -161,6 +162,11 @@ class RunLog:
         self._write_curves(metrics.step, line)
         self._ends_s.append(self.time_s)
         self._console.step(metrics, evaluation, self._left_s(metrics.step))
+        values, limits = dict(_numbers(line)), self._config.stop_above
+        for name in filter(values.__contains__, limits):
+            if values[name] > limits[name]:
+                self._reached[name] = values[name]
+                self.say(f"{name} is {values[name]:.3g}, above stop_above of {limits[name]:g}")
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
         """Append one publish to weights.jsonl: the measures of each quantized weight, by name."""
@@ -190,6 +196,10 @@ class RunLog:
         limit_s = self._config.time_limit_s
         return limit_s is not None and self.time_s > limit_s
 
+    def has_reached(self) -> bool:
+        """Return whether a metric of the last step is above its value in `Config.stop_above`."""
+        return bool(self._reached)
+
     def finish(self, after: Evaluation) -> None:
         """Write summary.json, close the log and print the summary as a table."""
         if not self._writes:
@@ -207,6 +217,7 @@ class RunLog:
             publish_full_bytes=self._steps[-1].get("publish_full_bytes", 0),
             held_out_standard_error_before=self.before.held_out_standard_error,
             held_out_standard_error_after=after.held_out_standard_error,
+            reached=self._reached,
         )
         self._write("summary.json", dataclasses.asdict(summary))
         self.close()

@@ -119,6 +119,11 @@ def plan(
     limit_s = time_limit_s(time or "unlimited")
     node = node_of(gpu, gpus_per_node)
     architecture, config, given = plan_input(subject, overrides or [])
+    if config.epochs:
+        raise ConfigError(
+            f"epochs={config.epochs:g}: a plan reads no data and counts no prompts; give epochs=0 "
+            "and steps"
+        )
     takes_own = not gpus and given is None  # a recipe says how many servers there are
     if not takes_own and any(word.startswith("rollout.servers=") for word in overrides or []):
         raise ConfigError(
