@@ -44,11 +44,13 @@ LATENCIES: list[tuple[str, WeightFormat, int, str, int, dict[int, float]]] = [
 ]
 
 
-# Steps of GRPO by NeMo-RL on H100 in BF16, from the tables of its versions 0.4 to 0.6
+# Steps of GRPO by NeMo-RL on H100 in BF16, from the tables of its versions 0.4 to 0.7
 # (github.com/NVIDIA-NeMo/RL, docs/about/performance-summary.md) and the recipes beside them. On
 # policy, servers and learner take turns on all GPUs; one step off, each has half of them. Each
-# prompt has 32 completions, and there is a reference policy. Prompts of 150 tokens are assumed, and
-# lengths as `lengths.Workload` has them.
+# prompt has 32 completions, and there is a reference policy. Until 0.6 every completion is scored
+# before the updates; from 0.7 on none is (force_on_policy_ratio), and there is one minibatch.
+# Prompts of 150 tokens are assumed, and lengths as `lengths.Workload` has them. For 0.7 the mean
+# length of Qwen3-32B follows from its 665 tokens/s and GPU; the others are those of 0.6.
 _PROMPT = 150
 
 
@@ -92,7 +94,11 @@ class PublishedStep:
         workload = Workload(_PROMPT, self.mean_length - _PROMPT)
         publish_s = plan_publish(architecture, config).time_s if self.staleness else 0.0
         load = server_load(architecture, config, workload, 256, publish_s)
-        learner_time_s = step_time.learner_time(architecture, config, workload).total + publish_s
+        update_s = step_time.learner_time(architecture, config, workload).update
+        if self.version < "0.7":  # scored, even if there is one minibatch
+            config = with_overrides(config, ["optimizer.minibatches_per_step=2"])
+        scoring_s = step_time.learner_time(architecture, config, workload).proximal
+        learner_time_s = scoring_s + update_s + publish_s
         if self.staleness:
             return steady_state(load, learner_time_s, self.staleness).step_s
         return rollout_s(load) + learner_time_s
@@ -124,6 +130,13 @@ STEPS = [
         ("0.4", "Qwen3-235B-A22B", 1, 256, 8, (4, 1, 16, 8), 8192, 5691, 16, 1, 241.0),
         ("0.5", "Qwen3-235B-A22B", 1, 256, 8, (4, 1, 16, 8), 8192, 5707, 16, 1, 203.0),
         ("0.6", "Qwen3-235B-A22B", 1, 256, 8, (4, 1, 16, 8), 8192, 5721, 16, 1, 231.0),
+        ("0.7", "Qwen3-32B", 0, 32, 4, (4, 1, 1, 4), 4096, 3356, 64, 1, 323.0),
+        ("0.7", "Qwen3-32B", 1, 64, 4, (4, 1, 1, 4), 4096, 3356, 64, 1, 161.0),
+        ("0.7", "Qwen3-30B-A3B", 0, 32, 2, (1, 1, 8, 1), 4096, 3203, 64, 1, 171.0),
+        ("0.7", "Qwen3-30B-A3B", 1, 32, 2, (1, 1, 8, 2), 4096, 3201, 64, 1, 141.0),
+        ("0.7", "Qwen3-235B-A22B", 0, 128, 16, (2, 2, 16, 8), 8192, 5698, 16, 1, 367.0),
+        ("0.7", "Qwen3-235B-A22B", 0, 256, 16, (2, 2, 16, 8), 8192, 5713, 16, 1, 285.0),
+        ("0.7", "Qwen3-235B-A22B", 1, 256, 8, (4, 1, 16, 8), 8192, 5721, 16, 1, 204.0),
     ]
 ]
 
