@@ -1,4 +1,8 @@
-"""Does an update act? Supervised training by the learner, with each way of making BF16."""
+"""Does an update act? Supervised training by the learner, with each way of making BF16.
+
+UAQ takes weights off BF16's grid, unless its scale is a power of two. Rates that are as much larger
+as the scale tell what of it is the size of a step.
+"""
 
 import random
 import time
@@ -9,9 +13,10 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
+from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, UaqConfig
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.tokenizer import load_tokenizer
+from qurl_megatron.quantization import uaq
 
 STEPS, ROWS, HELD_OUT = 20, 8, 32
 MEASURED = (0, 1, 5, 10, 20)  # after these steps
@@ -24,13 +29,29 @@ ARMS: list[dict[str, Any]] = [
         ("float32", "unbiased"),
     )
 ]
+ARMS += [
+    {"dtype": dtype, "rounding": rounding, "learning_rate": rate, "scale": scale}
+    for rate, scale in ((1e-6, 1.5), (1e-6, 2.0), (1.5e-6, 1.0), (2e-6, 1.0))
+    for dtype, rounding in (
+        ("bfloat16", "nearest"),
+        ("bfloat16", "unbiased"),
+        ("float32", "unbiased"),
+    )
+]
 
 
-def measure(model: Path, dtype: Any, rounding: Any, learning_rate: float) -> dict[str, Any]:
-    """Train, and return held-out losses by step, what changed, and what is shown of it."""
+def measure(
+    model: Path, dtype: Any, rounding: Any, learning_rate: float, scale: float = 1.0
+) -> dict[str, Any]:
+    """Train, and return held-out losses by step, what changed, and what is shown of it.
+
+    `scale` is UAQ's.
+    """
     torch.set_num_threads(2)
     config = LearnerConfig(dtype=dtype, threads_per_rank=2)
-    learner = Learner(model, config, OptimizerConfig(learning_rate, rounding=rounding))
+    optimizer = OptimizerConfig(learning_rate, rounding=rounding)
+    scaled = uaq.transform(UaqConfig(scale=scale), is_hybrid=False)
+    learner = Learner(model, config, optimizer, transform=scaled)
     batches = _batches(model)
     held_out = next(batches)
     before = [weight.clone() for *_, weight in learner.shards()]
@@ -41,7 +62,7 @@ def measure(model: Path, dtype: Any, rounding: Any, learning_rate: float) -> dic
             learner.update(learner.share(next(batches)), _likelihood, temperature=1.0)
         if step in MEASURED:
             losses[step] = _loss(learner, held_out)
-            print(dtype, rounding, learning_rate, step, losses[step], flush=True)
+            print(dtype, rounding, learning_rate, scale, step, losses[step], flush=True)
     pairs = [(old, new) for old, (*_, new) in zip(before, learner.shards(), strict=True)]
     changed = sum(int((old != new).sum()) for old, new in pairs)
     total = sum(old.numel() for old in before)
@@ -97,12 +118,13 @@ def _loss(learner: Learner, batch: TrainBatch) -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    header = ["rate", "learner", "rounding", *(f"after {step}" for step in MEASURED)]
+    header = ["rate", "UAQ", "learner", "rounding", *(f"after {step}" for step in MEASURED)]
     lines = [[*header, "changed", "shown"], ["---"] * (len(header) + 2)]
     for row in rows:
         arm, losses = row["arm"], row["held_out_loss"].values()
         rounding = arm["rounding"] if arm["dtype"] == "bfloat16" else ""
-        cells = [f"{arm['learning_rate']:g}", arm["dtype"], rounding]
+        scale = f"{arm['scale']:g}" if arm.get("scale", 1) != 1 else ""
+        cells = [f"{arm['learning_rate']:g}", scale, arm["dtype"], rounding]
         cells += [f"{loss:.3f}" for loss in losses]
         fractions = row["changed_fraction"], row["update_shown_fraction"]
         lines.append([*cells, *(f"{fraction:.1%}" for fraction in fractions)])

@@ -94,15 +94,14 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             try:
                 with clock("evaluation"):
                     # An evaluation may take longer than whoever asks to stop will wait.
-                    stopping = asked_to_stop()
-                    if evaluation_is_due(config, step) and not stopping:
+                    if evaluation_is_due(config, step) and not asked_to_stop():
                         evaluation = run.evaluate(step)
             finally:  # the step is done, even if its evaluation fails
                 log.write(step_metrics(config, results), evaluation)
                 log.write_samples(samples)
                 log.write_weights(published.version, weight_metrics(published.conversion))
             is_last = is_last or device.from_rank_zero(log.has_reached)
-            stopping = stopping or (not is_last and asked_to_stop())
+            stopping = asked_to_stop() and not (is_last and evaluation)
             run.checkpoint(step, published.version, evaluation, is_last=is_last, now=stopping)
             if stopping:
                 run.say_stopped_early()

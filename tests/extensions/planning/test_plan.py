@@ -550,6 +550,6 @@ def test_the_page_says_what_was_planned_what_it_costs_and_what_was_left_out() ->
         "are lognormal (deviation 1), with a mean of 3,000 and at most 8,192 tokens.",
         f"1000 steps take {hours:,.1f} hours, {64 * hours:,.0f} GPU-hours, without evaluation and "
         f"checkpoints. A checkpoint takes {14 * PARAMETERS['Qwen2.5-32B'] / 1e9:.0f} GB.",
-        "4 published steps (dense, long answers; NeMo-RL on H100) took 0.9 to 1.3 times",
+        "6 published steps (dense, long answers; NeMo-RL on H100) took 0.9 to 1.3 times",
     ):
         assert sentence in page
