@@ -5,7 +5,12 @@ import math
 import pytest
 import torch
 
-from qurl_megatron.algorithm.advantages import group_advantages, soft_overlong_penalty, whiten
+from qurl_megatron.algorithm.advantages import (
+    WHITENED,
+    group_advantages,
+    soft_overlong_penalty,
+    whiten,
+)
 
 
 def test_advantages_are_rewards_normalized_within_their_group() -> None:
@@ -38,6 +43,35 @@ def test_each_estimator_gives_the_advantages_worked_out_by_hand(estimator: str) 
     first, equal, last = group_advantages(groups, estimator, epsilon=0.0)
     assert [pytest.approx(first), pytest.approx(last)] == ESTIMATES[estimator]
     assert equal == ([5.0, 5.0] if estimator == "reinforce_plus_plus" else [0.0, 0.0])
+
+
+@pytest.mark.parametrize("estimator", ESTIMATES)
+def test_each_estimator_is_that_of_verl_on_random_batches(estimator: str) -> None:
+    """As verl states them, in float64 over a padded matrix of completions and tokens."""
+    torch.manual_seed(0)
+    for _ in range(20):
+        sizes = torch.randint(2, 9, (5,))
+        groups = [torch.randn(n, dtype=torch.float64) for n in sizes.tolist()]
+        mask = torch.arange(12) < torch.randint(1, 13, (int(sizes.sum()), 1))
+        found = torch.tensor(sum(group_advantages([g.tolist() for g in groups], estimator), []))
+        of_tokens = (found.double()[:, None] * mask).float()
+        centred = torch.cat([g - g.mean() for g in groups])
+        deviations = torch.cat([g.std().expand(len(g)) for g in groups])
+        n = sizes.repeat_interleave(sizes)
+        scores = {
+            "grpo": centred / (deviations + 1e-6),
+            "dr_grpo": centred,
+            "rloo": torch.cat(groups) * n / (n - 1) - (torch.cat(groups) - centred) * n / (n - 1),
+            "reinforce_plus_plus": torch.cat(groups),
+            "reinforce_plus_plus_baseline": centred,
+        }[estimator]
+        expected = scores[:, None] * mask
+        if estimator in WHITENED:
+            of_tokens = whiten(of_tokens, mask)
+            mean = expected.sum() / mask.sum()
+            variance = ((expected - mean) ** 2 * mask).sum() / (mask.sum() - 1)
+            expected = (expected - mean) * torch.rsqrt(variance + 1e-8) * mask
+        torch.testing.assert_close(of_tokens.double(), expected, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("estimator", [each for each in ESTIMATES if each != "reinforce_plus_plus"])
