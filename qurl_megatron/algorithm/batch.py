@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -153,6 +154,8 @@ class TrainBatch:
     behaviour_logprobs: Tensor | None = None  # [tokens] float32, from the engine that sampled them
     # [tokens] float32: a completion's reward at its last token, 0 elsewhere
     rewards: Tensor | None = None
+    # [tokens] float32: likewise the mean reward of the completion's group
+    group_means: Tensor | None = None
     advantages: Tensor | None = None  # [tokens] float32, 0 outside loss_mask; PPO: by critic
     loss_weights: Tensor | None = None  # [tokens] float32, normalized over the whole minibatch
     proximal_logprobs: Tensor | None = None  # [tokens] float32, learner before any update
@@ -252,6 +255,7 @@ def pack(
         ),
         behaviour_logprobs=(behaviour_logprobs := torch.zeros(ends[-1])),
         rewards=(rewards := torch.zeros(ends[-1])),
+        group_means=(group_means := torch.zeros(ends[-1])),
         token_staleness=(staleness := torch.zeros(ends[-1], dtype=torch.int32)),
     )
     for end, (sequence, prompt, index, number) in zip(ends, rows, strict=True):
@@ -263,6 +267,7 @@ def pack(
         batch.loss_mask[sampled] = True
         behaviour_logprobs[sampled] = torch.tensor(sequence.behaviour_logprobs)
         rewards[end - 1] = groups[index].rewards[number]
+        group_means[end - 1] = fmean(groups[index].rewards)
         if version is not None:
             staleness[sampled] = version - torch.tensor(sequence.token_versions, dtype=torch.int32)
     recorded = [sequence.routed_experts for sequence, *_ in rows]

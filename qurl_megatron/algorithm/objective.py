@@ -74,7 +74,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import TrainBatch
-from qurl_megatron.config.schema import Config, ObjectiveConfig
+from qurl_megatron.config.schema import OBJECTIVES, Config, ObjectiveConfig
 
 # Log-ratios are clamped to +-20. The largest rho in the paper is 1e5 = e^11.5; beyond e^20 = 4.9e8
 # only finiteness matters: rho * R and its square, which a gradient norm sums, stay below the 3.4e38
@@ -354,6 +354,7 @@ class PolicyLoss:
         loss = output.loss
         if self.user is not None:
             assert sum_over_sequences is not None
+            assert batch.rewards is not None and batch.group_means is not None
             gain, statistics = self.user.gains(
                 {
                     "current_logprobs": current_logprobs,
@@ -361,6 +362,8 @@ class PolicyLoss:
                     "behaviour_logprobs": batch.behaviour_logprobs,
                     "reference_logprobs": batch.reference_logprobs,
                     "advantages": batch.advantages,
+                    "rewards": sum_over_sequences(batch.rewards),
+                    "group_means": sum_over_sequences(batch.group_means),
                     "loss_weights": loss_weights,
                 },
                 sum_over_sequences,
@@ -430,6 +433,8 @@ def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:
     names = ["behaviour_logprobs", "advantages", "routed_experts", "mask_sizes", "mask_ids"]
     if config.rollout.max_staleness:
         names.append("token_staleness")
+    if config.objective.objective not in OBJECTIVES:
+        names += ["rewards", "group_means"]
     for minibatch in batch.only("left_out", *names).split(config.optimizer.minibatches_per_step):
         minibatch.loss_weights = token_weights(
             minibatch, config.objective.aggregation, config.rollout.longest_completion

@@ -28,7 +28,8 @@ from qurl_megatron.data.rewards import load_function, one_line, why
 
 LOAD_LIMIT_S = 60.0
 PROGRAM = "from qurl_megatron.extensions.user_objective.user_objective import answer; answer()"
-TENSORS = ("current_logprobs", "proximal_logprobs", "behaviour_logprobs", "advantages")
+LOGPROBS = ("current_logprobs", "proximal_logprobs", "behaviour_logprobs")
+TENSORS = (*LOGPROBS, "advantages", "rewards", "group_means")
 SETTINGS = ("eps_low", "eps_high", "ratio_cap", "dual_clip", "kl_coefficient")
 OTHERS = ("reference_logprobs", "loss_weights", "sum_over_sequences")
 
@@ -121,6 +122,8 @@ def _try(objective: UserObjective) -> None:
     rows = {
         "proximal_logprobs": torch.tensor([-0.5, -1.0, -2.0, -0.3, -1.5, -0.7, -0.9]),
         "advantages": torch.tensor([1.0, 1.0, 1.0, -0.5, -0.5, 0.8, 0.8]),
+        "rewards": torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 0.9, 0.9]),
+        "group_means": torch.tensor([0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]),
         "loss_weights": torch.full((7,), 1 / 7),
     }
     shifts = torch.tensor([0.1, -0.2, 0.05, 0.15, -0.1, 0.02, -0.03])

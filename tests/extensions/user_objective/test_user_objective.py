@@ -57,6 +57,8 @@ def gradient_and_stats(
         mask,
         behaviour_logprobs=behaviour,
         advantages=torch.tensor([advantages + nan]),
+        rewards=torch.tensor([[0.0, 0.0, 3.0, 0.0, -1.0, 9.0]]),
+        group_means=torch.tensor([[0.0, 0.0, 1.0, 0.0, 1.0, 9.0]]),
         proximal_logprobs=proximal.detach(),
         entropy=torch.zeros(1, 6),
     )
@@ -92,6 +94,30 @@ def test_seq_mask_tis_of_the_documentation_by_hand(tmp_path: Path) -> None:
     )
     assert found == pytest.approx([6.0, 1.65, 0, 0, 0, 0], rel=1e-5)
     assert stats == {"user/masked": 2}
+    check_objective(Config(objective=config))
+
+
+def test_triage_of_the_documentation_by_hand(tmp_path: Path) -> None:
+    """A token is gated where its advantage is negative and the server samples it more often."""
+    config = own(tmp_path, example(), "triage")
+    found, stats = gradient_and_stats(
+        config,
+        rho=[0.5, 0.5, 1.0, 2.0, 0.9],
+        ratio=[1.0, 1.1, 1.0, 1.0, 1.0],
+        advantages=[1.0, -1.0, -3.0, -2.0, -2.0],
+    )
+    assert found == pytest.approx([1, 0, -3, -2, 0, 0], rel=1e-5)
+    assert stats == {"user/gated": 2}
+    check_objective(Config(objective=config))
+
+
+def test_a_function_gets_the_reward_of_each_completion_and_the_mean_of_its_group(
+    tmp_path: Path,
+) -> None:
+    source = HEAD + "rewards, group_means):" + BODY + "ratio * (rewards - group_means)"
+    config = own(tmp_path, source, "f")
+    found, _ = gradient_and_stats(config, [1.0] * 5, [1.0] * 5, [0.0] * 5)
+    assert found == pytest.approx([2, 2, 2, -2, -2, 0])
     check_objective(Config(objective=config))
 
 
