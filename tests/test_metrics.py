@@ -132,7 +132,7 @@ def wandb_rewards(run: Path) -> list[tuple[int, float]]:
         if record.WhichOneof("record_type") == "history":
             items = {".".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
             if "reward_mean" in items:
-                rewards.append((int(items["_step"]), float(items["reward_mean"])))
+                rewards.append((int(items["step"]), float(items["reward_mean"])))
     return rewards
 
 
@@ -177,7 +177,7 @@ def test_the_score_of_an_evaluation_is_held_out_accuracy_or_the_mean_over_files(
     assert Evaluation(None, files).score == pytest.approx(0.6)
 
 
-def test_each_part_of_a_run_is_a_weights_and_biases_run_in_its_directory(
+def test_the_parts_of_a_run_are_one_run_of_weights_and_biases_in_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -194,6 +194,7 @@ def test_each_part_of_a_run_is_a_weights_and_biases_run_in_its_directory(
     write(log, 3, reward_mean=0.75)
     log.close()
     parts = sorted((run_dir / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
+    assert len({part.name.rpartition("-")[2] for part in parts}) == 1  # its id
     first, second = [(1, 0.125), (2, 0.25), (3, 0.375)], [(3, 0.75)]
     # W&B's own process may write the last of a run after `finish`.
     assert wait_until(lambda: [wandb_rewards(part) for part in parts] == [first, second], 10)
@@ -228,7 +229,7 @@ def test_a_run_without_internet_records_curves_offline_and_says_how_to_send_them
     assert "retry" not in printed
     command = printed.partition("to send the curves later: ")[2].splitlines()[0]
     shown = subprocess.run(["bash", "-c", f"echo {command}"], capture_output=True, text=True)
-    assert shown.stdout == f"wandb sync {part}\n"
+    assert shown.stdout == f"wandb sync --append {part}\n"
 
 
 def test_parts_of_rewards_are_curves_and_the_first_verifier_failure_is_shown(

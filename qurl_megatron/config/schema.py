@@ -766,8 +766,8 @@ class Config:
     """Directory that holds the directories of runs."""
 
     wandb_project: Text = ""
-    """Weights & Biases project that receives every metric. Without internet, metrics are recorded
-    and can be sent later. Empty: none."""
+    """Weights & Biases project that receives every metric, all attempts as one run. Without
+    internet, metrics are recorded and can be sent later. Empty: none."""
 
     seed: Seed = 0
     """Seed of generated problems, data order, sampling, and a recipe-built model's weights."""

@@ -185,7 +185,7 @@ class RunLog:
             import wandb
 
             table = wandb.Table(columns=list(COLUMNS), data=table_rows(samples))
-            self._wandb.log({"samples": table}, step=samples[0].step)
+            self._wandb.log({"samples": table, "step": samples[0].step})
 
     def write_mismatch(self, mismatch: dict[str, dict[str, float]]) -> None:
         """Write mismatch.json: the train-inference mismatch before training, by server set."""
@@ -261,7 +261,9 @@ class RunLog:
             self._wandb.finish()
             if self._wandb.offline:
                 recorded = self._config.run_dir / "wandb" / "offline-run-"
-                self.say(f"to send the curves later: wandb sync {shlex.quote(str(recorded))}*")
+                self.say(
+                    f"to send the curves later: wandb sync --append {shlex.quote(str(recorded))}*"
+                )
             self._wandb = None
 
     def _open_curves(self, after_step: int) -> None:
@@ -287,15 +289,21 @@ class RunLog:
                     f"Weights & Biases is offline: {session.settings.base_url} does not answer, or "
                     "knows no key of yours"
                 )
+            if not (identity := directory / "run_id").exists():
+                directory.mkdir(exist_ok=True)
+                write_whole(identity, wandb.util.generate_id())
             self._wandb = wandb.init(
                 mode=mode,
                 project=self._config.wandb_project,
-                group=self._config.name,
-                name=f"{self._config.name} from step {after_step + 1}",
+                id=identity.read_text(),
+                resume="allow",
+                name=self._config.name,
                 dir=self._config.run_dir,
                 config=dataclasses.asdict(self._config),
                 settings=wandb.Settings(silent=True, console="off"),
             )
+            # Steps after a checkpoint are repeated, and W&B's own numbers only grow.
+            self._wandb.define_metric("*", step_metric="step")
 
     def _write_curves(self, step: int, measured: dict[str, Any]) -> None:
         """Add a point at `step` to the curve of every number in `measured`."""
@@ -314,7 +322,7 @@ class RunLog:
                 values["rewards"] = wandb.Histogram(rewards)
         self._tensorboard.add(step, summaries)
         if self._wandb is not None:
-            self._wandb.log(values, step=step)
+            self._wandb.log({**values, "step": step})
 
     def _append(self, name: str, *lines: dict[str, Any]) -> None:
         if self._writes:
