@@ -426,6 +426,39 @@ def test_restored_stream_continues_where_it_was_saved() -> None:
     assert fresh(5).next(10) != fresh(0).next(10)
 
 
+def test_prompts_whose_last_groups_had_equal_rewards_are_left_out_of_later_epochs() -> None:
+    """As many times as `retire_after` says, in a row; what has begun stays as it is."""
+
+    def fresh() -> PromptStream:
+        return PromptStream(prompts(*"abcdefgh"), 0, retire_after=2, least=6)
+
+    def visit(stream: PromptStream, epochs: int, equal: str) -> None:
+        for _ in range(epochs):
+            for each in [each for each in stream.next(8) if each.question in equal]:
+                stream.visited(each, is_equal=True)
+
+    stream = fresh()
+    visit(stream, 2, equal="ab")
+    third = stream.next(6)
+    assert sorted(prompt.question for prompt in third) == [*"cdefgh"]
+    ahead = [stream.prompt(stream.position + place).question for place in range(6)]
+    assert sorted(ahead) == [*"cdefgh"]
+    stream.visited(third[0], is_equal=True)
+    stream.visited(third[0], is_equal=True)
+    stream.visited(prompts("a")[0], is_equal=False)
+    assert stream.retired == {"b", third[0].question}
+    resumed = fresh()
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    assert resumed.next(30) == (found := stream.next(30))
+    served = [prompt.question for prompt in found]
+    assert served[:6] == ahead and sorted(served[6:12]) == sorted(
+        set("abcdefgh") - {"b", third[0].question}
+    )
+    few = fresh()
+    visit(few, 2, equal="abc")  # five would be left
+    assert sorted(prompt.question for prompt in few.next(8)) == [*"abcdefgh"]
+
+
 def test_stream_refuses_the_state_of_other_prompts() -> None:
     state = PromptStream(prompts(*"abc"), seed=0).state()
     with pytest.raises(DataError, match="other prompts"):

@@ -71,6 +71,8 @@ OTHER_NAMES = {
     "overlong_filtering": "rollout.mask_truncated",
     "overlong_filter": "rollout.mask_truncated",
     "apply_overlong_filtering": "rollout.mask_truncated",
+    "online_difficulty_filtering": "rollout.dynamic_sampling_tries, or rollout.retire_after",
+    "filter_groups": "rollout.dynamic_sampling_tries",
     "num_generations": "rollout.completions_per_prompt",
     "num_generations_per_prompt": "rollout.completions_per_prompt",
     "group_size": "rollout.completions_per_prompt; quantization.group_size is that of INT4",

@@ -569,6 +569,11 @@ class RolloutConfig(SamplingConfig):
     """Number of tokens before `max_completion_length` over which the reward falls linearly by 1
     (DAPO's soft overlong punishment). An `agent`'s longest turn counts. 0 disables."""
 
+    retire_after: CountOrZero = 0
+    """Leave a prompt out of later epochs when the rewards of its completions were equal in its last
+    so many groups: it is always solved, or always failed. If fewer than `prompts_per_step` would be
+    left, an epoch has all prompts. 0 disables."""
+
     mask_truncated: bool = False
     """Leave completions out of the loss that a limit cut off (DAPO's overlong filtering). Their
     rewards still count in the baseline of their group."""

@@ -470,12 +470,12 @@ def _validate_stage(config: Config, first_step: int) -> int:
             f"completions of a prompt and needs at least two; {' and '.join(WITHOUT_GROUPS)} take "
             "one"
         )
-    if rollout.dynamic_sampling_tries and not compares:
-        raise ConfigError(
-            f"rollout.dynamic_sampling_tries={rollout.dynamic_sampling_tries}: "
-            f"advantage_estimator={estimator} learns from groups of equal rewards too, and with "
-            "one completion every group is one; set it to 0"
-        )
+    for name in ("dynamic_sampling_tries", "retire_after"):
+        if (value := getattr(rollout, name)) and not compares:
+            raise ConfigError(
+                f"rollout.{name}={value}: advantage_estimator={estimator} learns from groups of "
+                "equal rewards too, and with one completion every group is one; set it to 0"
+            )
     completions = rollout.completions_per_step
     if completions % (optimizer.minibatches_per_step * learner.data_parallel_size):
         raise ConfigError(

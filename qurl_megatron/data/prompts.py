@@ -261,41 +261,92 @@ def _normalize(question: str) -> str:
     return " ".join(unicodedata.normalize("NFC", question).casefold().split())
 
 
+class _Epoch(NamedTuple):
+    number: int
+    first: int  # ordinal of its first prompt
+    order: list[int]  # numbers of its prompts
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.order)
+
+
 class PromptStream:
     """An endless stream of prompts: every epoch serves all of them once.
 
-    `shuffle` gives each epoch a new order; without it, that is the order of `prompts`.
+    `shuffle` gives each epoch a new order; without it, that is the order of `prompts`. With
+    `retire_after`, an epoch leaves out the prompts that were `visited` with equal rewards in their
+    last so many visits before it began, as long as `least` prompts are left.
 
     Prompts are numbered from 0 in the order of the stream: these are their ordinals. Which prompt
-    an ordinal stands for depends only on `seed` and the prompts, so the state is small.
+    an ordinal stands for depends on `seed`, the prompts, and visits before its epoch began, so the
+    state is small.
     """
 
-    def __init__(self, prompts: list[Prompt], seed: int, *, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        seed: int,
+        *,
+        shuffle: bool = True,
+        retire_after: int = 0,
+        least: int = 1,
+    ) -> None:
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
+        self._retire_after = retire_after
+        self._least = least
+        self._equal: Counter[str] = Counter()  # last visits with equal rewards, by prompt's id
+        self._epochs: list[_Epoch] = []  # that began, from the one of `position`
         self.position = 0  # ordinal of the next prompt
 
+    @property
+    def retired(self) -> set[str]:
+        """Ids of the prompts that an epoch that begins now would leave out."""
+        after = self._retire_after
+        return {prompt for prompt, visits in self._equal.items() if after and visits >= after}
+
+    def visited(self, prompt: Prompt, *, is_equal: bool) -> None:
+        """Record whether the completions of a prompt had equal rewards."""
+        self._equal[prompt.id] = (self._equal[prompt.id] + 1) if is_equal else 0
+
     def prompt(self, ordinal: int) -> Prompt:
-        """Return the prompt with this ordinal, wherever the stream stands."""
-        epoch, index = divmod(ordinal, len(self._prompts))
+        """Return the prompt with this ordinal, which is not before `position`."""
+        while not self._epochs or self._epochs[-1].end <= ordinal:
+            self._begin(self.retired)
+        self._epochs = [epoch for epoch in self._epochs if epoch.end > self.position]
+        epoch = next(each for each in self._epochs if ordinal < each.end)
+        return self._prompts[epoch.order[ordinal - epoch.first]]
+
+    def _begin(self, retired: Collection[str], number: int = 0, first: int = 0) -> None:
+        """Begin the next epoch, or the first one with this number and ordinal."""
+        if self._epochs:
+            number, first = self._epochs[-1].number + 1, self._epochs[-1].end
+        order = list(range(len(self._prompts)))
         if self._shuffle:
-            index = _shuffled(len(self._prompts), self._seed, epoch)[index]
-        return self._prompts[index]
+            random.Random(f"{self._seed}/{number}").shuffle(order)
+        kept = [index for index in order if self._prompts[index].id not in retired]
+        self._epochs.append(_Epoch(number, first, kept if len(kept) >= self._least else order))
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, crossing the end of an epoch if necessary."""
-        first, self.position = self.position, self.position + count
-        return [self.prompt(ordinal) for ordinal in range(first, self.position)]
+        served = [self.prompt(self.position + place) for place in range(count)]
+        self.position += count
+        return served
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the stream, for a checkpoint: numbers and a string."""
-        epoch, index = divmod(self.position, len(self._prompts))
+        """Return the position in the stream, and what it depends on, as JSON."""
+        self.prompt(self.position)
+        ids = {prompt.id for prompt in self._prompts}
+        served = [{self._prompts[index].id for index in epoch.order} for epoch in self._epochs]
         return {
             "seed": self._seed,
-            "epoch": epoch,
-            "position": index,
+            "epoch": self._epochs[0].number,
+            "position": self.position - self._epochs[0].first,
             "prompts": self._fingerprint(),
+            "retired": [sorted(ids - each) for each in served],
+            "equal": {prompt: visits for prompt, visits in self._equal.items() if visits},
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -310,18 +361,14 @@ class PromptStream:
                 "resume with the same data and data_options"
             )
         self._seed = state["seed"]
-        self.position = state["epoch"] * len(self._prompts) + state["position"]
+        self._equal = Counter(state.get("equal", {}))
+        self._epochs, first = [], state["epoch"] * len(self._prompts)
+        for retired in state.get("retired", [[]]):  # version 0.2 had none
+            self._begin(retired, state["epoch"], first)
+        self.position = first + state["position"]
 
     def _fingerprint(self) -> str:
         return _digest("".join(prompt.id for prompt in self._prompts))
-
-
-@functools.lru_cache(maxsize=2)
-def _shuffled(count: int, seed: int, epoch: int) -> list[int]:
-    """Return the order in which an epoch serves its `count` prompts."""
-    order = list(range(count))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order
 
 
 def _digest(text: str) -> str:

@@ -76,7 +76,13 @@ class Sampler:
         self._batch = TrainBatch.empty()  # the last batch; like its groups, on global rank 0 only
         self._groups: list[RolloutGroup] = []
         if rank() == 0:
-            self._stream = PromptStream(prompts, config.seed, shuffle=config.shuffle)
+            self._stream = PromptStream(
+                prompts,
+                config.seed,
+                shuffle=config.shuffle,
+                retire_after=config.rollout.retire_after,
+                least=config.rollout.prompts_per_step,
+            )
             self._wait = client.fleet.controller.wait
             self._producer = Producer(config.rollout, config.steps, self._stream, sample, score)
 
@@ -171,6 +177,9 @@ class Sampler:
             self._say(f"warning: {failure}; {why}")
             self._wait(producer.take_again(step, version))
         producer.end_step()
+        for group in sampled:
+            if group.rewards and not any(score.failure for score in group.scores):
+                self._stream.visited(group.prompt, is_equal=is_zero_variance(group.rewards))
         self._groups = [_penalize_length(group, rollout) for group in chosen]
         estimator, advantages = self._config.advantage_estimator, None
         if estimator != "gae":
@@ -183,6 +192,7 @@ class Sampler:
         yield {
             **_summarize(sampled, chosen, self._batch),
             **self._client.metrics(sampled),
+            "prompts_retired": len(self._stream.retired),
             "groups_dropped": producer.dropped - dropped,
             "groups_in_flight": producer.in_flight,
             "time_waited_s": producer.waited_s - waited_s,

@@ -263,6 +263,9 @@ class StepMetrics:
     because they were sampled with the settings of another stage. Their prompts were sampled
     again."""
 
+    prompts_retired: int = 0
+    """Number of prompts that the next epoch would leave out, by `rollout.retire_after`."""
+
     reward_parts: dict[str, float] = dataclasses.field(default_factory=dict)
     """Mean of each named part of the scores, over the sampled completions that have it. Built-in
     verifiers give `accuracy`, the fraction of right completions; a reward function of your own
