@@ -258,7 +258,9 @@ def _check(
             f"{available} problems to train on; a step must not repeat a prompt"
         )
     if config.epochs:
-        config.steps = math.ceil(config.epochs * available / config.rollout.prompts_per_step)
+        weights = config.data_weights
+        served = sum(weights[each.part] for each in prompts.train) if weights else available
+        config.steps = math.ceil(config.epochs * served / config.rollout.prompts_per_step)
     return summarize(config, prompts, tokenizer) + of_agent
 
 

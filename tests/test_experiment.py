@@ -691,6 +691,8 @@ def test_epochs_set_the_number_of_steps(no_slurm: None) -> None:
     assert trained
     problems, per_step = int(trained[1].replace(",", "")), config.rollout.prompts_per_step
     assert config.steps == -(-1.5 * problems // per_step)
+    twice, _ = prepare_new("quickstart", ["name=twice", "epochs=1.5", "data_weights=2"])
+    assert twice.steps == -(-3 * problems // per_step)
     run_dir = Path("runs/first")
     longer, _ = prepare_resume(run_dir, ["epochs=3"])
     assert longer.steps == -(-3 * problems // per_step)

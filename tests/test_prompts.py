@@ -426,6 +426,36 @@ def test_restored_stream_continues_where_it_was_saved() -> None:
     assert fresh(5).next(10) != fresh(0).next(10)
 
 
+def test_an_epoch_serves_the_prompts_of_each_source_as_often_as_its_weight_says(
+    tmp_path: Path,
+) -> None:
+    sources = [
+        write_lines(tmp_path / f"{name}.jsonl", *numbered(*range(start, start + 20)))
+        for name, start in (("a", 0), ("b", 20), ("c", 40))
+    ]
+    config = Config(data=",".join(sources), data_weights=[2, 0.5, 0], reward="exact")
+    config.evaluation.problems = 0
+    train = load(config).train
+    assert [prompt.part for prompt in train] == [0] * 20 + [1] * 20 + [2] * 20
+    stream = PromptStream(train, 0, weights=config.data_weights)
+    stream.prompt(0)
+    (epoch,) = stream._epochs
+    counts = Counter(train[index].id for index in epoch.order)
+    assert all(counts[prompt.id] == 2 for prompt in train[:20])
+    assert 4 < sum(counts[prompt.id] for prompt in train[20:40]) < 16
+    assert counts.keys().isdisjoint(prompt.id for prompt in train[40:])
+    stream.next(30)
+    resumed = PromptStream(train, 0, weights=config.data_weights)
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    assert resumed.next(150) == stream.next(150)
+    config.data_weights = [1]
+    with pytest.raises(DataError, match=r"^data_weights=\[1\]: data has 3 sources; give one weig"):
+        load(config)
+    config.data_weights = [0, 0, 0]
+    with pytest.raises(DataError, match="leaves no problem to train on"):
+        load(config)
+
+
 def test_prompts_whose_last_groups_had_equal_rewards_are_left_out_of_later_epochs() -> None:
     """As many times as `retire_after` says, in a row; what has begun stays as it is."""
 

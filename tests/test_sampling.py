@@ -87,6 +87,27 @@ def test_without_dynamic_sampling_zero_variance_groups_stay_in_the_batch() -> No
     assert advantage_signs(batch) == [0, 0, 0, 0]
 
 
+def test_prompts_of_equal_rewards_are_retired_unless_their_scores_failed() -> None:
+    config = with_overrides(two_prompt_config(), ["rollout.retire_after=1"])
+    client = ScriptedClient({prompt.id: ["yes", "no"] for prompt in PROMPTS[::2]})
+
+    def fail(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
+        scores: Future[list[Score]] = Future()
+        is_lost = prompt.id in ("1", "3")
+        failed, scored = [Score(0.0, {}, "failed")], score_exactly(prompt, completions).result()
+        scores.set_result([*failed, *scored[1:]] if is_lost else scored)
+        return scores
+
+    with sampler_of(config, client, fail, PROMPTS) as sampler:
+        retired = [sampler.sample(step, version=1)[1]["prompts_retired"] for step in range(1, 7)]
+        assert retired[-1] == 4 and retired == sorted(retired)  # 5, 7, 9 and 11
+        asked, first = set(client.asked), len(client.asked)
+        assert asked == {prompt.id for prompt in PROMPTS}
+        for step in range(7, 11):  # an epoch of eight
+            sampler.sample(step, version=1)
+    assert {*client.asked[first:]} == asked - {"5", "7", "9", "11"}
+
+
 @pytest.mark.parametrize("baseline", ["", "_baseline"])
 def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step(baseline: str) -> None:
     """As verl's `masked_whiten`: of 3, 4, 3, 4 tokens with rewards of 1, 0, 0 and 0."""

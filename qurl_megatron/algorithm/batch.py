@@ -32,6 +32,7 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)  # fields for the verifier
     answers: tuple[str, ...] = ()  # the data's list of right answers, if it has one
     columns: dict[str, Any] = field(default_factory=dict)  # the data's entry, for a user's reward
+    part: int = 0  # of the data's sources, the number of its own
 
     @property
     def asked(self) -> Question:

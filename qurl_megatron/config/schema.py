@@ -747,6 +747,10 @@ class Config:
     openai/gsm8k:main:train or openai/gsm8k@REVISION:main), or reasoning_gym:TASK. Several are a
     list, and DIR/*.jsonl are all such files. The run keeps a snapshot, as for `model`."""
 
+    data_weights: list[NonNegative] = dataclasses.field(default_factory=list)
+    """Number of times that an epoch serves a prompt of each source of `data`, in their order; 0.5:
+    every other one, by chance. Empty: 1 each."""
+
     data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym task, by name."""
 

@@ -111,6 +111,7 @@ class Problem:
     tools: list[dict[str, Any]] | None = None  # for the chat template
     answers: tuple[str, ...] = ()  # of a list: each is right
     columns: dict[str, Any] = dataclasses.field(default_factory=dict)  # the entry, if it is kept
+    part: int = 0  # of the data's sources, the number of its own
 
     @property
     def asked(self) -> Question:
@@ -184,18 +185,21 @@ def read_problems(
             f"data_options.{next(iter(data_options))}: {data} takes no options; only "
             f"{REASONING_GYM}TASK does; give data_options={{}} to drop them"
         )
-    entries = itertools.chain.from_iterable(
-        _generate(part.removeprefix(REASONING_GYM), data_options, seed)
-        if part.startswith(REASONING_GYM)
-        else _read(part)
-        for part in parts_of(data)
+    entries = (
+        (number, *entry)
+        for number, part in enumerate(parts_of(data))
+        for entry in (
+            _generate(part.removeprefix(REASONING_GYM), data_options, seed)
+            if part.startswith(REASONING_GYM)
+            else _read(part)
+        )
     )
     unique: dict[tuple[str, tuple[str, ...]], Problem] = {}
     incomplete: dict[str, Incomplete] = {}  # by location
-    for location, entry in entries:
+    for part, location, entry in entries:
         source.entries += 1
         try:
-            problem = _problem(entry, location, fields)
+            problem = dataclasses.replace(_problem(entry, location, fields), part=part)
         except Incomplete as error:
             incomplete[location] = error
             continue

@@ -26,6 +26,7 @@ from qurl_megatron.data.problems import (
     Problem,
     Source,
     keep_verifiable,
+    parts_of,
     read_problems,
 )
 from qurl_megatron.data.rewards import is_user_function, reads_entries
@@ -67,6 +68,11 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
         keeps_entries=reads_entries(config),
         columns=() if config.rollout.agent else columns,
     )
+    num_parts, weights = len(parts_of(config.data)), config.data_weights
+    if len(weights) not in (0, num_parts):
+        raise DataError(
+            f"data_weights={weights}: data has {num_parts} sources; give one weight for each"
+        )
     sources = {"data": read(config.data, config.data_options, fields=fields)}
     for name, data in config.evaluation.data.items():
         sources[f"evaluation.data.{name}"] = read(data, {}, fields=fields._replace(required=False))
@@ -93,6 +99,8 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
     files = {name: prompts[f"evaluation.data.{name}"] for name in config.evaluation.data}
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
+    if kept and weights and not any(weights[prompt.part] for prompt in kept):
+        raise DataError(f"data_weights={weights}: leaves no problem to train on; raise one")
     if not kept:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
     if len(kept) < len(train):
@@ -180,6 +188,7 @@ def tokenize(
                 problem.metadata,
                 problem.answers,
                 problem.columns,
+                problem.part,
             )
         )
     if num_cut:
@@ -274,7 +283,8 @@ class _Epoch(NamedTuple):
 class PromptStream:
     """An endless stream of prompts: every epoch serves all of them once.
 
-    `shuffle` gives each epoch a new order; without it, that is the order of `prompts`. With
+    With `weights`, it serves those of each part of the data so many times on average. `shuffle`
+    gives each epoch a new order; without it, that is the order of `prompts`. With
     `retire_after`, an epoch leaves out the prompts that were `visited` with equal rewards in their
     last so many visits before it began, as long as `least` prompts are left.
 
@@ -289,12 +299,14 @@ class PromptStream:
         seed: int,
         *,
         shuffle: bool = True,
+        weights: Sequence[float] = (),
         retire_after: int = 0,
         least: int = 1,
     ) -> None:
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
+        self._weights = weights
         self._retire_after = retire_after
         self._least = least
         self._equal: Counter[str] = Counter()  # last visits with equal rewards, by prompt's id
@@ -323,9 +335,12 @@ class PromptStream:
         """Begin the next epoch, or the first one with this number and ordinal."""
         if self._epochs:
             number, first = self._epochs[-1].number + 1, self._epochs[-1].end
-        order = list(range(len(self._prompts)))
+        draw, order = random.Random(f"{self._seed}/{number}"), list(range(len(self._prompts)))
+        if self._weights:
+            times = [self._weights[prompt.part] + draw.random() for prompt in self._prompts]
+            order = [index for index in order for _ in range(int(times[index]))]
         if self._shuffle:
-            random.Random(f"{self._seed}/{number}").shuffle(order)
+            draw.shuffle(order)
         kept = [index for index in order if self._prompts[index].id not in retired]
         self._epochs.append(_Epoch(number, first, kept if len(kept) >= self._least else order))
 

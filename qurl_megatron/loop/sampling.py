@@ -80,6 +80,7 @@ class Sampler:
                 prompts,
                 config.seed,
                 shuffle=config.shuffle,
+                weights=config.data_weights,
                 retire_after=config.rollout.retire_after,
                 least=config.rollout.prompts_per_step,
             )
