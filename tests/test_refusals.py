@@ -443,6 +443,8 @@ COMMANDS = rows("""
     eval model problems.jsonl format=fp8-block     blocks of fp8-block are 128 wide
     eval model problems.jsonl group_size=32        group_size=32: format bf16 has no groups
     eval model problems.jsonl format=int4          groups of int4 are 128 wide
+    eval model problems.jsonl smoothing=0.5        the served weights are in BF16
+    eval model problems.jsonl format=int8 smoothing=2  less than or equal to 1
     eval model problems.jsonl format=int8 keep=[no] max_prompt_length=9 max_completion_length=9  no:
     eval model problems.jsonl max_prompt_length=9 max_completion_length=9 output=runs  runs: exists
     eval model problems.jsonl output=-x            must not begin with -

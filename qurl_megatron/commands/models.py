@@ -97,7 +97,7 @@ def quantize(
         options = served.MismatchOptions(source, data, chosen, smoothing=smoothing)
         prompts = served.read_prompts(options)
         yield 0
-        scales = served.load_model(options, prompts).smoothing
+        scales = served.smoothing_by(prompts, options)
     else:
         yield 0
     with progress_bar(f"quantizing to {weight_format}") as progress:

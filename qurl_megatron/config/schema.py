@@ -42,6 +42,7 @@ from qurl_megatron.config.values import (
     SequencesOrZero,
     Several,
     Signed,
+    Smoothing,
     Temperature,
     Template,
     Text,
@@ -400,7 +401,7 @@ class QuantizationConfig:
     [model.layers.0, "*.down_proj"]. q, k and v of a block are kept together, and so are gate and
     up. `qurl mismatch` recommends some. Empty: none."""
 
-    smoothing: Annotated[Finite, Ge(0), Le(1)] = 0.0
+    smoothing: Smoothing = 0.0
     """SmoothQuant's exponent: by how much outliers in activations are moved into the weights that
     multiply them, in the rollout servers. Each input channel has a scale, chosen once from the
     prompts of the first step. It is a power of two, so that before quantization nothing changes.

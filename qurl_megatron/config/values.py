@@ -38,6 +38,7 @@ Temperature = Annotated[Finite, Ge(0.01), Le(10)]
 # Weights and norms times or divided by s must keep their range in float32 and bfloat16.
 Scale = Annotated[Finite, Ge(0.001), Le(1000)]
 TopP = Annotated[Finite, Gt(0), Le(1)]
+Smoothing = Annotated[Finite, Ge(0), Le(1)]  # SmoothQuant's exponent
 
 
 def matching(pattern: str, rule: str) -> pydantic.AfterValidator:

@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -66,6 +66,7 @@ from qurl_megatron.config.values import (
     Seconds,
     Seed,
     SequencesOrZero,
+    Smoothing,
     Template,
     Text,
 )
@@ -143,6 +144,9 @@ class EvalConfig(SamplingConfig):
     """Variables of the chat template, by name, such as `enable_thinking`."""
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in any `format`: a run's `quantization.keep`."""
+    smoothing: Smoothing = 0.0
+    """A run's `quantization.smoothing`, with scales by the first 64 prompts. The model is then in
+    memory once before it is served. 0: none."""
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -273,8 +277,13 @@ def _adapter_files(config: EvalConfig) -> Any:
     return needed("adapters", "files", by=f"adapters={config.adapters}")
 
 
-def served_model(config: EvalConfig, model_dir: Path, directory: Path) -> Path:
-    """Return the directory of the weights that are served, which is written if it is another."""
+def served_model(
+    config: EvalConfig, model_dir: Path, directory: Path, prompts: Sequence[Prompt]
+) -> Path:
+    """Return the directory of the weights that are served, which is written if it is another.
+
+    Smoothing, if there is any, is by these prompts.
+    """
     if config.format == "bf16" and not config.adapters:
         return model_dir
 
@@ -286,7 +295,16 @@ def served_model(config: EvalConfig, model_dir: Path, directory: Path) -> Path:
         adapters = files.read_adapters(Path(config.adapters))
         files.merge_directory(model_dir, directory, adapters, config.weight_format, progress)
     else:
-        quantize_directory(model_dir, directory, config.weight_format, progress, config.keep)
+        scales = None
+        if config.smoothing:
+            mismatch = needed("mismatch", "mismatch", by=f"smoothing={config.smoothing:g}")
+            options = mismatch.MismatchOptions(
+                model_dir, config.data[0], config.weight_format, smoothing=config.smoothing
+            )
+            scales = mismatch.smoothing_by(prompts, options)
+        quantize_directory(
+            model_dir, directory, config.weight_format, progress, config.keep, scales
+        )
     return directory
 
 
@@ -348,6 +366,11 @@ def check(config: EvalConfig) -> None:
     architecture = Architecture.from_directory(model / "model" if _is_checkpoint(model) else model)
     check_group_size(config.format, config.group_size, "group_size=")
     validate_server("server", config.server, architecture, config.served_format, config.max_length)
+    if config.smoothing and config.served_format == "bf16":
+        raise ConfigError(
+            f"smoothing={config.smoothing:g}: the served weights are in BF16, so there is nothing "
+            "to make easier; set it to 0"
+        )
     if config.adapters:
         if config.keep:
             raise ConfigError("keep: a base under adapters has one format; leave it out")
@@ -461,7 +484,8 @@ def run(config: EvalConfig) -> None:
         if config.agent:
             needed("agents", "checks", by="agent").load(config, model_dir, tokenizer)
         prompts = _load_prompts(config, reward, tokenizer, columns)
-        served = served_model(config, model_dir, Path(scratch) / "converted")
+        seen = next(iter(prompts.values()))
+        served = served_model(config, model_dir, Path(scratch) / "converted", seen)
         with (
             unfinished(given, day, console),
             serving(config, served, console) as fleet,  # before any thread, so tests can fork it

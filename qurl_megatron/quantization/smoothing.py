@@ -72,9 +72,9 @@ class Smoothing:
         """
         columns, rows = self.of_part(name, values.shape, offset)
         if columns is not None:
-            values = values * columns.to(values.dtype)
+            values = values * columns.to(values)
         if rows is not None:
-            values = values * rows.to(values.dtype).view(-1, *[1] * (values.dim() - 1))
+            values = values * rows.to(values).view(-1, *[1] * (values.dim() - 1))
         return values
 
     def of_part(

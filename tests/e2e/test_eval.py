@@ -7,12 +7,15 @@ from pathlib import Path
 
 import psutil
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from e2e.reference import Reference
 from e2e.running import Start
+from qurl_megatron.cli import app
 from qurl_megatron.evaluation.avg_at_k import read_answers
-from tiny import EOS_TOKEN_ID, build_tiny_model, quantized
+from tiny import EOS_TOKEN_ID, build_tiny_model
 from waiting import wait_until
 
 LENGTH = 6
@@ -30,7 +33,18 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model_scored_by_a
 ) -> None:
     model_dir = build_tiny_model(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    reference = Reference(model_dir, quantized(model_dir, "int8"))
+    questions = [f"What is {n} + {n}?" for n in range(8)]
+    data = tmp_path / "problems.jsonl"
+
+    def write_problems(answers: list[str]) -> None:
+        rows = [{"question": q, "answer": a} for q, a in zip(questions, answers, strict=True)]
+        data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    write_problems(["unknown"] * 8)
+    words = ["--smoothing", "0.5", "--data", str(data)]
+    result = CliRunner().invoke(app, ["quantize", str(model_dir), str(tmp_path / "int8"), *words])
+    assert result.exit_code == 0, result.output
+    reference = Reference(model_dir, load_file(tmp_path / "int8" / "model.safetensors"))
 
     def greedy(question: str) -> str:
         tokens = tokenizer(question)["input_ids"]
@@ -39,23 +53,20 @@ def test_greedy_and_sampled_answers_are_those_of_the_quantized_model_scored_by_a
             answer.append(int(reference.logits(torch.tensor(tokens + answer))[-1].argmax()))
         return str(tokenizer.decode(answer, skip_special_tokens=True))
 
-    questions = [f"What is {n} + {n}?" for n in range(8)]
-    with (tmp_path / "problems.jsonl").open("w") as file:
-        for number, question in enumerate(questions):
-            answer = greedy(question) if number < 6 else "something else"
-            file.write(json.dumps({"question": question, "answer": answer}) + "\n")
+    write_problems([*map(greedy, questions[:6]), "something", "else"])
     (tmp_path / "mine.py").write_text(REWARD)
-    words = ["reward=mine.py:reward", "format=int8", "k=4", f"output={tmp_path / 'eval'}"]
+    words = ["reward=mine.py:reward", "format=int8", "smoothing=0.5", "k=4"]
+    words += [f"output={tmp_path / 'eval'}"]
     words += ["max_prompt_length=32", f"max_completion_length={LENGTH}", "top_p=0.9"]
     words += ["server.max_total_tokens=4096", "server.mem_fraction_static=0.3"]
-    run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
+    run = start("eval", model_dir, data, *words)
     assert run.exit_code() == 0, run.text()
     assert run.survivors() == []
     summary = json.loads((tmp_path / "eval" / "summary.json").read_text())
     (named,) = summary["results"].values()
     assert named["Avg@1"]["mean"] == 0.75
     assert "the server is up after" in run.text()
-    assert f"{tmp_path / 'problems.jsonl'}: 16 of 16 requests, 0 s left" in run.text()
+    assert f"{data}: 16 of 16 requests, 0 s left" in run.text()
     assert "75.0%" in run.text() and "Avg@4 sampled" in run.text()
     answers = [json.loads(line) for line in (tmp_path / "eval" / "answers_0.jsonl").open()]
     assert [answer["question"] for answer in answers] == questions

@@ -91,6 +91,7 @@ def test_the_trained_model_answers_questions_in_int8(trained: Command, start: St
     lines = [json.dumps({"question": q, "answer": a}) for q, a in questions.items()]
     (directory / "problems.jsonl").write_text("\n".join(lines))
     words = [f"reward={directory / 'mine.py'}:reward", "format=int8", "output=eval"]
+    words += ["smoothing=0.5"]  # as the run
     words += ["max_prompt_length=64", "max_completion_length=24", "server.max_running_requests=4"]
     run = start("eval", trained.run_dir / "final_model", directory / "problems.jsonl", *words)
     assert run.exit_code() == 0, run.text()

@@ -65,26 +65,27 @@ def run(config: EvalConfig, count: int) -> None:
     source = read_problems(config.data[0], config.data_options, seed=config.seed, fields=fields)
     prompts = tokenize(
         source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, stops=stops
-    )[:count]
+    )
     console = Console(stderr=True, highlight=False)
     with (
         tempfile.TemporaryDirectory(prefix="qurl-agent-") as scratch,
         Agents(config, model, template) as agents,
         serving(
             dataclasses.replace(config, output=scratch),
-            served_model(config, model, Path(scratch) / "converted"),
+            served_model(config, model, Path(scratch) / "converted", prompts),
             console,
         ) as fleet,
     ):
         client = AgentClient(agents, 0.0, fleet, tokenizer, stops)
+        played = prompts[:count]
         groups = client.generate(
-            prompts,
+            played,
             completions_per_prompt=1,
             temperature=config.temperature,
             top_p=config.top_p,
             max_completion_length=config.max_completion_length,
         )
-    for number, (prompt, (completion,)) in enumerate(zip(prompts, groups, strict=True)):
+    for number, (prompt, (completion,)) in enumerate(zip(played, groups, strict=True)):
         for line in describe(number, prompt, completion, tokenizer):
             print(line)
 

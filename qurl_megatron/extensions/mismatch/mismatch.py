@@ -14,6 +14,7 @@ measured on the rest, because the largest of many noisy gains overstates the tru
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.device import release_memory
 from qurl_megatron.memory.estimate import published_bytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
@@ -47,6 +49,7 @@ from qurl_megatron.report.console import table_console
 
 if TYPE_CHECKING:
     from qurl_megatron.extensions.mismatch.quantized_model import QuantizedModel, Sampled
+    from qurl_megatron.quantization.smoothing import Smoothing
 
 BATCH = 32  # sequences in one forward pass
 FIRST = 4  # completions after which there is a figure; then twice as many, up to a batch
@@ -212,7 +215,15 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
     return prompts
 
 
-def load_model(options: MismatchOptions, prompts: Sequence[Prompt]) -> QuantizedModel:
+def smoothing_by(prompts: Sequence[Prompt], options: MismatchOptions) -> Smoothing | None:
+    """Return the scales of smoothing by the first of these prompts; the model is loaded for it."""
+    smoothing = _load_model(options, prompts[: options.prompts]).smoothing
+    gc.collect()  # the model's hooks refer to it
+    release_memory()
+    return smoothing
+
+
+def _load_model(options: MismatchOptions, prompts: Sequence[Prompt]) -> QuantizedModel:
     """Return the quantized model, smoothed by `prompts` if the options say so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # SGLang warns of a missing GPU, which is not needed here
@@ -244,7 +255,7 @@ def measure(
             each.
     """
     architecture = Architecture.from_directory(options.model)
-    model = load_model(options, prompts)
+    model = _load_model(options, prompts)
     sampled: list[Sampled] = []
     parts: list[TokenMismatch] = []
     without: list[Tensor] = []  # KL summed over each completion, with no layer in BF16
