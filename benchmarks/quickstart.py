@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 
 from benchmarks import machine
 from benchmarks.runs import complete_run
@@ -66,8 +66,7 @@ def main() -> None:
             flush=True,
         )
     for placement, of_seeds in gains.items():
-        spread = f", standard deviation {stdev(of_seeds):.1f}" if len(of_seeds) > 1 else ""
-        mean = f"mean gain {fmean(of_seeds):+.1f} points{spread}"
+        mean = f"mean gain {fmean(of_seeds):+.1f} ± {machine.standard_error(of_seeds):.1f} points"
         print(f"{placement}: {mean}, minimum {min(of_seeds):+.1f}")
     if arguments.plot:
         plot = plots.svg("Reward and held-out accuracy", plots.reward, runs)

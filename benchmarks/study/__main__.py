@@ -6,7 +6,7 @@ program, and their scores are computed exactly. What is compared is the project'
 objective, the advantages, the quantizer, UAQ and the settings of the optimizer.
 
 All arms of a task begin with the same policies and draw the same random numbers, so two arms are
-compared seed by seed. `show` prints mean differences with 95 % intervals of the mean, and draws the
+compared seed by seed. `show` prints mean differences with their standard errors, and draws the
 map. `run` skips the arms that benchmarks/results/study.jsonl has, so it can be interrupted.
 
     chapter            what differs between its arms
@@ -150,7 +150,7 @@ def run_once(arm: Arm) -> None:
     with RESULTS.open("a") as file:
         file.write(json.dumps(line) + "\n")
     print(
-        f"{arm.objective}, {describe(arm)}: {mean_and_interval(outcome.after)} "
+        f"{arm.objective}, {describe(arm)}: {mean_and_error(outcome.after)} "
         f"({outcome.seconds:.0f} s)",
         flush=True,
     )
@@ -179,7 +179,7 @@ def show(chapter: str, outcomes: dict[Arm, dict[str, Any]]) -> None:
             own, other = (of.get(score, of["after"]) for of in (outcomes[arm], outcomes[base]))
             gains = [a - b for a, b in zip(own, other, strict=True)]
             table[difference(arm, base), base] = (
-                mean_and_interval(own) if arm == base else mean_and_interval(gains, sign="+")
+                mean_and_error(own) if arm == base else mean_and_error(gains, sign="+")
             )
         rows = [["", *variants]]
         rows += [[describe(cell), *(table.get((v, cell), "") for v in variants)] for cell in cells]
@@ -241,10 +241,10 @@ def difference(arm: Arm, base: Arm) -> str:
     return ", ".join(names)
 
 
-def mean_and_interval(fractions: list[float], sign: str = "") -> str:
-    """Return the mean in percent with its 95 % interval."""
+def mean_and_error(fractions: list[float], sign: str = "") -> str:
+    """Return the mean in percent with its standard error."""
     points = [100 * fraction for fraction in fractions]
-    return f"{fmean(points):{sign}.1f} ± {1.96 * machine.standard_error(points):.1f}"
+    return f"{fmean(points):{sign}.1f} ± {machine.standard_error(points):.1f}"
 
 
 if __name__ == "__main__":

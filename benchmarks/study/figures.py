@@ -19,7 +19,7 @@ COLUMNS = 4
 def draw_map(outcomes: dict[Arm, dict[str, Any]], path: Path) -> None:
     """Draw one panel per gap and number of minibatches: score after training against staleness.
 
-    Bars are 95 % intervals of the mean over seeds.
+    Bars are standard errors of the mean over seeds.
     """
     cells = list(dict.fromkeys((arm.gap, arm.minibatches) for arm in outcomes))
     figure, panels = pyplot.subplots(
@@ -39,7 +39,7 @@ def draw_map(outcomes: dict[Arm, dict[str, Any]], path: Path) -> None:
             panel.errorbar(
                 [ages.index(arm.staleness) for arm in arms],
                 [fmean(of_seeds) for of_seeds in scores],
-                [1.96 * standard_error(of_seeds) for of_seeds in scores],
+                [standard_error(of_seeds) for of_seeds in scores],
                 label=objective,
                 marker=".",
                 capsize=2,
