@@ -251,16 +251,16 @@ def _check(
     if asks_servers and config.rollout.servers_at:
         needed("elsewhere", "claims", by="rollout.servers_at").check(config, resumes=resumes)
     prompts = load_prompts(config, tokenizer, columns)
-    available = len(prompts.train)
+    weights = [config.data_weights[each.part] for each in prompts.train if config.data_weights]
+    available = min(sum(map(bool, weights)), int(sum(weights))) if weights else len(prompts.train)
     if config.rollout.prompts_per_step > available:
         raise ConfigError(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
             f"{available} problems to train on; a step must not repeat a prompt"
         )
     if config.epochs:
-        weights = config.data_weights
-        served = sum(weights[each.part] for each in prompts.train) if weights else available
-        config.steps = math.ceil(config.epochs * served / config.rollout.prompts_per_step)
+        served = config.epochs * (sum(weights) if weights else available)
+        config.steps = math.ceil(served / config.rollout.prompts_per_step)
     return summarize(config, prompts, tokenizer) + of_agent
 
 

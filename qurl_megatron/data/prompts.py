@@ -99,8 +99,6 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
     files = {name: prompts[f"evaluation.data.{name}"] for name in config.evaluation.data}
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
-    if kept and weights and not any(weights[prompt.part] for prompt in kept):
-        raise DataError(f"data_weights={weights}: leaves no problem to train on; raise one")
     if not kept:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
     if len(kept) < len(train):
@@ -321,7 +319,8 @@ class PromptStream:
 
     def visited(self, prompt: Prompt, *, is_equal: bool) -> None:
         """Record whether the completions of a prompt had equal rewards."""
-        self._equal[prompt.id] = (self._equal[prompt.id] + 1) if is_equal else 0
+        if self._retire_after:
+            self._equal[prompt.id] = (self._equal[prompt.id] + 1) if is_equal else 0
 
     def prompt(self, ordinal: int) -> Prompt:
         """Return the prompt with this ordinal, which is not before `position`."""
