@@ -208,10 +208,7 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
         stops=stop_token_ids(architecture, tokenizer),
     )[: options.prompts]
     if len(prompts) < 4:
-        raise ConfigError(
-            f"{options.data}: {len(prompts)} prompts; it takes at least 4 to choose layers on some "
-            "and to measure the choice on others"
-        )
+        raise ConfigError(f"{options.data}: {len(prompts)} prompts; it takes at least 4")
     return prompts
 
 
