@@ -1,6 +1,7 @@
 """Check the import rules of the repository from its source."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -210,25 +211,30 @@ def test_extensions_can_be_deleted(tmp_path: Path) -> None:
         shutil.rmtree(deleted)
         (deleted / "__pycache__").mkdir(parents=True)  # git leaves it
 
-    def qurl(*words: str) -> subprocess.CompletedProcess[str]:
-        program = ["-c", "from qurl_megatron.cli import main; main()"]
-        return subprocess.run(
-            [sys.executable, *program, *words], cwd=tree, capture_output=True, text=True
-        )
-
-    planned = qurl("train", "quickstart", "--dry-run")
-    assert planned.returncode == 0, planned.stderr
-    assert set(COMMANDS) & set(qurl("--help").stdout.split()) == set()
-    for word in (
+    start = ["train", "quickstart", "--dry-run"]
+    missing = (
         "adapters.rank=8",
         "rollout.agent=json:dumps",
         "rollout.placement=colocated",
         "rollout.servers_at=[https://a]",
-    ):
-        refused = qurl("train", "quickstart", "--dry-run", word)
-        assert refused.returncode == 2
-        assert re.fullmatch("qurl: .*: needs .*, which was deleted\n", refused.stderr)
-    assert "math_tools" in qurl("config").stdout
+    )
+    commands = [["--help"], ["config"], start, *([*start, word] for word in missing)]
+    program = (
+        "import json, sys\n"
+        "from typer.testing import CliRunner\n"
+        "from qurl_megatron.cli import app\n"
+        "ended = [CliRunner().invoke(app, words) for words in json.loads(sys.argv[1])]\n"
+        "print(json.dumps([[each.exit_code, each.stdout, each.stderr] for each in ended]))"
+    )
+    words = [sys.executable, "-c", program, json.dumps(commands)]
+    ran = subprocess.run(words, cwd=tree, capture_output=True, text=True, check=True)
+    shown, recipes, planned, *refused = json.loads(ran.stdout.splitlines()[-1])
+    assert set(COMMANDS) & set(shown[1].split()) == set()
+    assert "math_tools" in recipes[1]
+    assert planned[0] == 0, planned
+    for code, _, said in refused:
+        assert code == 2
+        assert re.fullmatch("qurl: .*: needs .*, which was deleted\n", said)
     with pytest.raises(ConfigError, match="^--x: needs qurl_megatron/extensions/y, which was del"):
         needed("y", "page", by="--x")
 
