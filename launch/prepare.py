@@ -288,7 +288,7 @@ def _check_machine(config: Config, num_gpus: int, node: Node | None) -> None:
             check_shared_gpus(config, placed, node.gpu.memory_bytes)
     elif problem := unusable_gpus():
         raise ConfigError(problem)
-    check_workers(config.scoring_workers)
+    check_workers(config.scoring_workers, len(config.rewards))
     check_shared_memory(config)
 
 

@@ -612,6 +612,7 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
         ("rollout.server.max_total_tokens=100000000", r"\.server\.max_total_tokens \(230 GB\), "),
         ("learner.context_parallel_size=32", "64 learner ranks and 3 server ranks compute on 2 co"),
         ("scoring_workers=1000000000", r"scoring_workers=1000000000: they take 5e\+04 TB of mem"),
+        ("reward=[exact,math] scoring_workers=1000000000", r": they take 1e\+05 TB of memory"),
     ],
 )
 def test_numbers_that_are_absurd_on_this_machine_are_refused_with_the_estimate(
@@ -620,7 +621,7 @@ def test_numbers_that_are_absurd_on_this_machine_are_refused_with_the_estimate(
     monkeypatch.setattr(host.device, "free_memory_bytes", lambda: 24_000_000_000)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     with pytest.raises(ConfigError, match=message):
-        prepare_new("quickstart", ["name=first", word], num_gpus=0)
+        prepare_new("quickstart", ["name=first", *word.split()], num_gpus=0)
     assert not Path("runs").exists()
 
 

@@ -850,8 +850,8 @@ class Config:
     a model needs more."""
 
     scoring_workers: CountOrZero = 0
-    """Number of processes that score completions. A reward that waits for a service needs more of
-    them, unless it is `async`. 0: a quarter of the cores, from 1 to 16."""
+    """Number of processes that score completions by each reward. A reward that waits for a service
+    needs more of them, unless it is `async`. 0: a quarter of the cores, from 1 to 16."""
 
     samples_per_step: CountOrZero = 4
     """Number of completions of each step that are kept in samples.jsonl and shown in the report:

@@ -200,13 +200,13 @@ def check_shared_memory(config: Config) -> None:
         raise ConfigError(problem)
 
 
-def check_workers(scoring_workers: int) -> None:
-    """Check that this machine can hold this many scoring processes.
+def check_workers(scoring_workers: int, rewards: int = 1) -> None:
+    """Check that this machine can hold this many scoring processes for each reward.
 
     Raises:
         ConfigError: it cannot.
     """
-    scoring, has = scoring_workers * WORKER_BYTES, device.machine_memory_bytes()
+    scoring, has = rewards * scoring_workers * WORKER_BYTES, device.machine_memory_bytes()
     if scoring > has:
         raise ConfigError(
             f"scoring_workers={scoring_workers}: they take {gigabytes(scoring)} of memory, at "
