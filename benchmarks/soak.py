@@ -261,9 +261,11 @@ class Soak:
         self._processes_seen: set[psutil.Process] = set()
         self._said_before = len(deployment.said)
         prompts = [make_prompt(number) for number in range(publishes * PER_STEP)]
-        self._stream = PromptStream(prompts, seed)
+        self._expected = PromptStream(prompts, seed)
         rollout = deployment.config.rollout
-        self._producer = Producer(rollout, publishes, self._stream, self._sample, self._score)
+        self._producer = Producer(
+            rollout, publishes, PromptStream(prompts, seed), self._sample, self._score
+        )
 
     def run(self) -> Outcome:
         """Run all steps; return what was seen."""
@@ -312,15 +314,15 @@ class Soak:
         self.outcome.trained += len(groups)
         if len(groups) != PER_STEP:
             self.outcome.problems.append(f"step {step} got {len(groups)} prompts")
-        for place, group in enumerate(groups):
-            self._check(group, (step - 1) * PER_STEP + place, version)
+        for group, expected in zip(groups, self._expected.next(PER_STEP), strict=False):
+            self._check(group, expected, version)
         advantages = group_advantages([group.rewards for group in groups], "grpo")
         return pack(groups, advantages, version)
 
-    def _check(self, group: RolloutGroup, ordinal: int, version: int) -> None:
-        """Check the group in this place of all that are trained on, counted from 0."""
+    def _check(self, group: RolloutGroup, expected: Prompt, version: int) -> None:
+        """Check a group that is trained on, in whose place this prompt is expected."""
         problems = self.outcome.problems
-        if group.prompt.id != self._stream.prompt(ordinal).id:
+        if group.prompt.id != expected.id:
             problems.append(f"prompt {group.prompt.id} was taken out of turn")
         self.outcome.failed += len(group.failed)
         if len(group.completions) + len(group.failed) != COMPLETIONS:
