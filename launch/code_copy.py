@@ -65,15 +65,17 @@ def place_of(code: Code) -> Path:
 
 def copies(config: Config, place: Path) -> list[Given]:
     """Return what gives a job the copies of the user's functions."""
-    by_source = config.source_rewards
+    functions = _functions(config)
     values: dict[str, Any] = {
-        field: ",".join(_in_copy(each, place) for each in functions)
-        for field, functions in _functions(config).items()
-    } | {"source_rewards": {key: _in_copy(each, place) for key, each in by_source.items()}}
+        field: ",".join(_in_copy(each, place) for each in names)
+        for field, names in functions.items()
+    }
+    by_source = config.source_rewards
+    values["source_rewards"] = {key: _in_copy(each, place) for key, each in by_source.items()}
     return [
         Given(field, values[field])
-        for field, functions in _functions(config).items()
-        if any(map(_file_of, functions))
+        for field, names in functions.items()
+        if any(map(_file_of, names))
     ]
 
 

@@ -33,7 +33,7 @@ from qurl_megatron.machine.memory import lack_of_shared_memory
 from qurl_megatron.machine.network import missing_interface
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from qurl_megatron.machine.stores import Store
 
 MESSAGE_BYTES = 2**26
 MEASURE_S = 0.2  # for which each exchange is repeated

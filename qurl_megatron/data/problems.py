@@ -71,7 +71,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 from qurl_megatron.algorithm.score import Question, texts_of
 from qurl_megatron.config.schema import Config, Unusable
-from qurl_megatron.data.rewards import each_of, of_question
+from qurl_megatron.data.rewards import each_of, names_for
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import has_other_words, reasoning_gym_tasks
 from qurl_megatron.model import hub
@@ -247,9 +247,7 @@ def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str
     """
     for each in each_of(config):
         asked = {
-            name: [
-                p for p in source.problems if each.reward in of_question(config, p.asked).rewards
-            ]
+            name: [p for p in source.problems if each.reward in names_for(config, p.asked)]
             for name, source in sources.items()
         }
         _keep_verifiable_by(each, sources, asked, drops)
@@ -261,7 +259,7 @@ def _keep_verifiable_by(
     problems: Mapping[str, list[Problem]],
     drops: str,
 ) -> None:
-    """Do so for the only reward of `config`, and those `problems` of each source that it scores."""
+    """Check the `problems` of each source that the only reward of `config` scores."""
     every = itertools.chain.from_iterable(problems.values())
     reasons_of = iter(unverifiable(config, [problem.asked for problem in every]))
     for name, source in sources.items():

@@ -55,11 +55,15 @@ def each_of(config: Config) -> list[Config]:
     return [replace(alone, reward=name) for name in names]
 
 
-def of_question(config: Config, question: Question) -> Config:
-    """Return a configuration with the rewards of a question, by the `data_source` of its entry."""
+def names_for(config: Config, question: Question) -> list[str]:
+    """Return the rewards of a question, by the `data_source` of its entry."""
     first = config.source_rewards.get(question.source)
-    names = [first or config.rewards[0], *config.rewards[1:]]
-    return replace(config, reward=",".join(names), source_rewards={})
+    return [first or config.rewards[0], *config.rewards[1:]]
+
+
+def of_question(config: Config, question: Question) -> Config:
+    """Return a configuration with the rewards of a question only."""
+    return replace(config, reward=",".join(names_for(config, question)), source_rewards={})
 
 
 def weighted_sum(config: Config, scores: Sequence[Score]) -> Score:
