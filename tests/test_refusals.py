@@ -122,6 +122,7 @@ FIELDS = rows(r"""
     objective.objective=ppo                 no such objective; there are naive, on_policy, decoupled
     objective.aggregation=mean              'sequence_mean', 'token_mean' or 'dr_grpo'
     data_weights=0                          has 0 problems to train on; a step must not repeat a pro
+    data_weights=1e6                        less than or equal to 1000
     rollout.retire_after=2 & advantage_estimator=reinforce_plus_plus  learns from groups of equal re
     advantage_estimator=ppo                 'grpo', 'dr_grpo', 'rloo', 'reinforce_plus
     reward=maths                            reward=maths: no such verifier; there are math, gsm8k,

@@ -748,7 +748,7 @@ class Config:
     openai/gsm8k:main:train or openai/gsm8k@REVISION:main), or reasoning_gym:TASK. Several are a
     list, and DIR/*.jsonl are all such files. The run keeps a snapshot, as for `model`."""
 
-    data_weights: list[NonNegative] = dataclasses.field(default_factory=list)
+    data_weights: list[Annotated[Finite, Ge(0), Le(1000)]] = dataclasses.field(default_factory=list)
     """Number of times that an epoch serves a prompt of each source of `data`, in their order; 0.5:
     every other one, by chance. Empty: 1 each."""
 
