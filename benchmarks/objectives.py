@@ -360,6 +360,7 @@ def copy_accuracy(run_dir: Path) -> float:
             *["question_key=question", f"reward={config.reward}"],
             f"format={config.quantization.format}",
             f"group_size={config.quantization.group_size}",
+            f"smoothing={config.quantization.smoothing:g}",
             f"max_prompt_length={config.rollout.max_prompt_length}",
             f"max_completion_length={config.rollout.max_completion_length}",
             f"server.mem_fraction_static={config.evaluation.server.mem_fraction_static}",
