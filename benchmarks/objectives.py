@@ -20,6 +20,8 @@ truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aw
     smollm2        a real model, as it comes: 16 steps of the recipe `smollm2` with half of its
                    prompts and a constant learning rate
     rounding       the same with a BF16 learner, by learning rate and by the rounding of masters
+    many_updates   the same model, with 16 minibatches a step and three times the learning rate:
+                   tokens are clipped, which alone can tell ACR from TIS
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
 skips the runs that have figures of the installed versions, and resumes the runs that were
@@ -183,6 +185,18 @@ SETTINGS["rounding"] = replace(
         for rate in ("1e-6", "1e-5", "3e-6", "3e-7")
         for rounding in ("unbiased", "nearest")
     },
+)
+SETTINGS["many_updates"] = replace(
+    SETTINGS["smollm2"],
+    arms=int4_arms("tis", "acr", "naive"),
+    overrides=[
+        *SETTINGS["smollm2"].overrides,
+        "steps=8",
+        "rollout.prompts_per_step=16",
+        "optimizer.minibatches_per_step=16",
+        "optimizer.learning_rate=3e-5",
+        "checkpoint.every_steps=4",
+    ],
 )
 # With one learner rank and one server, each waits while the other works. So a run keeps about one
 # core busy, and two runs share two cores.
