@@ -1,12 +1,12 @@
 """Check the import rules of the repository from its source."""
 
 import ast
+import functools
 import json
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -138,16 +138,27 @@ def is_extension(module: str) -> bool:
 NAMES = {name_of(path): path for path in FILES}
 
 
-def imported_modules(path: Path) -> Iterator[str]:
-    """Yield what a file imports anywhere in it, `from a import b` as `a` and as `a.b`."""
+@functools.cache
+def imports_and_attributes(path: Path) -> tuple[list[str], set[str]]:
+    """Return what a file imports anywhere in it, `from a import b` as `a` and as `a.b`.
+
+    And every attribute that it uses.
+    """
+    imports, attributes = [], set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: relative import"
             assert node.module is not None
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            imports += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            attributes.add(node.attr)
+    return imports, attributes
+
+
+def imported_modules(path: Path) -> list[str]:
+    return imports_and_attributes(path)[0]
 
 
 def imported_names(path: Path) -> set[str]:
@@ -160,12 +171,8 @@ def imported_names(path: Path) -> set[str]:
 
 def names_read(path: Path) -> set[str]:
     """Return every attribute a file uses and the last part of every name it imports."""
-    names = {
-        node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-    }
-    return names | {name.rpartition(".")[2] for name in imported_modules(path)}
+    imports, attributes = imports_and_attributes(path)
+    return attributes | {name.rpartition(".")[2] for name in imports}
 
 
 def test_every_folder_has_a_level() -> None:
@@ -211,7 +218,7 @@ def test_extensions_can_be_deleted(tmp_path: Path) -> None:
         shutil.rmtree(deleted)
         (deleted / "__pycache__").mkdir(parents=True)  # git leaves it
 
-    start = ["train", "quickstart", "--dry-run"]
+    start = ["train", "quickstart", "data_options.size=1000", "--dry-run"]
     missing = (
         "adapters.rank=8",
         "rollout.agent=json:dumps",
