@@ -65,18 +65,21 @@ def write_inputs(recipe: str, directory: Path) -> list[str]:
     """Write a model and data for a recipe that builds none; return their overrides."""
     if recipe == "smollm2":  # with another model: its own is written in seconds, and large
         return [f"model={build_tiny_model(directory / 'model', 'llama')}"]
-    if load_recipe(recipe).config.model_builder:
+    config = load_recipe(recipe).config
+    if config.model_builder:
         return []
     families: dict[str, Family] = {"qwen3_moe": "qwen3_moe", "qwen3_5": "qwen3_5_text"}
     # INT4's groups of 128 must be whole.
     widths = {"hidden_size": 128, "intermediate_size": 256} if recipe == "adapters_32b" else {}
     if recipe == "qwen3_5":
         widths = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+    first_stages = config.learner.pipeline_parallel_size - 1
+    last_layers = config.learner.layers_in_last_pipeline_stage or 4
     build_tiny_model(  # its layers and heads divide into the layouts
         directory / "model",
         families.get(recipe, "qwen2"),
         max_position_embeddings=32768,
-        num_hidden_layers=48 if recipe == "qwen3_moe" else 64,
+        num_hidden_layers=4 * first_stages + last_layers,  # a hybrid repeats every four
         num_attention_heads=8,
         num_key_value_heads=8,
         **widths,

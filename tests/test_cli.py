@@ -51,29 +51,28 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return {name: write_inputs(name, tmp_path_factory.mktemp(name)) for name in RECIPES}
 
 
-@pytest.mark.parametrize(
-    ("name", "weight_format"),
-    [
-        (name, weight_format)
-        for name in RECIPES
-        # A base of adapters is quantized, and these two recipes have it in INT4.
-        for weight_format in (["int4"] if "adapters" in name else ["bf16", "int8", "fp8"])
-    ],
-)
-def test_every_recipe_is_ready_to_start_in_every_format(
-    name: str,
-    weight_format: str,
+# Recipes of a dense model, of experts and of a hybrid, in formats that are not theirs.
+IN_OTHER_FORMATS = [
+    f"{name} quantization.format={weight_format}"
+    for name in ("grpo", "quickstart_experts", "quickstart_hybrid")
+    for weight_format in ("bf16", "fp8")
+]
+
+
+@pytest.mark.parametrize("case", [*RECIPES, *IN_OTHER_FORMATS])
+def test_every_recipe_is_ready_to_start(
+    case: str,
     inputs: dict[str, list[str]],
     tmp_path: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    name, *chosen = case.split()
     monkeypatch.setattr(quickstart, "teach", lambda config, **_: None)
-    if (name, weight_format) != ("quickstart", "int8"):  # all its problems are checked once
+    if name != "quickstart":  # all its problems are checked once
         request.getfixturevalue("short_quickstart")
     recipe = importlib.import_module(f"qurl_megatron.recipes.{name}")
-    words = [f"output_dir={tmp_path}", "name=first", f"quantization.format={weight_format}"]
-    words += inputs[name]
+    words = [f"output_dir={tmp_path}", "name=first", *chosen, *inputs[name]]
     config, _ = prepare_new(name, words)
     assert load(tmp_path / "first" / "config.yaml") == config
     if config.model_builder and not inputs[name]:
@@ -83,7 +82,7 @@ def test_every_recipe_is_ready_to_start_in_every_format(
     given = with_overrides(recipe.recipe(), words)
     given.model, given.name = config.model, config.name
     assert given.quantization.uaq.scale >= 1
-    if weight_format == "bf16":
+    if config.quantization.format == "bf16":
         given.quantization.uaq = UaqConfig(scale=1)
     assert config.rollout.stop_token_ids == [EOS_TOKEN_ID]
     given.rollout.stop_token_ids, given.template_date = [EOS_TOKEN_ID], config.template_date
