@@ -1,6 +1,7 @@
 """Check planned bytes against hand-computed numbers and against what real learners allocate."""
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Literal
@@ -295,9 +296,9 @@ EXPERT_LEARNERS = [
     LearnerConfig(data_parallel_size=2, expert_parallel_size=2),
     LearnerConfig(tensor_parallel_size=2, data_parallel_size=2, expert_parallel_size=2),
 ]
+DENSE: tuple[Family, ...] = ("qwen2", "qwen3")  # in turn
 REAL: list[tuple[Family, LearnerConfig]] = [
-    *[("qwen2", learner) for learner in LEARNERS],
-    *[("qwen3", learner) for learner in LEARNERS],
+    *zip(itertools.cycle(DENSE), LEARNERS),
     *[("qwen3_moe", learner) for learner in EXPERT_LEARNERS],
 ]
 
