@@ -100,8 +100,6 @@ async def each(policy, problem):
         async def block():
             time.sleep(60)
         await asyncio.create_task(block())
-    elif how == "dies":
-        os._exit(3)
     elif how == "leaves a program behind":
         program = subprocess.Popen(["sleep", "600"], start_new_session=True)
         Path(__file__).with_name("left").write_text(str(program.pid))
@@ -360,7 +358,6 @@ def test_each_way_to_end_costs_that_episode_only(play: Play, directory: Path) ->
     [
         ("blocks", "deadline", "blocked its process for longer than agent_turn_timeout_s 1.5"),
         ("blocks in a task", "deadline", "blocked its process"),
-        ("dies", "error", "its process ended with code 3"),
         ("leaves a program behind", "error", "its process ended with code 3"),
     ],
 )
