@@ -1,10 +1,11 @@
-"""Pages that mkdocs generates from the code: recipes, configuration, metrics and commands."""
+"""What mkdocs adds to pages from the code: recipes, fields, metrics, commands, names of others."""
 
 import dataclasses
 import importlib
 import inspect
 import json
 import pkgutil
+import re
 import sys
 import types
 import typing
@@ -14,8 +15,7 @@ from typing import Any, Literal
 
 import typer
 from annotated_types import Ge, Gt, Le, Lt
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 from typer.core import TyperGroup, TyperOption
 
 # The pages are those of this checkout, also when another one is installed.
@@ -26,51 +26,58 @@ from qurl_megatron import (
     recipes,  # noqa: E402
 )
 from qurl_megatron.config import extensions  # noqa: E402
+from qurl_megatron.config.other_names import OTHER_NAMES  # noqa: E402
 from qurl_megatron.config.schema import Config  # noqa: E402
-from qurl_megatron.config.text import field_docs, field_meanings, first_line  # noqa: E402
+from qurl_megatron.config.text import (  # noqa: E402
+    field_docs,
+    field_meanings,
+    first_line,
+    leaf_values,
+)
 from qurl_megatron.config.values import LARGEST  # noqa: E402
 from qurl_megatron.evaluation.avg_at_k import EvalConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages to those of docs/."""
-    pages = {
-        "recipes.md": recipes_page,
-        "configuration.md": configuration_page,
-        "metrics.md": metrics_page,
-        "commands.md": commands_page,
-    }
-    for path, page in pages.items():
-        files.append(File.generated(config, path, content="\n".join(page()) + "\n"))
-    return files
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Return a page with what the code says of its subject below what its file says."""
+    sections = {
+        "coming-from.md": names_of_others,
+        "recipes.md": recipe_sections,
+        "configuration.md": configuration_sections,
+        "metrics.md": metric_sections,
+        "commands.md": command_sections,
+    }.get(page.file.src_uri)
+    return "\n".join([markdown, *(sections() if sections else ())])
 
 
-def recipes_page() -> Iterator[str]:
+def names_of_others() -> Iterator[str]:
+    """Yield a table of the names that other frameworks have for our fields."""
+    fields = {*leaf_values(Config())}
+
+    def link(found: re.Match[str]) -> str:
+        name = found[0]
+        is_field = name in fields and ("." in name or not found.start())
+        return f"[`{name}`](configuration.md#{name})" if is_field else name
+
+    theirs: dict[str, list[str]] = {}
+    for name, ours in OTHER_NAMES.items():
+        theirs.setdefault(ours, []).append(f"`{name}`")
+    yield "| theirs | ours |\n|---|---|"
+    for ours, names in theirs.items():
+        linked = re.sub(r"[a-z_]+(?:\.[a-z_]+)*", link, ours)
+        yield f"| {', '.join(names)} | {linked} |"
+
+
+def recipe_sections() -> Iterator[str]:
     """Yield a section for each recipe: the docstring of its module."""
-    yield "# Recipes\n"
-    yield (
-        "A recipe is a module in `recipes/` whose function `recipe()` returns a complete "
-        "[configuration](configuration.md). `qurl train NAME` runs it, and `field=value` words "
-        "after the name change single fields. A [file of your own](own-model.md#file) can stand in "
-        "the name's place.\n"
-    )
     for module in sorted(pkgutil.iter_modules(recipes.__path__), key=lambda module: module.name):
         docstring = inspect.getdoc(importlib.import_module(f"qurl_megatron.recipes.{module.name}"))
         yield f"## {module.name}\n\n{docstring}\n"
 
 
-def configuration_page() -> Iterator[str]:
+def configuration_sections() -> Iterator[str]:
     """Yield a section for each part of a configuration, with its fields."""
-    yield "# Configuration\n"
-    yield (
-        "Every field of a run, with its default. Set one with a word on the command line, "
-        "`rollout.servers=4`, or in a [file of your own](own-model.md#file); `null` is none. "
-        "`data_options.size=9` sets one key of a dict, `data_options={size: 9}` the whole dict, "
-        "and `data_options={}` empties it. A recipe sets some of these fields itself: a run's "
-        "`config.yaml` holds all values as resolved.\n"
-    )
-
     parts: dict[tuple[str, str], list[str]] = {}
     meanings = field_meanings(Config())
     for path, values, section in _fields(Config()):
@@ -106,15 +113,8 @@ def _fields(config: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
             yield prefix + name, values, first_line(config)
 
 
-def metrics_page() -> Iterator[str]:
+def metric_sections() -> Iterator[str]:
     """Yield a section for each kind of measurement, with its fields."""
-    yield "# Metrics\n"
-    yield (
-        "In a run's directory, `metrics.jsonl` has one line for each step, and `summary.json` is "
-        "written when the run is complete. TensorBoard and Weights & Biases get the same numbers "
-        "under the same names. [Troubleshooting](troubleshooting.md) says which of them to watch. "
-        "[The method](method.md) explains behaviour, proximal and current log-probs.\n"
-    )
     for kind, title in (
         (StepMetrics, "Each step: `metrics.jsonl`"),
         (RunSummary, "The run: `summary.json`"),
@@ -125,14 +125,10 @@ def metrics_page() -> Iterator[str]:
             yield _entry(name, meaning, anchor=f"{kind.__name__}.{name}")
 
 
-def commands_page() -> Iterator[str]:
+def command_sections() -> Iterator[str]:
     """Yield a section for each `qurl` command, with its arguments and options."""
     group = typer.main.get_command(cli.app)
     assert isinstance(group, TyperGroup)
-    yield (
-        f"# Commands\n\n{group.help}\n\nWrong input ends a command with one line and exit code 2, "
-        "before anything has started.\n"
-    )
     for name, command in group.commands.items():
         entries = [_parameter(parameter) for parameter in command.params]
         words = [word for word, is_option, _ in entries if not is_option]
