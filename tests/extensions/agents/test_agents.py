@@ -94,8 +94,6 @@ async def each(policy, problem):
         raise LookupError("no such table")
     elif how == "sleeps":
         await asyncio.sleep(60)
-    elif how == "blocks":
-        time.sleep(60)
     elif how == "blocks in a task":
         async def block():
             time.sleep(60)
@@ -356,8 +354,11 @@ def test_each_way_to_end_costs_that_episode_only(play: Play, directory: Path) ->
 @pytest.mark.parametrize(
     ("how", "end", "failure"),
     [
-        ("blocks", "deadline", "blocked its process for longer than agent_turn_timeout_s 1.5"),
-        ("blocks in a task", "deadline", "blocked its process"),
+        (
+            "blocks in a task",
+            "deadline",
+            "blocked its process for longer than agent_turn_timeout_s 1.5",
+        ),
         ("leaves a program behind", "error", "its process ended with code 3"),
     ],
 )
