@@ -26,6 +26,7 @@ from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
 from qurl_megatron.config.text import Given, leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
+from qurl_megatron.data.rewards import each_of
 from qurl_megatron.files import list_checkpoints, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
@@ -288,7 +289,7 @@ def _check_machine(config: Config, num_gpus: int, node: Node | None) -> None:
             check_shared_gpus(config, placed, node.gpu.memory_bytes)
     elif problem := unusable_gpus():
         raise ConfigError(problem)
-    check_workers(config.scoring_workers, len(config.rewards))
+    check_workers(config.scoring_workers, len(each_of(config)))
     check_shared_memory(config)
 
 

@@ -133,7 +133,9 @@ FIELDS = rows(r"""
     source_rewards={gsm8k: maths}           source_rewards.gsm8k=maths: no such verifier; there are
     source_rewards=math                     not of the form {key: value}
     source_rewards={gsm8k: math}            source_rewards.gsm8k: no entry has this data_source; the
-    reward=[math, a.py:f, b.py:f]           two are called f; rename a function
+    reward=[math, a.py:f, b.py:f]           two rewards of an entry are called f; rename a function,
+    reward=[math, exact] & source_rewards={a: exact}  source_rewards.a=exact: two rewards of an entr
+    reward=[math, a.py:accuracy]            accuracy is that of the first reward; rename the other f
     reward=math,dapo & reward_weights=1     reward_weights=[1.0]: there are 2 rewards; give one weig
     reward=math,dapo & reward_weights=1,nan  reward_weights.1=nan: input should be a finite number
     quantization.format=int3                'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-bloc

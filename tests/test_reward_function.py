@@ -36,6 +36,9 @@ def parts(completion, problem):
     is_right = completion == problem.answer
     return {"reward": 0.5, "accuracy": is_right, "level": problem.metadata["level"]}
 
+def accuracy(completion, problem):
+    return {"reward": 3, "accuracy": 0.25}
+
 def batch(completions, problem):
     best = max(completions)
     return [float(text == best) for text in completions]
@@ -138,6 +141,10 @@ def test_several_rewards_are_weighed_and_summed_and_the_first_says_what_is_right
         Score(0.5 + 1.5, parts | {"moody": 1.5}, ""),
         failed._replace(failure="KeyError: 'mood'"),
     ]
+    several.reward, several.reward_weights = f"{functions}:number", [0.5]
+    assert scores(several, "42") == [Score(1, {"accuracy": 2, "number": 2}, "")]
+    several.reward, several.reward_weights = f"{functions}:accuracy,exact", []
+    assert scores(several, "7")[0].accuracy == 0.25  # its part of that name, not its reward
     several.reward, several.reward_weights = f"math,{functions}:batch", [1, 1]
     hangs = "\\boxed{9^{9^{9^9}}}"
     found = scores(several, "42", hangs, "a")
@@ -151,14 +158,12 @@ def test_an_entry_has_the_reward_of_its_data_source_in_place_of_the_first(functi
     by_source.reward = f"exact,{by_source.reward}"
     by_source.source_rewards = {"letters": f"{functions}:parts", "numbers": "gsm8k_flexible"}
     with Scorer(by_source, workers=1) as scorer:
-        first = [
-            next(
-                iter(submit(scorer, "it is 42", source=source).result(timeout=60)[0].parts.items())
-            )
+        accuracies = [
+            submit(scorer, "it is 42", source=source).result(timeout=60)[0].accuracy
             for source in ("letters", "numbers", "others")
         ]
         (score,) = submit(scorer, "it is 42", source="numbers").result(timeout=60)
-    assert first == [("accuracy", 0), ("accuracy", 1), ("accuracy", 0)]
+    assert accuracies == [0, 1, 0]
     assert score.value == 9 and score.parts.keys() == {
         *("accuracy", "gsm8k_flexible", "gsm8k_flexible.accuracy", "number")
     }

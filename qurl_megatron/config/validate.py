@@ -487,14 +487,26 @@ def _validate_stage(config: Config, first_step: int) -> int:
 
 
 def _check_rewards(config: Config) -> None:
-    """Check the list of rewards, if there are several, and their weights."""
-    titles = [reward_title(each) for each in config.rewards]
-    if twice := next((each for each in titles if titles.count(each) > 1), None):
-        raise ConfigError(f"reward={config.reward}: two are called {twice}; rename a function")
-    if len(config.reward_weights) not in (0, len(titles)):
+    """Check that the rewards of an entry have names of their own in metrics, and their weights."""
+    others = [reward_title(each) for each in config.rewards[1:]]
+    firsts = {f"reward={config.reward}": config.rewards[0]}
+    firsts |= {f"source_rewards.{key}={name}": name for key, name in config.source_rewards.items()}
+    for given, first in firsts.items():
+        titles = [reward_title(first), *others]
+        if twice := next((each for each in titles if titles.count(each) > 1), None):
+            raise ConfigError(
+                f"{given}: two rewards of an entry are called {twice}; rename a function, or "
+                "leave one out"
+            )
+    if "accuracy" in others:
         raise ConfigError(
-            f"reward_weights={config.reward_weights}: there are {len(titles)} rewards; give one "
-            "weight for each"
+            f"reward={config.reward}: accuracy is that of the first reward; rename the other "
+            "function of this name"
+        )
+    if len(config.reward_weights) not in (0, len(config.rewards)):
+        raise ConfigError(
+            f"reward_weights={config.reward_weights}: there are {len(config.rewards)} rewards; "
+            "give one weight for each"
         )
 
 

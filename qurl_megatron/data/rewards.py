@@ -72,12 +72,13 @@ def weighted_sum(config: Config, scores: Sequence[Score]) -> Score:
     A reward is a part, and its own parts are behind its name. The first reward says whether the
     completion is right.
     """
+    if len(scores) == 1 and not config.reward_weights:
+        return scores[0]
     weights = config.reward_weights or [1.0] * len(scores)
-    if len(scores) == 1:
-        return scores[0]._replace(value=weights[0] * scores[0].value)
-    parts = {ACCURACY: scores[0].accuracy}
+    parts: dict[str, float] = {}
     for name, score in zip(map(reward_title, config.rewards), scores, strict=True):
         parts |= {name: score.value} | {f"{name}.{part}": x for part, x in score.parts.items()}
+    parts[ACCURACY] = scores[0].accuracy  # also where a function has this name
     total = sum(weight * score.value for weight, score in zip(weights, scores, strict=True))
     return Score(total, parts, next((each.failure for each in scores if each.failure), ""))
 
