@@ -39,12 +39,15 @@ class ScriptedClient:
     async def group(self, prompt: Prompt, settings: dict[str, Any]) -> list[Completion]:
         """Return completions of 3, 4, ... tokens; both say "no" where the script has no texts.
 
-        One that says "and" was cut off.
+        One that says "and" was cut off, and one that says "fail" comes without a reward.
         """
         self.asked.append(prompt.id)
         self.settings.append(settings)
         return [
-            Completion([50] * length, [-1.0] * length, text, text == "and", [1] * length)
+            Completion(
+                *([50] * length, [-1.0] * length, text, text == "and", [1] * length),
+                score=Score(0.0, {}, "lost") if text == "fail" else None,
+            )
             for length, text in enumerate(self.texts.get(prompt.id, ["no", "no"]), start=3)
         ]
 
@@ -90,6 +93,7 @@ def test_without_dynamic_sampling_zero_variance_groups_stay_in_the_batch() -> No
 def test_prompts_of_equal_rewards_are_retired_unless_their_scores_failed() -> None:
     config = with_overrides(two_prompt_config(), ["rollout.retire_after=1"])
     client = ScriptedClient({prompt.id: ["yes", "no"] for prompt in PROMPTS[::2]})
+    client.texts["5"] = ["no", "fail"]
 
     def fail(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
         scores: Future[list[Score]] = Future()
@@ -100,12 +104,12 @@ def test_prompts_of_equal_rewards_are_retired_unless_their_scores_failed() -> No
 
     with sampler_of(config, client, fail, PROMPTS) as sampler:
         retired = [sampler.sample(step, version=1)[1]["prompts_retired"] for step in range(1, 7)]
-        assert retired[-1] == 4 and retired == sorted(retired)  # 5, 7, 9 and 11
+        assert retired[-1] == 3 and retired == sorted(retired)  # 7, 9 and 11
         asked, first = set(client.asked), len(client.asked)
         assert asked == {prompt.id for prompt in PROMPTS}
-        for step in range(7, 11):  # an epoch of eight
+        for step in range(7, 12):  # an epoch of nine
             sampler.sample(step, version=1)
-    assert {*client.asked[first:]} == asked - {"5", "7", "9", "11"}
+    assert {*client.asked[first : first + 9]} == asked - {"7", "9", "11"}
 
 
 @pytest.mark.parametrize("baseline", ["", "_baseline"])

@@ -179,7 +179,7 @@ class Sampler:
             self._wait(producer.take_again(step, version))
         producer.end_step()
         for group in sampled:
-            if group.rewards and not any(score.failure for score in group.scores):
+            if not (group.failed or any(score.failure for score in group.scores)):
                 self._stream.visited(group.prompt, is_equal=is_zero_variance(group.rewards))
         self._groups = [_penalize_length(group, rollout) for group in chosen]
         estimator, advantages = self._config.advantage_estimator, None
