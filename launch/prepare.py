@@ -27,7 +27,7 @@ from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
 from qurl_megatron.config.text import Given, leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.data.rewards import each_of
-from qurl_megatron.files import list_checkpoints, write_whole
+from qurl_megatron.files import list_checkpoints, read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
 from qurl_megatron.launch.settle import SETTLED, choose_scale, settle
@@ -133,7 +133,9 @@ def prepare_resume(
         given = [
             each.partition("=")[0] if isinstance(each, str) else each.path for each in overrides
         ]
-        data_summary = _check(config, given, num_gpus, node, asks_servers, resumes=True)
+        data_summary = _check(
+            config, given, num_gpus, node, asks_servers, resumes=True, newest=newest
+        )
         done = int(newest.name.removeprefix("step_")) if newest else 0
         if config.steps < done:
             raise ConfigError(f"steps={config.steps}: the run has done {done}; give more")
@@ -219,12 +221,13 @@ def _check(
     asks_servers: bool,
     *,
     resumes: bool = False,
+    newest: Path | None = None,
 ) -> str:
     """Check the fields, settle what they leave open, then check the rest, what costs least first.
 
-    Return the summary of the data.
+    `newest` is the run's newest checkpoint, if it has one. Return the summary of the data.
     """
-    from qurl_megatron.data.prompts import load_prompts, summarize
+    from qurl_megatron.data.prompts import check_saved, load_prompts, summarize
     from qurl_megatron.data.scoring import check_reward
     from qurl_megatron.model.huggingface import check_model
 
@@ -252,6 +255,9 @@ def _check(
     if asks_servers and config.rollout.servers_at:
         needed("elsewhere", "claims", by="rollout.servers_at").check(config, resumes=resumes)
     prompts = load_prompts(config, tokenizer, columns)
+    state = read_json_object(newest / "state.json").get("prompts") if newest else None
+    if isinstance(state, dict) and "prompts" in state:
+        check_saved(prompts.train, state)
     weights = [config.data_weights[each.part] for each in prompts.train if config.data_weights]
     available = min(sum(map(bool, weights)), int(sum(weights))) if weights else len(prompts.train)
     if config.rollout.prompts_per_step > available:

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import shutil
 import stat
 import sys
@@ -17,12 +18,15 @@ from qurl_megatron.config.schema import (
     RolloutConfig,
 )
 from qurl_megatron.config.text import load
+from qurl_megatron.data.problems import DataError
+from qurl_megatron.data.prompts import PromptStream, load_prompts
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.launch.sources import make_paths_absolute
 from qurl_megatron.machine import memory
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory import host
+from qurl_megatron.model.tokenizer import load_tokenizer
 from recipe_inputs import write_inputs
 
 pytestmark = pytest.mark.usefixtures("short_quickstart")
@@ -161,6 +165,20 @@ def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_done() -> None:
         prepare_resume(config.run_dir, ["steps=20"])
     assert load(config.run_dir / "config.yaml").steps == 40
     assert prepare_resume(config.run_dir, ["steps=30"])[0].steps == 30
+
+
+def test_a_run_is_not_resumed_on_other_prompts_than_its_checkpoint_has(tmp_path: Path) -> None:
+    words = write_inputs("grpo", tmp_path)
+    config, _ = prepare_new("grpo", [*words, "name=first"])
+    (checkpoint := config.run_dir / "checkpoints" / "step_000001").mkdir(parents=True)
+    prompts = load_prompts(config, load_tokenizer(Path(config.model))).train
+    state = PromptStream(prompts, config.seed).state()
+    (checkpoint / "state.json").write_text(json.dumps({"prompts": state}))
+    prepare_resume(config.run_dir, [])
+    whole = Path(config.data).read_text()
+    Path(config.data).write_text(whole.partition("\n")[2])
+    with pytest.raises(DataError, match="^the checkpoint was saved with other prompts than these"):
+        prepare_resume(config.run_dir, [])
 
 
 def test_without_a_gpu_a_real_model_uses_the_cores_unless_fields_say_otherwise(

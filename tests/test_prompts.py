@@ -456,8 +456,8 @@ def test_an_epoch_serves_the_prompts_of_each_source_as_often_as_its_weight_says(
 def test_prompts_whose_last_groups_had_equal_rewards_are_left_out_of_later_epochs() -> None:
     """As many times as `retire_after` says, in a row; what has begun stays as it is."""
 
-    def fresh() -> PromptStream:
-        return PromptStream(prompts(*"abcdefgh"), 0, retire_after=2, least=6)
+    def fresh(least: int = 6) -> PromptStream:
+        return PromptStream(prompts(*"abcdefgh"), 0, retire_after=2, least=least)
 
     def visit(stream: PromptStream, epochs: int, equal: str) -> None:
         for _ in range(epochs):
@@ -474,9 +474,11 @@ def test_prompts_whose_last_groups_had_equal_rewards_are_left_out_of_later_epoch
     stream.visited(third[0], is_equal=True)
     stream.visited(prompts("a")[0], is_equal=False)
     assert stream.retired == {"b", third[0].question}
-    resumed = fresh()
-    resumed.restore(json.loads(json.dumps(stream.state())))
+    resumed, larger = fresh(), fresh(least=8)  # with larger steps
+    for each in (resumed, larger):
+        each.restore(json.loads(json.dumps(stream.state())))
     assert resumed.next(30) == (found := stream.next(30))
+    assert larger.next(6) == found[:6]
     served = [prompt.question for prompt in found]
     assert served[:6] == ahead and sorted(served[6:12]) == sorted(
         set("abcdefgh") - {"b", third[0].question}

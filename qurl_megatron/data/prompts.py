@@ -325,13 +325,16 @@ class PromptStream:
     def prompt(self, ordinal: int) -> Prompt:
         """Return the prompt with this ordinal, which is not before `position`."""
         while not self._epochs or self._epochs[-1].end <= ordinal:
-            self._begin(self.retired)
+            self._begin(self.retired, self._least)
         self._epochs = [epoch for epoch in self._epochs if epoch.end > self.position]
         epoch = next(each for each in self._epochs if ordinal < each.end)
         return self._prompts[epoch.order[ordinal - epoch.first]]
 
-    def _begin(self, retired: Collection[str], number: int = 0, first: int = 0) -> None:
-        """Begin the next epoch, or the first one with this number and ordinal."""
+    def _begin(self, retired: set[str], least: int, number: int = 0, first: int = 0) -> None:
+        """Begin the next epoch, or the first one with this number and ordinal.
+
+        It leaves out the retired prompts if `least` others are left.
+        """
         if self._epochs:
             number, first = self._epochs[-1].number + 1, self._epochs[-1].end
         draw, order = random.Random(f"{self._seed}/{number}"), list(range(len(self._prompts)))
@@ -341,7 +344,7 @@ class PromptStream:
         if self._shuffle:
             draw.shuffle(order)
         kept = [index for index in order if self._prompts[index].id not in retired]
-        self._epochs.append(_Epoch(number, first, kept if len(kept) >= self._least else order))
+        self._epochs.append(_Epoch(number, first, kept if len(kept) >= least else order))
 
     def next(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts, crossing the end of an epoch if necessary."""
@@ -358,7 +361,7 @@ class PromptStream:
             "seed": self._seed,
             "epoch": self._epochs[0].number,
             "position": self.position - self._epochs[0].first,
-            "prompts": self._fingerprint(),
+            "prompts": _fingerprint(self._prompts),
             "retired": [sorted(ids - each) for each in served],
             "equal": {prompt: visits for prompt, visits in self._equal.items() if visits},
         }
@@ -369,20 +372,30 @@ class PromptStream:
         Raises:
             DataError: the state belongs to other prompts.
         """
-        if state["prompts"] != self._fingerprint():
-            raise DataError(
-                f"the checkpoint was saved with other prompts than these {len(self._prompts)}; "
-                "resume with the same data and data_options"
-            )
+        check_saved(self._prompts, state)
         self._seed = state["seed"]
         self._equal = Counter(state.get("equal", {}))
         self._epochs, first = [], state["epoch"] * len(self._prompts)
         for retired in state.get("retired", [[]]):  # version 0.2 had none
-            self._begin(retired, state["epoch"], first)
+            self._begin(set(retired), 0, state["epoch"], first)
         self.position = first + state["position"]
 
-    def _fingerprint(self) -> str:
-        return _digest("".join(prompt.id for prompt in self._prompts))
+
+def check_saved(prompts: Sequence[Prompt], state: Mapping[str, Any]) -> None:
+    """Check that a `PromptStream.state` belongs to these prompts.
+
+    Raises:
+        DataError: it belongs to others.
+    """
+    if state["prompts"] != _fingerprint(prompts):
+        raise DataError(
+            f"the checkpoint was saved with other prompts than these {len(prompts)}; resume with "
+            "the same data, data_options and reward"
+        )
+
+
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    return _digest("".join(prompt.id for prompt in prompts))
 
 
 def _digest(text: str) -> str:
