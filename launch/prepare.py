@@ -267,7 +267,8 @@ def _check(
         )
     if config.epochs:
         served = config.epochs * (sum(weights) if weights else available)
-        config.steps = math.ceil(served / config.rollout.prompts_per_step)
+        steps = served / config.rollout.prompts_per_step
+        config.steps = max(1, math.ceil(steps - 1e-6))  # 1.1 x 100 is a little more than 110
     return summarize(config, prompts, tokenizer) + of_agent
 
 

@@ -7,7 +7,7 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.launch import local
 from qurl_megatron.launch.prepare import prepare_new
-from qurl_megatron.launch.recipe import Recipe, load_recipe
+from qurl_megatron.launch.recipe import Recipe, load_recipe, of_code
 from qurl_megatron.machine.processes import die_with_parent
 from qurl_megatron.report.record import RunRecord, read_run
 
@@ -41,7 +41,7 @@ def train(config: Config | str, *words: str) -> RunRecord:
         ArchitectureError, ConfigError, DataError: the run cannot be; nothing was started.
         RuntimeError: it has ended early; its last lines were printed.
     """
-    recipe = Recipe("run", "", config) if isinstance(config, Config) else config
+    recipe = Recipe("run", "", of_code(config)) if isinstance(config, Config) else config
     prepared, data_summary = prepare_new(recipe, words, device.num_gpus())
     print(data_summary, end="", flush=True)
     launcher = subprocess.Popen(

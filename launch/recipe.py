@@ -109,7 +109,10 @@ def load_recipe(recipe: str | Recipe, words: Iterable[str | Given] = ()) -> Reci
             given.add(field_of(each.path, fields))
     config = with_overrides(loaded.config, changes)
     before = leaf_values(_of_package(loaded.package or BASIS))
-    given |= {field for field, value in leaf_values(config).items() if value != before[field]}
+    differ = {field for field, value in leaf_values(config).items() if value != before[field]}
+    if config.epochs and not loaded.package:  # a function's steps, which it cannot leave out
+        differ -= {"steps"}
+    given |= differ
     return Recipe(loaded.name, loaded.package, config, frozenset(given), files)
 
 
@@ -235,13 +238,27 @@ def _of_python(recipe: str, file: str, content: bytes) -> Recipe:
     if not isinstance(config, Config):
         raise ConfigError(f"{recipe}: returned {type(config).__name__}; expected a Config")
     try:
-        for field in leaf_values(config).keys() - field_meanings(config).keys():
-            raise ConfigError(no_such_field(field, Config()))  # Python sets any attribute
-        config = from_tree(Config, tree := dataclasses.asdict(config), extra="forbid")
-        json.dumps(tree)  # else a job's file could not have it
-    except (ConfigError, TypeError) as error:
+        config = of_code(config)
+    except ConfigError as error:
         raise ConfigError(f"{recipe}: {error}") from None
     return Recipe(recipe, "", config, files=_record(recipe, content))
+
+
+def of_code(config: Config) -> Config:
+    """Return a configuration that code has made, with its values converted to their fields' types.
+
+    Raises:
+        ConfigError: it has an attribute that is no field, or a value that its field or a file does
+            not accept.
+    """
+    for field in leaf_values(config).keys() - field_meanings(config).keys():
+        raise ConfigError(no_such_field(field, Config()))  # Python sets any attribute
+    converted = from_tree(Config, tree := dataclasses.asdict(config), extra="forbid")
+    try:
+        json.dumps(tree)  # else a job's file could not have it
+    except TypeError as error:
+        raise ConfigError(str(error)) from None
+    return converted
 
 
 def _content(file: str, place: str) -> bytes:

@@ -29,7 +29,7 @@ from qurl_megatron.config.text import Given, with_overrides
 from qurl_megatron.launch import code_copy, experiment, local, nemo, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, prepare_resume_or_new
-from qurl_megatron.launch.recipe import load_recipe
+from qurl_megatron.launch.recipe import Recipe, load_recipe
 from qurl_megatron.launch.status import claim
 from qurl_megatron.machine import output
 from qurl_megatron.memory import host
@@ -703,6 +703,13 @@ def test_epochs_set_the_number_of_steps(no_slurm: None) -> None:
     again = load_recipe("quickstart", ["name=first", "epochs=2"])
     resumed, _ = prepare_resume_or_new(again, DGX_H100, asks_servers=False)
     assert resumed.steps == -(-2 * problems // per_step)
+    whole = {steps: steps * per_step / problems for steps in range(1, 500)}
+    steps = next(n for n, epochs in whole.items() if epochs * problems / per_step > n)  # rounded up
+    given = [f"epochs={whole[steps]!r}"]
+    assert prepare_resume(Path("runs/twice"), given)[0].steps == 2 * steps
+    of_code = load_recipe("quickstart", ["name=third"]).config
+    of_code.epochs = 2.0  # beside its own steps
+    assert prepare_new(Recipe("own.py:recipe", "", of_code))[0].steps == resumed.steps
 
 
 def test_a_command_is_printed_as_a_shell_here_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ def test_a_changed_configuration_is_checked_before_anything_starts(
     config.steps = value  # type: ignore[assignment]
     with pytest.raises(ConfigError, match=message):
         qurl_megatron.train(config)
+    config.steps, config.optimizer.learning_rat = 1, 1.0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="^optimizer.learning_rat: no such field; did you mean"):
+        qurl_megatron.train(config)
     assert not [*tmp_path.iterdir()]
 
 
