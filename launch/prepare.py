@@ -318,3 +318,8 @@ def _check_ends(config: Config, given: Collection[str]) -> None:
                 f"stop_above.{name}: evaluation.every_steps=0 measures it after the last step "
                 "only; give a number of steps"
             )
+        if measure.startswith("held_out") and not config.evaluation.held_out:
+            raise ConfigError(
+                f"stop_above.{name}: no problem is held out; set evaluation.held_out_fraction and "
+                "evaluation.problems"
+            )

@@ -163,6 +163,12 @@ def test_a_metric_above_its_limit_ends_the_run_and_is_in_the_summary(tmp_path: P
         assert not log.has_reached()
         write(log, step, grad_norm=0.5)
     assert log.has_reached()
+    for step, is_over in ((3, False), (4, True)):  # after an interruption
+        log = run_log(tmp_path, stop_above={"evaluation/aime/Avg@1/mean": 0.2, "grad_norm": 0.5})
+        log.resume(step, time_s=0.0, before=evaluation(0.9))
+        assert log.has_reached() == is_over
+        if not is_over:
+            write(log, 4, grad_norm=0.5)
     log.finish(evaluation(0.1))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["reached"] == {"evaluation/aime/Avg@1/mean": 0.4}

@@ -130,6 +130,7 @@ FIELDS = rows(r"""
     steps=2 & epochs=2                      steps=2: epochs=2 sets it; leave it out, or give epochs=
     stop_above={reward: 1}                  stop_above.reward: no such metric; did you mean reward_m
     stop_above.held_out_accuracy=0.9 & evaluation.every_steps=0  measures it after the last step
+    stop_above.held_out_accuracy=0.9 & evaluation.problems=0  no problem is held out; set evaluation
     source_rewards={gsm8k: maths}           source_rewards.gsm8k=maths: no such verifier; there are
     source_rewards=math                     not of the form {key: value}
     source_rewards={gsm8k: math}            source_rewards.gsm8k: no entry has this data_source; the

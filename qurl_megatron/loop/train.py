@@ -70,7 +70,9 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
 
         steps_done = start_or_resume(run)
         step, evaluation = steps_done, None
-        for step in range(steps_done + 1, config.steps + 1):
+        # A run that was interrupted after a metric had ended it has no step left.
+        last = steps_done if device.from_rank_zero(log.has_reached) else config.steps
+        for step in range(steps_done + 1, last + 1):
             clock = Clock()
             with clock("rollout"):
                 batch, summary = run.sampler.sample(step, publisher.version)

@@ -141,6 +141,8 @@ class RunLog:
         self._open_curves(after_step)
         self._ends_s.append(self.time_s)
         self._console.start(self._steps)
+        if self._steps:
+            self._note_reached(self._steps[-1])
 
     @property
     def time_s(self) -> float:
@@ -162,11 +164,7 @@ class RunLog:
         self._write_curves(metrics.step, line)
         self._ends_s.append(self.time_s)
         self._console.step(metrics, evaluation, self._left_s(metrics.step))
-        values, limits = dict(_numbers(line)), self._config.stop_above
-        for name in filter(values.__contains__, limits):
-            if values[name] > limits[name]:
-                self._reached[name] = values[name]
-                self.say(f"{name} is {values[name]:.3g}, above stop_above of {limits[name]:g}")
+        self._note_reached(line)
 
     def write_weights(self, weight_version: int, weights: dict[str, dict[str, float]]) -> None:
         """Append one publish to weights.jsonl: the measures of each quantized weight, by name."""
@@ -341,6 +339,14 @@ class RunLog:
         lines = [line for line in read_json_lines(path, kind, self.say) if line[number] <= last]
         write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
         return lines
+
+    def _note_reached(self, line: dict[str, Any]) -> None:
+        """Keep, and say, which metrics of a step are above their values in `Config.stop_above`."""
+        values = dict(_numbers(line))
+        for name, limit in self._config.stop_above.items():
+            if name in values and values[name] > limit:
+                self._reached[name] = values[name]
+                self.say(f"{name} is {values[name]:.3g}, above stop_above of {limit:g}")
 
     def _left_s(self, step: int) -> float:
         """Estimate the seconds of RL left after `step`, at the pace of the last steps.
