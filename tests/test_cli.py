@@ -27,7 +27,7 @@ from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.recipes import grpo, quickstart
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs
-from tiny import EOS_TOKEN_ID, build_tiny_model
+from tiny import EOS_TOKEN_ID, build_fp8_model, build_tiny_model
 
 QURL = Path(sys.executable).with_name("qurl")
 
@@ -184,6 +184,17 @@ def test_dry_run_prints_the_summary_and_starts_and_writes_nothing(tmp_path: Path
     assert ended.stdout.startswith(f"data: {tmp_path}/problems.jsonl\n  700 entries: ")
     assert "\nchat template: none, " in ended.stdout
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_model_in_fp8_is_ready_to_start_like_the_same_in_bf16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, summaries = grpo_words(tmp_path, good_problems()), []
+    for model in build_fp8_model(tmp_path, "qwen2"):
+        words[0] = f"model={model}"
+        summaries.append(prepare_new("grpo", [*words, "name=first"], writes=False)[1])
+    assert summaries[0] == summaries[1]
+    assert capsys.readouterr().err.count("/fp8: its FP8 weights are read as BF16\n") == 1
 
 
 def test_config_prints_yaml_that_loads_back_equal(tmp_path: Path) -> None:

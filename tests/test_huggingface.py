@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +18,21 @@ from torch import Tensor
 
 from published import MODELS
 from qurl_megatron.model import huggingface, weight_map
-from qurl_megatron.model.architecture import Architecture, ArchitectureError, trainable
+from qurl_megatron.model.architecture import (
+    Architecture,
+    ArchitectureError,
+    Family,
+    trainable,
+)
 from qurl_megatron.model.huggingface import (
     Weights,
     check_model,
     copy_beside_weights,
+    served_directory,
+    transformers_model,
     write_tensors,
 )
-from tiny import build_tiny_model
+from tiny import build_fp8_model, build_tiny_model, logits
 
 Change = Callable[[dict[str, Tensor]], object]
 WriteChanged = Callable[..., Path]
@@ -206,6 +214,83 @@ def test_a_quantization_that_is_null_is_none(write_changed: WriteChanged, field:
     (directory / "config.json").write_text(json.dumps({**config, field: {"bits": 4}}))
     with pytest.raises(ArchitectureError, match=f"is quantized already .{field} in its config"):
         check_model(directory)
+
+
+# Blocks of 128 end within the parts of two and four ranks, and at the ends of rows and columns.
+IN_FP8: dict[Family, dict[str, int]] = {
+    "qwen3": {"hidden_size": 200, "intermediate_size": 424, "head_dim": 72},
+    "llama": {"hidden_size": 136, "intermediate_size": 264, "head_dim": 34},
+    "qwen3_moe": {"hidden_size": 144, "moe_intermediate_size": 280, "num_experts": 2},
+}
+
+
+@pytest.mark.parametrize("family", IN_FP8)
+def test_fp8_in_blocks_is_read_as_sglang_reads_it_in_the_parts_of_any_rank(
+    family: Family, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_fp8, in_bf16 = build_fp8_model(tmp_path, family, **IN_FP8[family])
+    capsys.readouterr()
+    weights, expected = check_model(in_fp8), open_weights(in_bf16)
+    assert capsys.readouterr().err == f"qurl: {in_fp8}: its FP8 weights are read as BF16\n"
+    architecture = Architecture.from_directory(in_fp8)
+    assert architecture == Architecture.from_directory(in_bf16)
+    for rule in weight_map.rules(architecture):
+        for layer in rule.layers(architecture):
+            for tensor, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
+                whole = expected.read(name, ())
+                assert torch.equal(weights.read(name, ()), whole), name
+                for size in (2, 4):
+                    for rank in range(size):
+                        part = weight_map.part_index(rule, tensor, architecture, rank, size)
+                        assert torch.equal(weights.read(name, part), whole[part]), (name, part)
+    assert torch.equal(
+        *(logits(transformers_model(each, torch.bfloat16)) for each in (in_fp8, in_bf16))
+    )
+
+
+def test_a_server_is_not_told_of_the_fp8_that_its_learner_has_read(tmp_path: Path) -> None:
+    in_fp8, in_bf16 = build_fp8_model(tmp_path, "qwen3")
+    served = served_directory(in_fp8, tmp_path / "served")
+    for name in ("config.json", "tokenizer.json"):
+        assert json.loads((served / name).read_text()) == json.loads((in_bf16 / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("described", "change", "words"),
+    [
+        ({"activation_scheme": "static"}, None, "only FP8 in blocks is read"),
+        ({"weight_block_size": None}, None, "only FP8 in blocks is read"),
+        ({"quant_method": "mxfp8"}, None, "only FP8 in blocks is read"),
+        ({}, lambda t: t.pop(f"{DOWN}_scale_inv"), f"lacks tensor '{DOWN}_scale_inv'"),
+        ({"weight_block_size": [64, 64]}, None, r"'.*_scale_inv' of shape .*; its config.json imp"),
+        (
+            {},
+            lambda t: t.update({f"{DOWN}_scale_inv": t[f"{DOWN}_scale_inv"].to(torch.uint8)}),
+            f"has tensor '{DOWN}_scale_inv' in U8",
+        ),
+        (
+            {},
+            lambda t: t[f"{DOWN}_scale_inv"].fill_(torch.nan),
+            rf"'{DOWN}' holds nan at \[0, 0\]",
+        ),
+        ({}, lambda t: t.update({f"{NORM}_scale_inv": t[NORM].clone()}), "has unknown tensor"),
+    ],
+    ids=["static", "a scale a tensor", "other", "no scales", "blocks", "codes", "NaN", "unknown"],
+)
+def test_other_fp8_is_refused(
+    described: dict[str, Any], change: Change | None, words: str, tmp_path: Path
+) -> None:
+    model, _ = build_fp8_model(tmp_path, "qwen3")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] |= described
+    (model / "config.json").write_text(json.dumps(config))
+    tensors = load_file(model / "model.safetensors")
+    if change:
+        change(tensors)
+        save_file(tensors, model / "model.safetensors")
+    with pytest.raises(ArchitectureError, match=words) as refusal:
+        check_model(model)
+    assert "\n" not in str(refusal.value)
 
 
 def test_numbers_beyond_the_dtype_of_the_model_are_refused(write_changed: WriteChanged) -> None:

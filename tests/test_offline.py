@@ -18,7 +18,7 @@ from qurl_megatron.model import huggingface
 from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.quantization import offline, quantize
 from qurl_megatron.quantization.rounding import write_rounded
-from tiny import build_tiny_model, logits, random_model
+from tiny import build_fp8_model, build_tiny_model, logits, random_model
 
 torch.set_num_threads(1)
 FORMATS: tuple[WeightFormat, ...] = ("int8", "int4", "fp8", "fp8-tensor", "fp8-block")
@@ -86,6 +86,20 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
     AutoTokenizer.from_pretrained(destination)
     leftovers = {"job.json"} | {path.name for path in tmp_path.glob("*.partial")}
     assert not leftovers & {path.name for path in destination.iterdir()}
+
+
+def test_a_quantized_copy_of_fp8_in_blocks_is_that_of_what_is_read(tmp_path: Path) -> None:
+    in_fp8, in_bf16 = build_fp8_model(tmp_path, "qwen3_moe")
+    for weight_format in ("bf16", "int8"):
+        of_fp8, of_bf16 = (
+            tmp_path / f"{each.name} in {weight_format}" for each in (in_fp8, in_bf16)
+        )
+        offline.quantize_directory(in_fp8, of_fp8, weight_format, no_progress)
+        offline.quantize_directory(in_bf16, of_bf16, weight_format, no_progress)
+        written, expected = tensors_of(of_fp8), tensors_of(of_bf16)
+        assert written.keys() == expected.keys()
+        assert all(same_bytes(written[name], expected[name]) for name in expected)
+        assert (of_fp8 / "config.json").read_text() == (of_bf16 / "config.json").read_text()
 
 
 def test_a_smoothed_directory_computes_what_the_source_does(source: Path, tmp_path: Path) -> None:

@@ -176,6 +176,40 @@ def build_published_model(directory: Path, architecture: Family, **settings: Any
     return directory
 
 
+def build_fp8_model(directory: Path, architecture: Family, **settings: Any) -> tuple[Path, Path]:
+    """Write a model with random weights in FP8 as Qwen publishes one, and what SGLang reads there.
+
+    Sizes need not be multiples of a block's.
+    """
+    from safetensors.torch import load_file, save_file
+    from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
+
+    in_fp8, in_bf16 = (
+        build_tiny_model(directory / name, architecture, **settings) for name in ("fp8", "bf16")
+    )
+    tensors = load_file(in_fp8 / "model.safetensors")
+    read = dict(tensors)
+    torch.manual_seed(0)
+    for name, tensor in read.items():
+        if not name.endswith("_proj.weight"):
+            continue
+        codes = torch.randn(tensor.shape).to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)) * 0.2
+        tensors[name], tensors[f"{name}_scale_inv"] = codes, scales.to(tensor.dtype)
+        read[name] = block_quant_dequant(codes, scales.to(tensor.dtype), [128, 128], tensor.dtype)
+    save_file(tensors, in_fp8 / "model.safetensors", {"format": "pt"})
+    save_file(read, in_bf16 / "model.safetensors", {"format": "pt"})
+    config = json.loads((in_fp8 / "config.json").read_text())
+    config["quantization_config"] = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    (in_fp8 / "config.json").write_text(json.dumps(config))
+    return in_fp8, in_bf16
+
+
 def quantized(
     model_dir: Path,
     weight_format: str,

@@ -77,7 +77,7 @@ from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.memory.host import check_workers, settle_caches
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import check_model
+from qurl_megatron.model.huggingface import check_model, stored_block
 from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import show_progress, table_console
@@ -284,7 +284,7 @@ def served_model(
 
     Smoothing, if there is any, is by these prompts.
     """
-    if config.format == "bf16" and not config.adapters:
+    if config.format == "bf16" and not (config.adapters or stored_block(model_dir)):
         return model_dir
 
     def progress(done: int, total: int) -> None:

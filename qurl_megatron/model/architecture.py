@@ -525,12 +525,30 @@ def trainable(directory: Path) -> Architecture:
     refuse_adapters(directory)
     file = directory / "config.json"
     config = text_config(read_json(file), file)
-    if field := next((name for name in QUANTIZED if name in config), None):
+    field = next((name for name in QUANTIZED if name in config), None)
+    if field and not fp8_block(config):
         raise ArchitectureError(
-            f"'{directory}' is quantized already ({field} in its config.json); give the directory "
-            "it was made from"
+            f"'{directory}' is quantized already ({field} in its config.json), and only FP8 in "
+            "blocks is read; give the directory it was made from"
         )
     return architecture
+
+
+def fp8_block(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns of a block, if config.json describes FP8 with a scale for each.
+
+    Qwen3's FP8 checkpoints are of this kind. None: it describes no quantization, or another.
+    """
+    described = config.get("quantization_config")
+    if not isinstance(described, dict) or "compression_config" in config:
+        return None
+    kind = [described.get(name) for name in ("quant_method", "activation_scheme", "fmt")]
+    block = described.get("weight_block_size")
+    if kind[0] != "fp8" or kind[1] != "dynamic" or kind[2] not in (None, "e4m3"):
+        return None
+    if not isinstance(block, list) or len(block) != 2:
+        return None
+    return (block[0], block[1]) if all(type(size) is int and size > 0 for size in block) else None
 
 
 def refuse_adapters(directory: Path) -> None:

@@ -5,6 +5,7 @@ parameters in 17 files take a fraction of a second. The values of a small model 
 larger one, the learner rank that loads NaN or infinity finds them, while the servers start.
 """
 
+import functools
 import json
 import math
 import re
@@ -25,6 +26,7 @@ from qurl_megatron.model.architecture import (
     ADAPTER_CONFIG,
     Architecture,
     ArchitectureError,
+    fp8_block,
     read_json,
     refuse_adapters,
     text_config,
@@ -35,6 +37,7 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_BYTES_READ = 1024**3  # largest model whose values are read: about a second from a page cache
 ROWS_READ = 4096  # of an embedding at once
 _DTYPES = ("BF16", "F16", "F32")  # of stored weights, as safetensors spells them
+_FP8, _SCALES = "F8_E4M3", "_scale_inv"  # of codes, and what follows their name in that of scales
 # Of files that hold weights, in any library's format. Tokenizers are in others (.json, .model).
 _WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt"),
@@ -51,7 +54,10 @@ Progress = Callable[[int, int], None]
 
 
 class Weights:
-    """The weights in `model.safetensors`, or in the files of `model.safetensors.index.json`."""
+    """The weights in `model.safetensors`, or in the files of `model.safetensors.index.json`.
+
+    Those that are stored in FP8 with a scale for each block are read as BF16.
+    """
 
     def __init__(self, directory: str | Path, architecture: Architecture) -> None:
         """Read and check the names and shapes of all tensors, without their values.
@@ -62,6 +68,7 @@ class Weights:
         self._directory = Path(directory)
         self._is_tied = architecture.tie_word_embeddings
         self._is_half = stored_dtype(self._directory) == torch.float16
+        self.block = stored_block(self._directory)  # rows and columns; None: nothing is in FP8
         self._file_of = self._files_by_tensor()
         self.files = sorted(set(self._file_of.values()))
         self._open = {file: self._opened(file) for file in self.files}
@@ -84,19 +91,26 @@ class Weights:
                 if any(name.startswith(prefix) for name in self._file_of)
             ]
             self._names = {
-                f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name: name
-                for name in self._file_of
-                if not name.startswith(_LEFT_OUT)
+                _text_name(name): name for name in self._file_of if not name.startswith(_LEFT_OUT)
             }
         joins_experts = any(name.endswith(".experts.gate_up_proj") for name in self._names)
         self._places = {
             name: weight_map.in_file(name, architecture, joins_experts=joins_experts)
             for name in sorted(weight_map.hugging_face_names(architecture))
         }
-        expected = {place.name for place in self._places.values()}
+        shapes = {place.name: place.shape for place in self._places.values()}
+        expected = shapes.keys()
         # Some checkpoints store tensors that others determine.
         given = {name for name in self._names if not name.endswith("rotary_emb.inv_freq")}
         given -= {"lm_head.weight"} if architecture.tie_word_embeddings else set()
+        self._codes: set[str] = set()  # tensors in FP8; another one has the scales of their blocks
+        if self.block:
+            for name in expected & given:
+                if len(shapes[name]) > 1 and self._stored(name).get_dtype() == _FP8:
+                    *others, rows, columns = shapes[name]
+                    blocks = -(-rows // self.block[0]), -(-columns // self.block[1])
+                    shapes[name + _SCALES] = (*others, *blocks)
+                    self._codes.add(name)
         for problem, names in (("lacks", expected - given), ("has unknown", given - expected)):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -104,9 +118,9 @@ class Weights:
                     f"'{directory}' {problem} tensor '{min(names)}'{more}, according to its "
                     "config.json"
                 )
-        for name, expected_shape in {p.name: p.shape for p in self._places.values()}.items():
+        for name, expected_shape in shapes.items():
             stored = self._stored(name)
-            if stored.get_dtype() not in _DTYPES:
+            if stored.get_dtype() not in _DTYPES and name not in self._codes:
                 raise ArchitectureError(
                     f"'{directory}' has tensor '{name}' in {stored.get_dtype()}; weights must be "
                     f"in {', '.join(_DTYPES)}, not quantized"
@@ -177,6 +191,32 @@ class Weights:
         name = self._names[name]
         return self._open[self._file_of[name]].get_slice(name)
 
+    def _values(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
+        """Return a tensor of the files at `index`, or what its codes stand for, if it is finite."""
+        tensor = self._stored(name)[index]
+        if self.block and name in self._codes:
+            tensor = _dequantized(tensor, self._stored(name + _SCALES), index, self.block)
+        check_finite(self._directory / self._file_of[self._names[name]], name, tensor)
+        return tensor
+
+    def whole(self, stored: str) -> Tensor:
+        """Return the tensor that has the name `stored` in the files, as `read` does.
+
+        Raises:
+            ArchitectureError: it holds NaN or infinity.
+        """
+        name = _text_name(stored) if stored not in self._names else stored
+        return self._values(name, tuple(slice(0, size) for size in self._stored(name).get_shape()))
+
+    def names(self, file: str) -> list[str]:
+        """Return the tensors of a file that are not left out, and are no scales of codes."""
+        scales = {name + _SCALES for name in self._codes}
+        return [
+            stored
+            for name, stored in self._names.items()
+            if self._file_of[stored] == file and name not in scales
+        ]
+
     def read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """Return the full tensor `name` at `index`, in its stored dtype; only this part is read.
 
@@ -184,9 +224,8 @@ class Weights:
             ArchitectureError: it holds NaN or infinity, or would in the dtype of config.json.
         """
         place = self._places[name]
-        tensor = self._stored(place.name)[place.of_part(index)]
+        tensor = self._values(place.name, place.of_part(index))
         file = self._directory / self._file_of[self._names[place.name]]
-        check_finite(file, place.name, tensor)
         if self._is_half and tensor.numel() and not math.isfinite(tensor.half().abs().max()):
             raise ArchitectureError(
                 f"{file}: tensor '{place.name}' holds numbers beyond float16, the dtype of its "
@@ -233,6 +272,33 @@ class Weights:
         return sum((self._directory / file).stat().st_size for file in self.files)
 
 
+def _text_name(name: str) -> str:
+    """Return the name that a text-only model has for a tensor of a model of text and images."""
+    return f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
+
+
+def _dequantized(
+    codes: Tensor, scales: Any, index: tuple[int | slice, ...], block: tuple[int, int]
+) -> Tensor:
+    """Return codes times the scales of their blocks, in BF16.
+
+    Args:
+        codes: [..., rows, columns] float8, the part at `index` of a stored tensor.
+        scales: the stored [..., blocks of rows, blocks of columns], of which a part is read.
+        block: rows and columns of a block; a part may cut blocks, and the last ones may be smaller.
+    """
+    # For each row and column of the part, the number of its block.
+    numbers = [
+        torch.arange(part.start, part.stop) // size
+        for part, size in zip(index[-2:], block, strict=True)
+        if isinstance(part, slice)
+    ]
+    factors = scales[index[:-2]].float() if index[:-2] else scales[:].float()
+    for dim, blocks in zip((-2, -1), numbers, strict=True):
+        factors = factors.index_select(dim, blocks)
+    return factors.mul_(codes.float()).bfloat16()
+
+
 def check_model(directory: Path) -> Weights:
     """Check config.json and the weights of a model that will be trained or rewritten.
 
@@ -246,11 +312,18 @@ def check_model(directory: Path) -> Weights:
     weights.check_head()
     if weights.left_out:
         left_out = " and ".join(f"{prefix}*" for prefix in weights.left_out)
-        print(f"qurl: {directory}: only its text is used; {left_out} are left out", file=sys.stderr)
+        _say(f"qurl: {directory}: only its text is used; {left_out} are left out")
+    if weights.block:
+        _say(f"qurl: {directory}: its FP8 weights are read as BF16")
     if weights.num_bytes <= MAX_BYTES_READ:
         for name in weight_map.hugging_face_names(architecture):
             weights.read(name, ())
     return weights
+
+
+@functools.cache  # said once
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -294,15 +367,45 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
         )
 
 
+def transformers_model(directory: Path, dtype: torch.dtype) -> Any:
+    """Return transformers' model of a directory that `check_model` accepts."""
+    import transformers
+
+    weights = Weights(directory, Architecture.from_directory(directory))
+    if not weights.block:
+        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
+    # transformers reads FP8 with another library, and only whole blocks.
+    config = read_config(directory)
+    model_class = getattr(transformers, config["architectures"][0])
+    names = [name for file in weights.files for name in weights.names(file)]
+    return model_class.from_pretrained(
+        None,
+        config=model_class.config_class.from_dict(config),
+        state_dict={_text_name(name): weights.whole(name) for name in names},
+        dtype=dtype,
+    )
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the content of `config.json`, of a model of text and images that of its text part.
+
+    It describes the weights as they are read, so FP8 in blocks is left out of it.
 
     Raises:
         ArchitectureError: the file is missing, broken, or of an unsupported architecture.
     """
     Architecture.from_directory(directory)
     file = directory / "config.json"
-    return text_config(read_json(file), file)
+    config = text_config(read_json(file), file)
+    if fp8_block(config):
+        del config["quantization_config"]
+    return config
+
+
+def stored_block(directory: Path) -> tuple[int, int] | None:
+    """Return rows and columns of a block of FP8 that has a scale; None: no weights are in FP8."""
+    file = directory / "config.json"
+    return fp8_block(text_config(read_json(file), file))
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
@@ -347,7 +450,8 @@ def served_directory(source: Path, destination: Path) -> Path:
     """Return a directory of the model that SGLang can serve, if possible `source` itself.
 
     Otherwise `destination` is created, with links to the weights. SGLang accepts the names that
-    they have in a model of text and images.
+    they have in a model of text and images. FP8 weights are not described: it gets them from a
+    learner, in another format.
     """
     if read_config(source) == read_json(source / "config.json"):
         return source

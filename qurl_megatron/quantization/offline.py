@@ -41,12 +41,13 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import (
     Progress,
-    check_finite,
+    Weights,
     check_model,
     checkpoint_tensors,
     copy_beside_weights,
     read_config,
     stored_dtype,
+    transformers_model,
     write_index,
     write_tensors,
 )
@@ -195,9 +196,7 @@ def _scale(
 @torch.no_grad()
 def _compare_logits(source: Path, transform: uaq.Transform) -> Invariance:
     """Compare the logits of the model in `source` before and after `transform`."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model = transformers_model(source, torch.float32)
     stored = stored_dtype(source)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.vocab_size, (1, PROBE_TOKENS), generator=generator)
@@ -248,7 +247,8 @@ def rewrite_directory(
     if partial.is_symlink():
         raise ConfigError(f"{partial} is a link, and may lead elsewhere; remove it first")
     # An upper bound for a quantized copy, less the files of an interrupted call.
-    needed = weights.num_bytes - sum(path.stat().st_size for path in partial.glob("*.safetensors"))
+    needed = weights.num_bytes * (2 if weights.block else 1)
+    needed -= sum(path.stat().st_size for path in partial.glob("*.safetensors"))
     if free_bytes(partial) < needed:
         raise ConfigError(
             f"{destination}: needs up to {gigabytes(needed)} of disk, and has "
@@ -257,14 +257,14 @@ def rewrite_directory(
     _create_or_resume(partial, {"source": _fingerprint(source, files), **job})
 
     full_tensors = weights.full_tensors()
-    pieces = [piece for file in files for piece in _cut(source, file, weights.left_out)]
+    pieces = [piece for file in files for piece in _cut(weights, source, file)]
     file_of: dict[str, str] = {}
     done_bytes = 0
     for piece in pieces:
         written = partial / piece.written_file
         if not written.exists():
             try:
-                _write_piece(source, piece, rewrite, full_tensors, written)
+                _write_piece(weights, piece, rewrite, full_tensors, written)
             except ArchitectureError:  # a repeated call would fail as well
                 shutil.rmtree(partial)
                 raise
@@ -294,16 +294,11 @@ class _Piece:
     num_bytes: int = 0  # in float32, as they are rewritten
 
 
-def _cut(source: Path, file: str, left_out: Sequence[str]) -> list[_Piece]:
-    """Cut a source file into pieces of at most MAX_PIECE_BYTES, or of one larger tensor.
-
-    Names that begin with one of `left_out` are not read.
-    """
+def _cut(weights: Weights, source: Path, file: str) -> list[_Piece]:
+    """Cut a source file into pieces of at most MAX_PIECE_BYTES, or of one larger tensor."""
     pieces = [_Piece(file, written_file=file)]
     with safe_open(source / file, "pt") as opened:
-        for name in opened.keys():
-            if name.startswith(tuple(left_out)):
-                continue
+        for name in weights.names(file):
             num_bytes = 4 * math.prod(opened.get_slice(name).get_shape())
             if pieces[-1].names and pieces[-1].num_bytes + num_bytes > MAX_PIECE_BYTES:
                 pieces.append(_Piece(file, written_file=file))
@@ -316,7 +311,7 @@ def _cut(source: Path, file: str, left_out: Sequence[str]) -> list[_Piece]:
 
 
 def _write_piece(
-    source: Path,
+    weights: Weights,
     piece: _Piece,
     rewrite: Rewrite,
     full_tensors: Mapping[str, Mapping[str, weight_map.Place]],
@@ -324,16 +319,14 @@ def _write_piece(
 ) -> None:
     """Write the tensors of a piece; a tensor that holds no full tensor is copied unchanged."""
     written: dict[str, list[Tensor]] = {}
-    with safe_open(source / piece.source_file, "pt") as opened:
-        for stored in piece.names:
-            tensor = opened.get_tensor(stored)
-            check_finite(source / piece.source_file, stored, tensor)
-            if stored not in full_tensors:
-                written[stored] = [tensor]
-            for name, place in full_tensors.get(stored, {}).items():
-                for new_name, values in rewrite(name, tensor[place.where]).items():
-                    # Parts of one tensor of the source, and their scales, are joined again.
-                    written.setdefault(_PART.sub("", new_name), []).append(values)
+    for stored in piece.names:
+        tensor = weights.whole(stored)
+        if stored not in full_tensors:
+            written[stored] = [tensor]
+        for name, place in full_tensors.get(stored, {}).items():
+            for new_name, values in rewrite(name, tensor[place.where]).items():
+                # Parts of one tensor of the source, and their scales, are joined again.
+                written.setdefault(_PART.sub("", new_name), []).append(values)
     tensors = {
         name: torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
         for name, parts in written.items()

@@ -79,7 +79,7 @@ def start(
     locks[scratch_dir] = lock
     chosen = options(spec, seed=seed, host=host, port=port)
     architecture = _architecture(spec)
-    if architecture and architecture.is_hybrid:
+    if architecture and not (spec.loads and spec.weight_format != "bf16"):  # written for servers
         chosen["model_path"] = served_directory(spec.model, Path(scratch_dir) / "model")
     if gpus:
         chosen["base_gpu_id"] = gpus[0]

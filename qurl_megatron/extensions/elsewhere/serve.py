@@ -28,7 +28,7 @@ from qurl_megatron.extensions.elsewhere.key import read_key
 from qurl_megatron.files import check_output
 from qurl_megatron.machine.network import free_port
 from qurl_megatron.memory.host import settle_caches
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import trainable
 from qurl_megatron.rollout.preload import how_it_ended
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S
 from qurl_megatron.rollout.start import running
@@ -127,7 +127,7 @@ def run(config: ServeConfig) -> int:
 
 
 def _check(config: ServeConfig) -> None:
-    architecture = Architecture.from_directory(config.model)
+    architecture = trainable(Path(config.model))
     if config.max_length > architecture.max_position_embeddings:
         raise ConfigError(
             f"max_length={config.max_length}: the model has "

@@ -20,6 +20,7 @@ from qurl_megatron.config.keep import fused_layers, module_of
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.huggingface import transformers_model
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.activations import BLOCK, in_groups, quantize_tokens
 from qurl_megatron.quantization.smoothing import Maxima, Smoothing
@@ -169,12 +170,10 @@ class QuantizedModel:
         temperature: float = 1.0,
     ) -> None:
         """Load and quantize the model in a Hugging Face directory that `check_model` accepts."""
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
 
         architecture = Architecture.from_directory(directory)
-        # transformers' types do not fit each other.
-        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-        self.model = model.to(device()).eval()
+        self.model = transformers_model(directory, torch.bfloat16).to(device()).eval()
         self.model.generation_config = GenerationConfig(
             do_sample=True,
             top_k=0,
