@@ -300,6 +300,18 @@ def test_lags_count_from_the_version_that_is_trained_against() -> None:
     assert not batch.token_staleness[~batch.loss_mask].any()
 
 
+def test_a_batch_has_the_means_of_groups_only_where_an_objective_reads_them() -> None:
+    completions = [Completion([5] * n, [-1.0] * n, "", False, [1] * n) for n in (1, 2)]
+    groups = [
+        RolloutGroup(Prompt("", "", "", [4]), completions, each)
+        for each in ([0.0, 1.0], [3.0, 3.0])
+    ]
+    means = pack(groups, has_group_means=True).group_means
+    assert means is not None
+    assert means.tolist() == [0, 0.5, 0, 0, 0.5, 0, 3, 0, 0, 3]
+    assert pack(groups).group_means is None
+
+
 SEQUENCES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=8)
 
 

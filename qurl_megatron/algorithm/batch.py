@@ -155,7 +155,7 @@ class TrainBatch:
     behaviour_logprobs: Tensor | None = None  # [tokens] float32, from the engine that sampled them
     # [tokens] float32: a completion's reward at its last token, 0 elsewhere
     rewards: Tensor | None = None
-    # [tokens] float32: likewise the mean reward of the completion's group
+    # [tokens] float32: likewise the mean reward of the completion's group; None: nothing reads it
     group_means: Tensor | None = None
     advantages: Tensor | None = None  # [tokens] float32, 0 outside loss_mask; PPO: by critic
     loss_weights: Tensor | None = None  # [tokens] float32, normalized over the whole minibatch
@@ -232,12 +232,14 @@ def pack(
     version: int | None = None,
     *,
     leaves_out_truncated: bool = False,
+    has_group_means: bool = False,
 ) -> TrainBatch:
     """Lay groups out as one batch, in order: one sequence per completion, or per branch of it.
 
     `advantages[group][completion]` is given to every sampled token of that completion. `version` is
     the weight version trained against, from which staleness is counted; None: no staleness.
-    `leaves_out_truncated` leaves completions that a limit ended out of the loss.
+    `leaves_out_truncated` leaves completions that a limit ended out of the loss. With
+    `has_group_means` an objective can read the mean reward of each completion's group.
     """
     rows = [
         (sequence, sequence.prompt_ids(group.prompt), index, number)
@@ -256,7 +258,7 @@ def pack(
         ),
         behaviour_logprobs=(behaviour_logprobs := torch.zeros(ends[-1])),
         rewards=(rewards := torch.zeros(ends[-1])),
-        group_means=(group_means := torch.zeros(ends[-1])),
+        group_means=torch.zeros(ends[-1]) if has_group_means else None,
         token_staleness=(staleness := torch.zeros(ends[-1], dtype=torch.int32)),
     )
     for end, (sequence, prompt, index, number) in zip(ends, rows, strict=True):
@@ -268,7 +270,8 @@ def pack(
         batch.loss_mask[sampled] = True
         behaviour_logprobs[sampled] = torch.tensor(sequence.behaviour_logprobs)
         rewards[end - 1] = groups[index].rewards[number]
-        group_means[end - 1] = fmean(groups[index].rewards)
+        if batch.group_means is not None:
+            batch.group_means[end - 1] = fmean(groups[index].rewards)
         if version is not None:
             staleness[sampled] = version - torch.tensor(sequence.token_versions, dtype=torch.int32)
     recorded = [sequence.routed_experts for sequence, *_ in rows]

@@ -23,7 +23,7 @@ from qurl_megatron.algorithm.advantages import (
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.proof import check_differ
 from qurl_megatron.algorithm.score import mean_parts
-from qurl_megatron.config.schema import Config, RolloutConfig
+from qurl_megatron.config.schema import OBJECTIVES, Config, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import SharedError, from_rank_zero, rank
@@ -186,7 +186,11 @@ class Sampler:
         if estimator != "gae":
             advantages = group_advantages([group.rewards for group in self._groups], estimator)
         self._batch = pack(
-            self._groups, advantages, version, leaves_out_truncated=rollout.mask_truncated
+            self._groups,
+            advantages,
+            version,
+            leaves_out_truncated=rollout.mask_truncated,
+            has_group_means=self._config.objective.objective not in OBJECTIVES,
         )
         if estimator in WHITENED and self._batch.advantages is not None:
             self._batch.advantages = whiten(self._batch.advantages, self._batch.loss_mask)
