@@ -70,8 +70,12 @@ def copies(config: Config, place: Path) -> list[Given]:
         field: ",".join(_in_copy(each, place) for each in names)
         for field, names in functions.items()
     }
-    by_source = config.source_rewards
-    values["source_rewards"] = {key: _in_copy(each, place) for key, each in by_source.items()}
+    by_name = {
+        "source_rewards": config.source_rewards,
+        "evaluation.reward_of": config.evaluation.reward_of,
+    }
+    for field, rewards in by_name.items():
+        values[field] = {name: _in_copy(each, place) for name, each in rewards.items()}
     return [
         Given(field, values[field])
         for field, names in functions.items()
@@ -104,6 +108,7 @@ def _functions(config: Config) -> dict[str, list[str]]:
     return {
         "reward": config.rewards,
         "source_rewards": [*config.source_rewards.values()],
+        "evaluation.reward_of": [*config.evaluation.reward_of.values()],
         "objective.objective": [config.objective.objective],
         "rollout.agent": [config.rollout.agent],
         "model_builder": [config.model_builder],

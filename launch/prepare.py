@@ -26,7 +26,6 @@ from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
 from qurl_megatron.config.text import Given, leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
-from qurl_megatron.data.rewards import each_of
 from qurl_megatron.files import list_checkpoints, read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
@@ -36,7 +35,7 @@ from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory.host import check_host, check_shared_memory, check_workers
 from qurl_megatron.model import hub
-from qurl_megatron.report.metrics import OF_EVALUATION, StepMetrics
+from qurl_megatron.report.metrics import OF_EVALUATION, StepMetrics, measures
 from qurl_megatron.rollout import toolkit
 
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
@@ -228,7 +227,7 @@ def _check(
     `newest` is the run's newest checkpoint, if it has one. Return the summary of the data.
     """
     from qurl_megatron.data.prompts import check_saved, load_prompts, summarize
-    from qurl_megatron.data.scoring import check_reward
+    from qurl_megatron.data.scoring import check_rewards
     from qurl_megatron.model.huggingface import check_model
 
     architecture = validate(config)
@@ -238,7 +237,7 @@ def _check(
     if num_gpus is not None:
         _check_machine(config, num_gpus, node)
     _check_ends(config, given)
-    columns = check_reward(config)
+    columns = check_rewards(config)
     if config.objective.objective not in OBJECTIVES:
         field = f"objective.objective={config.objective.objective}"
         needed("user_objective", "user_objective", by=field).check_objective(config)
@@ -296,7 +295,7 @@ def _check_machine(config: Config, num_gpus: int, node: Node | None) -> None:
             check_shared_gpus(config, placed, node.gpu.memory_bytes)
     elif problem := unusable_gpus():
         raise ConfigError(problem)
-    check_workers(config.scoring_workers, len(each_of(config)))
+    check_workers(config)
     check_shared_memory(config)
 
 
@@ -307,18 +306,26 @@ def _check_ends(config: Config, given: Collection[str]) -> None:
             f"steps={config.steps}: epochs={config.epochs:g} sets it; leave it out, or give "
             "epochs=0 too"
         )
-    measures = {field.name for field in dataclasses.fields(StepMetrics)}
+    evaluation = config.evaluation
+    of_files = [
+        f"evaluation/{name}/{measure}/{number}"
+        for name in evaluation.data
+        for measure in measures(evaluation.k_of.get(name, evaluation.k))
+        for number in ("mean", "standard_error")
+    ]
+    others = {field.name for field in dataclasses.fields(StepMetrics)} - {"evaluation"}
     for name in config.stop_above:
-        if (measure := name.partition("/")[0]) not in measures:
-            close = difflib.get_close_matches(measure, measures, n=1)
+        measure = name.partition("/")[0]
+        if name not in of_files and measure not in others:
+            close = difflib.get_close_matches(name, [*others, *of_files], n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"stop_above.{name}: no such metric{meant}")
-        if measure in OF_EVALUATION and not config.evaluation.every_steps:
+        if measure in OF_EVALUATION and not evaluation.every_steps:
             raise ConfigError(
                 f"stop_above.{name}: evaluation.every_steps=0 measures it after the last step "
                 "only; give a number of steps"
             )
-        if measure.startswith("held_out") and not config.evaluation.held_out:
+        if measure.startswith("held_out") and not evaluation.held_out:
             raise ConfigError(
                 f"stop_above.{name}: no problem is held out; set evaluation.held_out_fraction and "
                 "evaluation.problems"

@@ -72,8 +72,8 @@ def make_paths_absolute(config: Config) -> None:
     _change_sources(config, change)
     config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
     config.reward = ",".join(map(absolute, config.rewards))
-    by_source = config.source_rewards
-    config.source_rewards = {source: absolute(name) for source, name in by_source.items()}
+    for by_name in (config.source_rewards, config.evaluation.reward_of):
+        by_name.update({name: absolute(reward) for name, reward in by_name.items()})
     config.model_builder = absolute(config.model_builder)
     config.objective.objective = absolute(config.objective.objective)
     config.rollout.agent = absolute(config.rollout.agent)

@@ -55,7 +55,8 @@ def status(run_dir: Path) -> str:
         return f"not started; {', '.join(jobs)}"
     steps = read_json_lines(run_dir / "metrics.jsonl", _Progress)
     done = steps[-1]["step"] if steps else 0
-    progress = f"step {done} of {load(run_dir / 'config.yaml').steps}"
+    config = load(run_dir / "config.yaml")
+    progress = f"step {done} of {config.steps}"
     saved = list_checkpoints(run_dir)
     checkpoint = f"newest checkpoint {saved[-1].name}" if saved else "no checkpoint"
     best = run_dir / "checkpoints" / "best"
@@ -63,7 +64,7 @@ def status(run_dir: Path) -> str:
         checkpoint += f", best {best.readlink()}"
         if scored := read_json_object(best / "state.json", _Scored):
             accuracy = accuracy_and_error(scored["accuracy"], scored.get("standard_error"))
-            checkpoint += f" ({accuracy})"
+            checkpoint += f" ({' '.join(filter(None, (config.checkpoint.best_by, accuracy)))})"
     running = ", ".join(jobs) or ("running here" if owner_of(run_dir) else "")
     running += server_counts(run_dir) if running else ""
     if is_finished(run_dir) and not running:

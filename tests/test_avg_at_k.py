@@ -166,7 +166,8 @@ def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: 
     data = tmp_path / "problems.jsonl"
     data.write_text("{}\n")
     model = build_tiny_model(tmp_path / "model")
-    config = EvalConfig(model=str(model), data=[str(data)], k=4, output=str(tmp_path / "eval"))
+    files = {"b": str(data), "a": str(data)}
+    config = EvalConfig(model=str(model), data=files, k=4, output=str(tmp_path / "eval"))
     output, console = Path(config.output), Console(file=(tmp_path / "said").open("w"))
 
     def refusal(**fields: Any) -> str:
@@ -187,6 +188,7 @@ def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: 
     (output / "answers_0.jsonl").touch()
     assert refusal() == refusal(scoring_workers=3, output=f"{tmp_path}/eval/.") == ""
     assert "k=8: " in refusal(k=8) and "with k=4; give that" in refusal(k=8)
+    assert "data=['a=" in refusal(data=dict(sorted(files.items())))  # whose answers are whose?
     interrupt(config)
     assert refusal() == ""
     with unfinished(config, "2026-01-31", console):
@@ -216,9 +218,10 @@ def test_the_command_continues_where_its_server_was_lost(
     monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
 
     def evaluate() -> None:
-        config = EvalConfig(
-            model=str(model), data=[str(data)], reward="exact", k=2, output=str(output)
-        )
+        config = EvalConfig(model=str(model), k=2, output=str(output))
+        config.data = {str(data): str(data), "more": str(data)}
+        config.reward, config.reward_weights = "exact, dapo", [1, 3]
+        config.k_of, config.reward_of = {"more": 0}, {"more": "gsm8k_flexible"}
         config.max_prompt_length = config.max_completion_length = 64
         check_output(config)
         run(config)
@@ -237,12 +240,18 @@ def test_the_command_continues_where_its_server_was_lost(
     assert out.endswith("and its answer, of reward 1:\n  | What is 0?\n  | 0\n")
     whole = read_answers(output / "answers_0.jsonl")
     assert list(whole) == [0, 1, 2] and kept.items() <= whole.items()
-    results = json.loads((output / "summary.json").read_text())["results"][str(data)]
-    assert (results["Avg@1"]["mean"], results["Avg@2 sampled"]["mean"]) == (
-        1.0,
-        pytest.approx(1 / 6),
-    )
-    assert sorted(path.name for path in output.iterdir()) == ["answers_0.jsonl", "summary.json"]
+    greedy = whole[0].greedy
+    assert (greedy.accuracy, greedy.parts["exact"], greedy.parts["dapo"]) == (1, 1, 0)
+    results = json.loads((output / "summary.json").read_text())["results"]
+    assert {name: [*averages] for name, averages in results.items()} == {
+        str(data): ["Avg@1", "Avg@2 sampled"],
+        "more": ["Avg@1"],
+    }
+    assert results[str(data)]["Avg@1"]["mean"] == results["more"]["Avg@1"]["mean"] == 1
+    assert results[str(data)]["Avg@2 sampled"]["mean"] == pytest.approx(1 / 6)
+    answers = ["answers_0.jsonl", "answers_1.jsonl"]
+    assert sorted(path.name for path in output.iterdir()) == [*answers, "summary.json"]
+    assert [*read_answers(output / answers[1])[0].greedy.parts] == ["accuracy"]
     with pytest.raises(ConfigError, match="exists; choose another directory"):
         evaluate()
 
@@ -255,6 +264,7 @@ def test_a_run_ends_with_a_command_that_reads_its_data_as_it_did(
     rollout.max_completion_length = 9
     fields: dict[str, Any] = {"question_key": "text", "chat_template_options": options}
     fields["data_options"] = {"min_digits": 1, "operators": ["+", "-"]}
+    fields |= {"reward": "exact,b.py:f", "reward_weights": [1, 0.5]}
     run_log(tmp_path / "run", data="a.jsonl", rollout=rollout, **fields).say_results()
     command = capsys.readouterr().out.replace("\n", " ").rpartition("its answers: ")[2]
     _, *words = shlex.split(command)

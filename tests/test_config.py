@@ -225,6 +225,7 @@ def test_critic_has_its_own_layout_on_the_policy_ranks() -> None:
 FIXED = """
     model=other learner.dtype=float32 critic.model=other quantization.uaq.scale=2
     quantization.uaq.through_up=true advantage_estimator=gae data=other.jsonl data_options.size=7
+    data_weights=2 checkpoint.best_by=aime
     question_key=text answer_key=text overlong_prompts=refuse rollout.max_prompt_length=9 seed=1
     shuffle=false incomplete=drop system_prompt=Think. chat_template_options.enable_thinking=false
     ignore_media=true template_date=2024-02-29
@@ -479,6 +480,8 @@ NUMBERS = [
 WITHIN_DICTS = {  # the word that gives a number in a dict
     "quantization.uaq.layer_scales": "quantization.uaq.layer_scales.0={}",
     "stop_above": "stop_above.reward_mean={}",
+    "evaluation.k_of": "evaluation.k_of.a={}",
+    "k_of": "k_of.a={}",
     "rollout.stages": "rollout.stages.{}={{max_completion_length: 9, completions_per_prompt: 9}}",
     "rollout.stages.max_completion_length": (
         "rollout.stages.9={{max_completion_length: {}, completions_per_prompt: 9}}"

@@ -137,7 +137,8 @@ def test_every_field_that_is_named_exists(page: Path) -> None:
     fields = {*leaf_values(Config())}
     parts = {field.rpartition(".")[0] for field in fields} - {""}
     parts |= {part.partition(".")[0] for part in parts}
-    tables = {"evaluation.data", "quantization.uaq.layer_scales", "rollout.stages"}
+    tables = {"evaluation.data", "evaluation.k_of", "evaluation.reward_of"}
+    tables |= {"quantization.uaq.layer_scales", "rollout.stages"}
     tables |= {"rollout.server.options", "evaluation.server.options"}
     tables |= {"rollout.server.environment", "evaluation.server.environment"}
     pattern = rf"(?<![\w./-])((?:{'|'.join(parts)})\.[a-z_][\w.]*\w)(?![\w/(])"

@@ -23,7 +23,7 @@ from qurl_megatron.cli import app
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import DGX_H100, Node
 from qurl_megatron.config.nodes import server_specs
-from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
+from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError, EvaluationConfig
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.text import Given, with_overrides
 from qurl_megatron.launch import code_copy, experiment, local, nemo, status
@@ -373,6 +373,10 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
     of_sources = {"a.b": "own/mine.py:reward", "c": "math"}
     (copied,) = code_copy.copies(Config(source_rewards=of_sources), code)
     assert copied == Given("source_rewards", {"a.b": reward, "c": "math"})
+    of_sets = EvaluationConfig(reward_of={"d": "own/mine.py:reward"})
+    assert code_copy.copies(Config(evaluation=of_sets), code) == [
+        Given("evaluation.reward_of", {"d": reward})
+    ]
     for function in (reward, given["model_builder"]):
         copy = Path(function.partition(":")[0])
         assert copy.is_relative_to(code) and "changed" not in copy.read_text()

@@ -174,13 +174,21 @@ def test_a_metric_above_its_limit_ends_the_run_and_is_in_the_summary(tmp_path: P
     assert summary["reached"] == {"evaluation/aime/Avg@1/mean": 0.4}
 
 
-def test_the_score_of_an_evaluation_is_held_out_accuracy_or_the_mean_over_files() -> None:
-    assert Evaluation().score is None
-    files = evaluation(0.5).files | {
-        "gsm8k": {"Avg@1": {"mean": 0.9}, "Avg@4 sampled": {"mean": 0.7}}
+def test_the_score_of_an_evaluation_is_held_out_accuracy_the_mean_over_files_or_that_of_one() -> (
+    None
+):
+    def average(mean: float, error: float) -> dict[str, float]:
+        return {"mean": mean, "standard_error": error}
+
+    assert Evaluation().score() == (None, None)
+    files = {
+        "aime": {"Avg@1": average(0.5, 0.03)},
+        "gsm8k": {"Avg@1": average(0.9, 0.0), "Avg@4 sampled": average(0.7, 0.04)},
     }
-    assert Evaluation(0.25, files).score == 0.25
-    assert Evaluation(None, files).score == pytest.approx(0.6)
+    assert Evaluation(0.25, files, 0.1).score() == (0.25, 0.1)
+    assert Evaluation(None, files).score() == pytest.approx((0.6, 0.025))
+    assert Evaluation(0.25, files, 0.1).score("gsm8k") == (0.7, 0.04)
+    assert Evaluation(0.25, files, 0.1).score("aime") == (0.5, 0.03)
 
 
 def test_the_parts_of_a_run_are_one_run_of_weights_and_biases_in_its_directory(

@@ -14,6 +14,7 @@ from qurl_megatron.config.schema import (
     STOPPED_EARLY,
     Config,
     ConfigError,
+    EvaluationConfig,
     ObjectiveConfig,
     RolloutConfig,
 )
@@ -77,10 +78,12 @@ def test_functions_of_a_user_are_found_from_any_working_directory(tmp_path: Path
         model_builder="models.py:build",
         objective=ObjectiveConfig(objective="losses.py:loss"),
         rollout=RolloutConfig(agent="agents.py:agent"),
+        evaluation=EvaluationConfig(reward_of={"tests": "judge.py:test"}),
     )
     make_paths_absolute(config)
     assert config.reward == f"{tmp_path}/judge.py:score,math"
     assert config.source_rewards == {"puzzles": f"{tmp_path}/judge.py:puzzle", "sums": "math"}
+    assert config.evaluation.reward_of == {"tests": f"{tmp_path}/judge.py:test"}
     assert config.model_builder == f"{tmp_path}/models.py:build"
     assert config.objective.objective == f"{tmp_path}/losses.py:loss"
     assert config.rollout.agent == f"{tmp_path}/agents.py:agent"

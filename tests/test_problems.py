@@ -116,7 +116,7 @@ def test_an_answer_that_is_the_text_of_an_object_is_no_mathematics(
     rows = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
     data = write_lines(tmp_path / "a.jsonl", *rows)
     source = read_problems(data, {})
-    keep_verifiable({"data": source}, Config(reward=reward), drops="data")
+    keep_verifiable({"": source}, Config(reward=reward))
     assert [each.answer for each in source.problems] == answers[len(DATA_AS_TEXT) :]
     (reasons,) = source.dropped.values()
     assert len(reasons) == len(DATA_AS_TEXT)
@@ -132,7 +132,7 @@ def test_answers_among_words_are_counted(tmp_path: Path) -> None:
     data = write_lines(tmp_path / "a.jsonl", *rows)
     for reward, noted in {"math": True, "deepscaler": True, "dapo": True, "exact": False}.items():
         source = read_problems(data, {})
-        keep_verifiable({"data": source}, Config(reward=reward))
+        keep_verifiable({"a": source}, Config(reward=reward))
         note = f"2 answers are a number among words, .* reward {reward}; .* line 1: '18 wolves'"
         assert len(source.notes) == noted
         assert not noted or re.search(note, source.notes[0])
@@ -585,7 +585,7 @@ def test_line_that_reasoning_gym_cannot_score_is_refused_and_its_number_is_named
     entry = reasoning_gym.create_dataset("countdown", size=1, seed=0)[0]
     source = read_problems(write_lines(tmp_path / "a.jsonl", entry, GOOD), {})
     with pytest.raises(DataError, match="line 2: no metadata.source_dataset"):
-        keep_verifiable({"data": source}, Config(reward="reasoning_gym"))
+        keep_verifiable({"a": source}, Config(reward="reasoning_gym"))
 
 
 SPELL_BACKWARD = "reasoning_gym:spell_backward"

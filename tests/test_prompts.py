@@ -128,7 +128,7 @@ def test_no_question_of_an_evaluation_file_is_trained_on(config: Config, tmp_pat
     config.evaluation.data = {"b": tests}
     train, held_out, files, sources = load(config)
     assert len(files["b"]) == 51
-    dropped = sources["data"].dropped["is in evaluation.data too"]
+    dropped = sources[""].dropped["is in evaluation.data too"]
     assert len(train) + len(held_out) + len(dropped) == 60
     assert 0 < len(train) < 10 and held_out
     assert not {p.question for p in train} & {f"{n} Plus 1?" for n in range(50)}
@@ -157,16 +157,20 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
     train, _, files, sources = load(config)
     assert len(train) == 50 and len(files["b"]) == 2
     unreadable = "the answer '\\\\int' cannot be read as LaTeX"
-    assert sources["data"].dropped == {
+    assert sources[""].dropped == {
         "has an answer that reward math cannot compare": [
             f"{data} line 51: {unreadable}",
             f"{data} line 52: the answer '2x+3y=' cannot be read as LaTeX",
         ]
     }
-    assert sources["evaluation.data.b"].notes == [
+    assert sources["b"].notes == [
         "1 answers cannot be compared by reward math, and only their exact text is right; the "
         f"first is {tests} line 2: {unreadable}"
     ]
+    config.evaluation.reward_of = {"b": "exact"}  # which can compare any text
+    assert not load(config).sources["b"].notes
+    config.evaluation.reward_of = {"b": "mine.py:reward"}
+    assert load(config).files["b"][1].columns == bad[0]
     config.source_rewards = {"none": "exact"}
     with pytest.raises(
         DataError, match="^source_rewards.none: no entry has this data_source; they"
@@ -178,7 +182,7 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
     by_source.evaluation.held_out_fraction = 0.0
     kept = load(by_source)
     assert [prompt.answer for prompt in kept.train] == ["10", "\\int"]
-    (lost,) = kept.sources["data"].dropped.values()
+    (lost,) = kept.sources[""].dropped.values()
     assert lost == [f"{mixed} line 3: the answer '2x+3y=' cannot be read as LaTeX"]
     config.source_rewards = {}
     config.reward = "exact, mine:reward, math"
@@ -226,7 +230,7 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
     loaded = load(config)
     assert len(loaded.train) + len(loaded.held_out) == 61
     reason = "has more than 10 tokens (rollout.max_prompt_length)"
-    assert loaded.sources["data"].dropped == {
+    assert loaded.sources[""].dropped == {
         reason: [f"{config.data} line {number}" for number in (61, 63)]
     }
     assert load(config) == loaded  # the learner reads it again
@@ -246,7 +250,7 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
         found = load(config)
         assert [text(each) for each in found.train] == ["7 + 1?", cut]
         assert found.train[1].question == question
-        assert found.sources["data"].notes == [f"cut to 10 tokens, at the {side}: 1 prompts"]
+        assert found.sources[""].notes == [f"cut to 10 tokens, at the {side}: 1 prompts"]
     config.overlong_prompts, config.rollout.max_prompt_length = "drop", 3
     with pytest.raises(DataError, match=r"c\.jsonl: every prompt has more than .* the shortest 6;"):
         load(config)
@@ -324,7 +328,7 @@ def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_el
     texts = map(text, after.train + after.held_out)
     own = [each for each in texts if not each.startswith("<system>Be brief.<user>")]
     assert own == ["<system>Own.<user>3 + 3?<assistant>"]
-    assert after.sources["data"].kept_system_prompts == 1
+    assert after.sources[""].kept_system_prompts == 1
     with pytest.raises(DataError, match="line 1: a chat of 2 messages.*and no system_prompt"):
         load(config)
 

@@ -1,5 +1,6 @@
 """The runs of README and of a laptop start: as they are printed, up to the servers."""
 
+import json
 import re
 import shlex
 import textwrap
@@ -61,6 +62,26 @@ def test_the_run_of_a_real_model_starts(tmp_path: Path, monkeypatch: pytest.Monk
     model = build_tiny_model(tmp_path / "model", "llama")
     summary = run(f"{block('## A real model').strip()} --dry-run model={model}")
     assert "held out" in summary and re.search(r"\d+ [-+*] \d+", summary)
+
+
+def test_a_file_that_says_much_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = build_tiny_model(tmp_path / "model", "llama")
+    heading = (
+        "Each of several files may have its own k and reward, as in this `my.yaml`, which also"
+    )
+    Path("my.yaml").write_text(block(f"{heading} shows what else a file can say:", OWN_MODEL))
+    Path("rewards.py").write_text(
+        "def brief(completion, problem):\n    return -len(completion)\n\n"
+        "def names(completion, problem):\n    return problem.answer in completion\n"
+    )
+    cities = {"question": "The capital of Spain?", "answer": "Madrid", "data_source": "capitals"}
+    Path("capitals.jsonl").write_text(json.dumps(cities))
+    Path("cities.csv").write_text("question,answer\nThe capital of Peru?,Lima\n")
+    Path("sums.jsonl").write_text("\n".join(good_problems(3)))
+    summary = run(f".venv/bin/qurl train my.yaml --dry-run model={model}")
+    assert "evaluation.data.cities: cities.csv\n  1 entries: 1 to evaluate on" in summary
+    assert "evaluation.data.sums: sums.jsonl\n  3 entries: 3 to evaluate on" in summary
 
 
 def test_the_run_of_a_laptop_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,12 @@ FIELDS = rows(r"""
     stop_above={reward: 1}                  stop_above.reward: no such metric; did you mean reward_m
     stop_above.held_out_accuracy=0.9 & evaluation.every_steps=0  measures it after the last step
     stop_above.held_out_accuracy=0.9 & evaluation.problems=0  no problem is held out; set evaluation
+    stop_above.evaluation/a/Avg@1/mean=1 & evaluation.data.b=problems.jsonl  did you mean evaluation
+    evaluation.k_of.a=4 & evaluation.data.b=problems.jsonl  has no such name; it has b
+    evaluation.reward_of.a=math             evaluation.reward_of.a: evaluation.data has no such name
+    evaluation.reward_of.a=maths            evaluation.reward_of.a=maths: no such verifier
+    evaluation.reward_of.b=none.py:f & evaluation.data.b=problems.jsonl  none.py: no such file
+    checkpoint.best_by=a                    evaluation.data has no such name; it has none
     source_rewards={gsm8k: maths}           source_rewards.gsm8k=maths: no such verifier; there are
     source_rewards=math                     not of the form {key: value}
     source_rewards={gsm8k: math}            source_rewards.gsm8k: no entry has this data_source; the
@@ -444,6 +450,8 @@ COMMANDS = rows("""
     agent json:dumps --model model --data problems.jsonl reward=exact  reward=exact: qurl agent sh
     eval model no_such.jsonl max_prompt_length=99 max_completion_length=99  no_such.jsonl
     eval model problems.jsonl k=-1                 k=-1
+    eval model problems.jsonl k_of.a=2             data has no such name; it has problems.jsonl
+    eval model problems.jsonl reward=math,dapo reward_weights=1  there are 2 rewards
     eval model problems.jsonl format=int3          format=int3
     eval model problems.jsonl format=fp8-block     blocks of fp8-block are 128 wide
     eval model problems.jsonl group_size=32        group_size=32: format bf16 has no groups

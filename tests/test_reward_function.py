@@ -16,11 +16,12 @@ import psutil
 import pytest
 
 from problem_files import submit
+from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.data.rewards import absolute
-from qurl_megatron.data.scoring import Scorer, check_reward
+from qurl_megatron.data.scoring import Scorer, check_reward, scoring
 from qurl_megatron.launch.prepare import prepare_new
 
 UNTAUGHT = "model_builder=qurl_megatron.recipes.quickstart:build_model"
@@ -167,6 +168,21 @@ def test_an_entry_has_the_reward_of_its_data_source_in_place_of_the_first(functi
     assert score.value == 9 and score.parts.keys() == {
         *("accuracy", "gsm8k_flexible", "gsm8k_flexible.accuracy", "number")
     }
+
+
+def test_an_evaluation_set_has_a_reward_of_its_own_in_place_of_all_others(functions: Path) -> None:
+    weighted = config(functions, "number")
+    weighted.reward, weighted.reward_weights = f"exact,{weighted.reward}", [2, 3]
+    weighted.source_rewards = {"sums": "gsm8k_flexible"}
+    weighted.evaluation.reward_of = {"letters": f"{functions}:parts", "other": "exact"}
+    question = Prompt("0", "How many?", "42", [1], {"level": 3}, (), {"data_source": "sums"})
+    answers = [Completion([1], [0.0], "it is 42", truncated=False, token_versions=[1])]
+
+    with scoring(weighted) as score_of:
+        names = ("", "unnamed", "letters", "other")
+        found = [score_of(name)(question, answers).result(timeout=60)[0] for name in names]
+    assert [score.value for score in found] == [2 * 1 + 3 * 8, 2 * 1 + 3 * 8, 0.5, -1]
+    assert [*found[2].parts] == ["accuracy", "level"] and [*found[3].parts] == ["accuracy"]
 
 
 @pytest.mark.parametrize("name", ["moody", "moody_async"])

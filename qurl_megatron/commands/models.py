@@ -167,7 +167,7 @@ def evaluate(
     from qurl_megatron.config.text import with_overrides
     from qurl_megatron.evaluation import avg_at_k
 
-    data = [word for word in words if "=" not in word]
+    data = {word: word for word in words if "=" not in word}
     settings = [word for word in words if "=" in word]
     config = with_overrides(avg_at_k.EvalConfig(model=found_model(model), data=data), settings)
     avg_at_k.check(config)

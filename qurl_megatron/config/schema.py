@@ -677,6 +677,14 @@ class EvaluationConfig:
     k: SequencesOrZero = 0
     """Number of answers sampled to each problem of these files, for Avg@k. 0: Avg@1 only."""
 
+    k_of: dict[DataName, SequencesOrZero] = dataclasses.field(default_factory=dict)
+    """`k` of some of these files, by their names in `data`."""
+
+    reward_of: dict[DataName, RewardName] = dataclasses.field(default_factory=dict)
+    """Rewards of some of these files, by their names in `data`, in place of the run's. A file's
+    averages are of its reward's `accuracy`; of a function that gives no such number, of the reward
+    itself."""
+
     temperature: Temperature = 1.0
     """Sampling temperature of the answers for Avg@k."""
 
@@ -722,9 +730,12 @@ class CheckpointConfig:
 
     keep_best: bool = True
     """Also keep the checkpoint of the best evaluation, as `checkpoints/best`, and save one whenever
-    an evaluation is better than all before it. The score is `held_out_accuracy`, or without it the
-    mean over `evaluation.data`. Of checkpoints within two standard errors of the highest score the
-    newest is the best."""
+    an evaluation is better than all before it. Of checkpoints within two standard errors of the
+    highest score the newest is the best."""
+
+    best_by: Text = ""
+    """Name in `evaluation.data` of the file whose average is the score: Avg@k, or Avg@1 if its k is
+    0. Empty: `held_out_accuracy`, or without it the mean over `evaluation.data`."""
 
 
 @dataclasses.dataclass

@@ -52,7 +52,7 @@ _FIXED = {
     "advantage_estimator": "its checkpoints were made with or without a critic",
     "critic.model": _SAVED_IN_WEIGHTS,
     "quantization.uaq": _SAVED_IN_WEIGHTS,
-    "data": _SETS_DATA_ORDER,  # and data_options
+    "data": _SETS_DATA_ORDER,  # and data_options, data_weights
     "question_key": _SETS_DATA_ORDER,
     "answer_key": _SETS_DATA_ORDER,
     "incomplete": _SETS_DATA_ORDER,
@@ -68,6 +68,7 @@ _FIXED = {
     "evaluation.problems": "its accuracies so far are over them",  # and 0 holds none out
     "evaluation.quantized": "its accuracies so far are of the other copy",
     "evaluation.data": _SETS_DATA_ORDER,  # training leaves out its questions
+    "checkpoint.best_by": "its best checkpoint so far was chosen by it",
     "name": "is stored under it",
     "output_dir": "is stored there",
 }
@@ -366,7 +367,7 @@ def _validate_fields(config: Config) -> None:
     """Check the fields that must fit each other whatever the model is."""
     rollout, quantization = config.rollout, config.quantization
     _check_schedule(config.optimizer, "optimizer")
-    _check_rewards(config)
+    check_rewards_fit(config)
     num_servers = rollout.servers + len(rollout.servers_at)
     if not num_servers:
         raise ConfigError("rollout.servers=0: no server samples; give some, or rollout.servers_at")
@@ -436,6 +437,7 @@ def _validate_fields(config: Config) -> None:
             "machines; set it to broadcast or auto"
         )
 
+    check_sets(config.evaluation, "evaluation.")
     if HELD_OUT in config.evaluation.data:
         raise ConfigError(
             f"evaluation.data.{HELD_OUT}: this name is reserved for held-out problems of the run's "
@@ -445,6 +447,12 @@ def _validate_fields(config: Config) -> None:
         raise ConfigError(
             "data=: missing; give a .jsonl or .parquet file, a dataset directory, a dataset of the "
             "Hub such as openai/gsm8k:main, or reasoning_gym:TASK"
+        )
+    best_by = config.checkpoint.best_by
+    if best_by and best_by not in config.evaluation.data:
+        raise ConfigError(
+            f"checkpoint.best_by={best_by}: evaluation.data has no such name; it has "
+            f"{', '.join(config.evaluation.data) or 'none'}"
         )
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
@@ -486,8 +494,12 @@ def _validate_stage(config: Config, first_step: int) -> int:
     return completions
 
 
-def _check_rewards(config: Config) -> None:
-    """Check that the rewards of an entry have names of their own in metrics, and their weights."""
+def check_rewards_fit(config: Config) -> None:
+    """Check that the rewards of an entry have names of their own in metrics, and their weights.
+
+    Raises:
+        ConfigError: two have the same name, or there are not as many weights.
+    """
     others = [reward_title(each) for each in config.rewards[1:]]
     firsts = {f"reward={config.reward}": config.rewards[0]}
     firsts |= {f"source_rewards.{key}={name}": name for key, name in config.source_rewards.items()}
@@ -508,6 +520,23 @@ def _check_rewards(config: Config) -> None:
             f"reward_weights={config.reward_weights}: there are {len(config.rewards)} rewards; "
             "give one weight for each"
         )
+
+
+def check_sets(config: Any, section: str = "") -> None:
+    """Check that `k_of` and `reward_of` of an `EvaluationConfig` or `EvalConfig` name its `data`.
+
+    `section` stands before these fields in the error message, such as `evaluation.`.
+
+    Raises:
+        ConfigError: they have another name; the message lists those of `data`.
+    """
+    for field in ("k_of", "reward_of"):
+        for name in getattr(config, field):
+            if name not in config.data:
+                raise ConfigError(
+                    f"{section}{field}.{name}: {section}data has no such name; it has "
+                    f"{', '.join(config.data) or 'none'}"
+                )
 
 
 def _check_schedule(optimizer: OptimizerConfig, section: str) -> None:

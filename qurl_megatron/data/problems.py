@@ -71,7 +71,7 @@ from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 from qurl_megatron.algorithm.score import Question, texts_of
 from qurl_megatron.config.schema import Config, Unusable
-from qurl_megatron.data.rewards import each_of, names_for
+from qurl_megatron.data.rewards import each_of, names_for, of_set
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import has_other_words, reasoning_gym_tasks
 from qurl_megatron.model import hub
@@ -233,31 +233,30 @@ def read_problems(
     return source
 
 
-def keep_verifiable(sources: Mapping[str, Source], config: Config, *, drops: str = "") -> None:
+def keep_verifiable(sources: Mapping[str, Source], config: Config) -> None:
     """Find problems that no completion could solve, and record them in their sources.
 
-    The source that `drops` names loses them. In others they stay, and only a completion with the
-    exact text of the answer is right. All sources are checked together, because the processes that
-    check them take seconds to start.
+    Training data, the source `""`, loses them. In evaluation sets, sources by their names, they
+    stay, and only a completion with the exact text of the answer is right. All sources are checked
+    together, because the processes that check them take seconds to start.
 
     Raises:
         ConfigError: the reward cannot be loaded.
         DataError: no problem of a source can be solved, or one of reasoning_gym cannot, whose entry
             then lacks what its scorer needs.
     """
-    for each in each_of(config):
+    scored = {name: of_set(config, name) for name in sources}
+    rewards = {each.reward: each for of_source in scored.values() for each in each_of(of_source)}
+    for each in rewards.values():
         asked = {
-            name: [p for p in source.problems if each.reward in names_for(config, p.asked)]
+            name: [p for p in source.problems if each.reward in names_for(scored[name], p.asked)]
             for name, source in sources.items()
         }
-        _keep_verifiable_by(each, sources, asked, drops)
+        _keep_verifiable_by(each, sources, asked)
 
 
 def _keep_verifiable_by(
-    config: Config,
-    sources: Mapping[str, Source],
-    problems: Mapping[str, list[Problem]],
-    drops: str,
+    config: Config, sources: Mapping[str, Source], problems: Mapping[str, list[Problem]]
 ) -> None:
     """Check the `problems` of each source that the only reward of `config` scores."""
     every = itertools.chain.from_iterable(problems.values())
@@ -280,7 +279,7 @@ def _keep_verifiable_by(
             continue
         if config.reward == "reasoning_gym" or len(reasons) == len(asked):
             raise DataError(reasons[0])
-        if name == drops:
+        if not name:
             lost = {problem.location for problem, reason in asked if reason}
             source.problems = [each for each in source.problems if each.location not in lost]
             source.dropped[f"has an answer that reward {config.reward} cannot compare"] += reasons

@@ -7,7 +7,6 @@ Invariants:
 - No question that a run is evaluated on is trained on, whatever its case and spacing.
 """
 
-import functools
 import hashlib
 import math
 import random
@@ -29,7 +28,7 @@ from qurl_megatron.data.problems import (
     parts_of,
     read_problems,
 )
-from qurl_megatron.data.rewards import is_user_function, reads_entries
+from qurl_megatron.data.rewards import is_user_function, of_set, reads_entries
 from qurl_megatron.model.chat_template import TemplateError, knows_developer, render
 from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
 
@@ -45,11 +44,15 @@ class PromptSet(NamedTuple):
     train: list[Prompt]
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]  # prompts of evaluation.data, by name
-    sources: dict[str, Source] = {}  # what was read and dropped, by field of config
+    sources: dict[str, Source] = {}  # what was read and dropped, by name of file; "": training
 
 
-def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) -> PromptSet:
-    """Read, tokenize and split the data of a run, whose entries must have the fields `columns`.
+def load_prompts(
+    config: Config, tokenizer: Any, columns: Mapping[str, Collection[str]] = {}
+) -> PromptSet:
+    """Read, tokenize and split the data of a run.
+
+    Its entries must have the fields `columns`, as `check_rewards` returns them.
 
     Problems whose answer the verifier cannot read are left out of `config.data`. So are prompts
     that are too long, if `config.overlong_prompts` says so. In `config.evaluation.data` such
@@ -58,52 +61,56 @@ def load_prompts(config: Config, tokenizer: Any, columns: Collection[str] = ()) 
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    read = functools.partial(read_problems, seed=config.seed)
-    fields = Fields(
-        config.question_key,
-        config.answer_key,
-        incomplete=config.incomplete,
-        ignores_media=config.ignore_media,
-        for_function=is_user_function(config) or bool(config.rollout.agent),
-        keeps_entries=reads_entries(config),
-        columns=() if config.rollout.agent else columns,
-    )
+    has_agent = bool(config.rollout.agent)
+
+    def read(data: str, options: Mapping[str, Any], name: str = "") -> Source:
+        scored = of_set(config, name)
+        fields = Fields(
+            config.question_key,
+            config.answer_key,
+            required=not name,
+            incomplete=config.incomplete,
+            ignores_media=config.ignore_media,
+            for_function=is_user_function(scored) or has_agent,
+            keeps_entries=reads_entries(scored),
+            columns=() if has_agent else columns.get(name, columns.get("", ())),
+        )
+        return read_problems(data, options, seed=config.seed, fields=fields)
+
     num_parts, weights = len(parts_of(config.data)), config.data_weights
     if len(weights) not in (0, num_parts):
         raise DataError(
             f"data_weights={weights}: data has {num_parts} sources; give one weight for each"
         )
-    sources = {"data": read(config.data, config.data_options, fields=fields)}
-    for name, data in config.evaluation.data.items():
-        sources[f"evaluation.data.{name}"] = read(data, {}, fields=fields._replace(required=False))
+    sources = {"": read(config.data, config.data_options)}
+    sources |= {name: read(data, {}, name) for name, data in config.evaluation.data.items()}
     known = {problem.asked.source for each in sources.values() for problem in each.problems}
     if unknown := next((each for each in config.source_rewards if each not in known), None):
         raise DataError(
             f"source_rewards.{unknown}: no entry has this data_source; they have "
             f"{', '.join(sorted(known - {''})) or 'none'}"
         )
-    if not config.rollout.agent:  # an agent rewards its episodes itself
-        keep_verifiable(sources, config, drops="data")
-    prompts = {
-        field: tokenize(
+    if not has_agent:  # which rewards its episodes itself
+        keep_verifiable(sources, config)
+    files = {
+        name: tokenize(
             source,
             tokenizer,
             config.rollout.max_prompt_length,
             system_prompt=config.system_prompt,
-            overlong=config.overlong_prompts if field == "data" else "refuse",
+            overlong="refuse" if name else config.overlong_prompts,
             stops=config.rollout.stop_token_ids,
         )
-        for field, source in sources.items()
+        for name, source in sources.items()
     }
-    train, held_out = split_held_out(prompts["data"], config.evaluation.held_out)
-    files = {name: prompts[f"evaluation.data.{name}"] for name in config.evaluation.data}
+    train, held_out = split_held_out(files.pop(""), config.evaluation.held_out)
     evaluated = {_normalize(prompt.question) for file in files.values() for prompt in file}
     kept = [prompt for prompt in train if _normalize(prompt.question) not in evaluated]
     if not kept:
         raise DataError(f"{config.data}: every problem to train on is in evaluation.data too")
     if len(kept) < len(train):
         dropped = [""] * (len(train) - len(kept))  # a prompt has no location
-        sources["data"].dropped["is in evaluation.data too"] += dropped
+        sources[""].dropped["is in evaluation.data too"] += dropped
     return PromptSet(kept, held_out, files, sources)
 
 
@@ -422,10 +429,10 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
     """
     read = [*prompts.train, *prompts.held_out]
     uses = {"to train on": prompts.train, "held out": prompts.held_out}
-    lines = source_lines("data", prompts.sources["data"], uses)
+    lines = source_lines("data", prompts.sources[""], uses)
     for name, file in prompts.files.items():
-        field = f"evaluation.data.{name}"
-        lines += source_lines(field, prompts.sources[field], {"to evaluate on": file})
+        of_file = {"to evaluate on": file}
+        lines += source_lines(f"evaluation.data.{name}", prompts.sources[name], of_file)
     lines += length_lines([len(prompt.token_ids) for prompt in read])
     lines += tokenizer_lines(tokenizer, config.rollout.stop_token_ids, prompts.train)
     if config.system_prompt:

@@ -55,6 +55,12 @@ def each_of(config: Config) -> list[Config]:
     return [replace(alone, reward=name) for name in names]
 
 
+def of_set(config: Config, name: str) -> Config:
+    """Return a configuration with the rewards of an evaluation set; an empty name: of training."""
+    own = config.evaluation.reward_of.get(name)
+    return replace(config, reward=own, reward_weights=[], source_rewards={}) if own else config
+
+
 def names_for(config: Config, question: Question) -> list[str]:
     """Return the rewards of a question, by the `data_source` of its entry."""
     first = config.source_rewards.get(question.source)

@@ -16,7 +16,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -219,6 +219,24 @@ class _Worker:
         return f"the process that scores ended with code {code}"
 
 
+@contextlib.contextmanager
+def scoring(config: Config) -> Iterator[Callable[[str], StartScoring]]:
+    """Yield what scores completions to the problems of an evaluation set, or of training: `""`.
+
+    Each reward has processes of its own; sets without one of their own share those of training.
+    """
+    reward_of = config.evaluation.reward_of
+    sets = {reward: name for name, reward in {"": "", **reward_of}.items()}
+    with contextlib.ExitStack() as stack:
+        scorers = {
+            reward: stack.enter_context(
+                Scorer(rewards.of_set(config, name), config.scoring_workers)
+            )
+            for reward, name in sets.items()
+        }
+        yield lambda name: scorers[reward_of.get(name, "")].submit
+
+
 def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     """Return why no completion of each problem could be right; empty texts where one may.
 
@@ -253,8 +271,21 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     return reasons
 
 
+def check_rewards(config: Config) -> dict[str, list[str]]:
+    """Check that all rewards can be loaded; a built-in verifier always can.
+
+    Return the fields that they need of each entry, by the name of the evaluation set that has a
+    reward of its own, and as `""` of all other data.
+
+    Raises:
+        ConfigError: one cannot; the text says why.
+    """
+    names = ("", *config.evaluation.reward_of)
+    return {name: check_reward(rewards.of_set(config, name)) for name in names}
+
+
 def check_reward(config: Config) -> list[str]:
-    """Check that each reward can be loaded; a built-in verifier always can.
+    """Check that each reward of training can be loaded.
 
     Return the fields that they need of each entry of the data, whatever its source.
 

@@ -44,6 +44,7 @@ from qurl_megatron.config.schema import (
     ConfigError,
     FormatName,
     RewardName,
+    Rewards,
     SamplingConfig,
     ServerConfig,
     Unusable,
@@ -53,6 +54,8 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.config.validate import (
     check_agent,
     check_group_size,
+    check_rewards_fit,
+    check_sets,
     validate_lengths,
     validate_server,
     validate_stop_tokens,
@@ -66,14 +69,16 @@ from qurl_megatron.config.values import (
     Seconds,
     Seed,
     SequencesOrZero,
+    Several,
+    Signed,
     Smoothing,
     Template,
     Text,
 )
-from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
+from qurl_megatron.data.problems import Fields, keep_verifiable, parts_of, read_problems
 from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer_lines
-from qurl_megatron.data.rewards import absolute, is_user_function, reads_entries
-from qurl_megatron.data.scoring import Scorer, StartScoring, check_reward
+from qurl_megatron.data.rewards import absolute, is_user_function, of_set, reads_entries
+from qurl_megatron.data.scoring import StartScoring, check_rewards, scoring
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.memory.host import check_workers, settle_caches
 from qurl_megatron.model.architecture import Architecture
@@ -81,6 +86,7 @@ from qurl_megatron.model.huggingface import check_model, stored_block
 from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.report.console import show_progress, table_console
+from qurl_megatron.report.metrics import measures
 from qurl_megatron.rollout.client import RolloutClient, client_type
 from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet
@@ -95,17 +101,25 @@ class EvalConfig(SamplingConfig):
 
     model: Place = ""
     """Hugging Face directory, or a checkpoint of a run."""
-    data: list[Place] = dataclasses.field(default_factory=list)
-    """Files, dataset directories or reasoning_gym:TASK, each measured separately."""
+    data: dict[Text, Several] = dataclasses.field(default_factory=dict)
+    """Data that is measured separately, by the name it is reported under: DATA by itself, or
+    `data.NAME=DATA`. Each value has the form of a run's `data`."""
     data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
     """Options of the reasoning-gym tasks, by name, as a run has them."""
-    reward: RewardName = "math"
+    reward: Rewards = "math"
     """Verifier of the answers, as in a run. Avg@1 and Avg@k are averages of its `accuracy`; with a
-    reward function that gives no such number, of the reward itself."""
+    reward function that gives no such number, of the reward itself. Several are a list: averages
+    are those of the first, and an answer is kept with all of them."""
+    reward_weights: list[Signed] = dataclasses.field(default_factory=list)
+    """Weight of each reward of such a list, in its order. Empty: 1 each."""
     source_rewards: dict[Text, RewardName] = dataclasses.field(default_factory=dict)
-    """Rewards of entries by their field `data_source`, in place of `reward`."""
+    """Rewards of entries by their field `data_source`, in place of the first of `reward`."""
+    reward_of: dict[Text, RewardName] = dataclasses.field(default_factory=dict)
+    """Rewards of some data, by their names in `data`, in place of all these."""
     k: SequencesOrZero = 0
     """Number of sampled answers per problem. 0: Avg@1 only."""
+    k_of: dict[Text, SequencesOrZero] = dataclasses.field(default_factory=dict)
+    """`k` of some data, by their names in `data`."""
     format: FormatName = "bf16"
     """Format of the served weights."""
     adapters: Place = ""
@@ -158,6 +172,20 @@ class EvalConfig(SamplingConfig):
         """The format in which the server holds weights."""
         return "bf16" if self.adapters else self.weight_format
 
+    @property
+    def scored(self) -> Config:
+        """A run's configuration with these rewards."""
+        config = Config(
+            reward=",".join(absolute(each.strip()) for each in self.reward.split(",")),
+            reward_weights=self.reward_weights,
+            source_rewards={key: absolute(name) for key, name in self.source_rewards.items()},
+            reward_timeout_s=self.reward_timeout_s,
+            reward_import_timeout_s=self.reward_import_timeout_s,
+            scoring_workers=self.scoring_workers,
+        )
+        config.evaluation.reward_of = {name: absolute(x) for name, x in self.reward_of.items()}
+        return config
+
     def server_spec(self, model: Path) -> ServerSpec:
         """Return the server that loads this directory."""
         held = self.served_format, self.max_length, self.keep
@@ -188,6 +216,7 @@ class Answer:
     verifier_failed: bool
     accuracy: float  # 1 if the answer is right; see `Score.accuracy`
     failure: str  # why the verifier failed; empty if it did not
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)  # see `Score.parts`
 
 
 @dataclass(frozen=True)
@@ -298,8 +327,9 @@ def served_model(
         scales = None
         if config.smoothing:
             mismatch = needed("mismatch", "mismatch", by=f"smoothing={config.smoothing:g}")
+            data = next(iter(config.data.values()))
             options = mismatch.MismatchOptions(
-                model_dir, config.data[0], config.weight_format, smoothing=config.smoothing
+                model_dir, data, config.weight_format, smoothing=config.smoothing
             )
             scales = mismatch.smoothing_by(prompts, options)
         quantize_directory(
@@ -317,6 +347,7 @@ def _answers(completions: list[Completion], scores: list[Score]) -> list[Answer]
             verifier_failed=bool(score.failure),
             accuracy=score.accuracy,
             failure=score.failure,
+            parts=score.parts,
         )
         for completion, score in zip(completions, scores, strict=True)
     ]
@@ -345,11 +376,11 @@ def read_answers(path: Path) -> dict[int, ProblemResult]:
 
 def averages(results: list[ProblemResult]) -> dict[str, Average]:
     """Return `Avg@1` and, if answers were sampled, `Avg@k sampled` (with the value of k)."""
-    by_name = {"Avg@1": Average.over([result.greedy.accuracy for result in results])}
+    groups = [[[result.greedy] for result in results]]
     if k := len(results[0].sampled):
-        fractions = [fmean(answer.accuracy for answer in result.sampled) for result in results]
-        by_name[f"Avg@{k} sampled"] = Average.over(fractions)
-    return by_name
+        groups.append([result.sampled for result in results])
+    shares = [[fmean(answer.accuracy for answer in each) for each in group] for group in groups]
+    return dict(zip(measures(k), map(Average.over, shares), strict=True))
 
 
 def check(config: EvalConfig) -> None:
@@ -362,6 +393,8 @@ def check(config: EvalConfig) -> None:
         raise ConfigError(
             "data: missing; give at least one file, dataset directory or reasoning_gym:TASK"
         )
+    check_rewards_fit(config.scored)
+    check_sets(config)
     model = Path(config.model)
     architecture = Architecture.from_directory(model / "model" if _is_checkpoint(model) else model)
     check_group_size(config.format, config.group_size, "group_size=")
@@ -417,6 +450,8 @@ def _decisive(config: EvalConfig) -> dict[str, Any]:
     """Return the fields on which the results depend, as JSON has them."""
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
     fields["server.options"] = fields.pop("server")["options"]
+    # A list, because their order numbers the files of answers.
+    fields["data"] = [f"{name}={data}" for name, data in fields["data"].items()]
     for name in ("output", "scoring_workers", "agent_workers", "agent_episodes"):
         del fields[name]
     return dict(fields)
@@ -424,11 +459,13 @@ def _decisive(config: EvalConfig) -> dict[str, Any]:
 
 def _read_files(config: EvalConfig) -> Iterator[Path]:
     """Yield the files that an evaluation reads: of models, template, data, reward and agent."""
-    named = [config.reward, *config.source_rewards.values(), config.agent]
+    rewards = [*config.source_rewards.values(), *config.reward_of.values()]
+    named = [*config.scored.rewards, *rewards, config.agent]
     functions = [name.rpartition(":")[0] for name in named]
-    sources = [each.partition(":")[0] for each in config.data if not Path(each).exists()]
+    data = [part for each in config.data.values() for part in parts_of(each)]
+    sources = [each.partition(":")[0] for each in data if not Path(each).exists()]
     given = [config.model, config.adapters, config.chat_template]
-    for path in map(Path, [*given, *config.data, *sources, *functions]):
+    for path in map(Path, [*given, *data, *sources, *functions]):
         if path.is_file():
             yield path
         elif path != Path() and path.is_dir():
@@ -457,15 +494,9 @@ def run(config: EvalConfig) -> None:
     """
     check_format(config)
     output, given = Path(config.output), copy.deepcopy(config)
-    reward = Config(
-        reward=absolute(config.reward),
-        source_rewards={key: absolute(name) for key, name in config.source_rewards.items()},
-        reward_timeout_s=config.reward_timeout_s,
-        reward_import_timeout_s=config.reward_import_timeout_s,
-        scoring_workers=config.scoring_workers,
-    )
-    check_workers(config.scoring_workers)
-    columns = check_reward(reward)
+    scored = config.scored
+    check_workers(scored)
+    columns = check_rewards(scored)
     config.agent = absolute(config.agent)
     console = Console(stderr=True, highlight=False)
     averages_of: dict[str, dict[str, Average]] = {}
@@ -483,30 +514,30 @@ def run(config: EvalConfig) -> None:
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         if config.agent:
             needed("agents", "checks", by="agent").load(config, model_dir, tokenizer)
-        prompts = _load_prompts(config, reward, tokenizer, columns)
+        prompts = _load_prompts(config, scored, tokenizer, columns)
         seen = next(iter(prompts.values()))
         served = served_model(config, model_dir, Path(scratch) / "converted", seen)
         with (
             unfinished(given, day, console),
             serving(config, served, console) as fleet,  # before any thread, so tests can fork it
-            Scorer(reward, reward.scoring_workers) as scorer,
-            client_type(config, model_dir, template, reward.reward_wrong, output) as make_client,
+            scoring(scored) as score_of,
+            client_type(config, model_dir, template, scored.reward_wrong, output) as make_client,
         ):
             client = make_client(fleet, tokenizer, config.stop_token_ids)
-            for number, (data, problems) in enumerate(prompts.items()):
-                path = output / f"answers_{number}.jsonl"
+            for number, (name, problems) in enumerate(prompts.items()):
+                path, k = output / f"answers_{number}.jsonl", config.k_of.get(name, config.k)
                 known = read_answers(path)
                 if known:
                     line = f"{path}: {len(known)} of {len(problems)} problems have their answers"
                     console.print(line, markup=False, soft_wrap=True)
-                requests = (len(problems) - len(known)) * (2 if config.k else 1)
-                with show_progress(data, requests, "requests", console) as answered:
+                requests = (len(problems) - len(known)) * (2 if k else 1)
+                with show_progress(name, requests, "requests", console) as answered:
                     results = measure(
                         client,
-                        scorer.submit,
+                        score_of(name),
                         problems,
                         config.max_completion_length,
-                        k=config.k,
+                        k=k,
                         temperature=config.temperature,
                         top_p=config.top_p,
                         answered=answered,
@@ -514,7 +545,7 @@ def run(config: EvalConfig) -> None:
                         keep=partial(_keep, path),
                     )
                 write_answers(results, path)
-                averages_of[data] = averages(results)
+                averages_of[name] = averages(results)
             summary = {"config": config, "results": averages_of}
             text = json.dumps(summary, indent=2, default=dataclasses.asdict)
             write_whole(output / "summary.json", text + "\n")
@@ -600,34 +631,35 @@ def _is_checkpoint(model: Path) -> bool:
 
 
 def _load_prompts(
-    config: EvalConfig, reward: Config, tokenizer: Any, columns: Collection[str]
+    config: EvalConfig, scored: Config, tokenizer: Any, columns: Mapping[str, Collection[str]]
 ) -> dict[str, list[Prompt]]:
     """Return the prompts of each data file, and print how many there are and what was dropped."""
-    fields = Fields(
-        config.question_key,
-        config.answer_key,
-        incomplete=config.incomplete,
-        ignores_media=config.ignore_media,
-        for_function=is_user_function(reward) or bool(config.agent),
-        keeps_entries=reads_entries(reward),
-        columns=() if config.agent else columns,
-    )
-    sources = {
-        data: read_problems(data, config.data_options, seed=config.seed, fields=fields)
-        for data in config.data
-    }
+    sources = {}
+    for name, data in config.data.items():
+        of_data = of_set(scored, name)
+        fields = Fields(
+            config.question_key,
+            config.answer_key,
+            incomplete=config.incomplete,
+            ignores_media=config.ignore_media,
+            for_function=is_user_function(of_data) or bool(config.agent),
+            keeps_entries=reads_entries(of_data),
+            columns=() if config.agent else columns.get(name, columns[""]),
+        )
+        options = config.data_options
+        sources[name] = read_problems(data, options, seed=config.seed, fields=fields)
     if not config.agent:
-        keep_verifiable(sources, reward)
+        keep_verifiable(sources, scored)
     prompts = {}
-    for data, source in sources.items():
-        prompts[data] = tokenize(
+    for name, source in sources.items():
+        prompts[name] = tokenize(
             source,
             tokenizer,
             config.max_prompt_length,
             system_prompt=config.system_prompt,
             stops=config.stop_token_ids,
         )
-        for line in source_lines("data", source, {"to evaluate on": prompts[data]}):
+        for line in source_lines("data", source, {"to evaluate on": prompts[name]}):
             print(line, flush=True)
     first = next(iter(prompts.values()))
     for line in tokenizer_lines(tokenizer, config.stop_token_ids, first):
@@ -640,9 +672,10 @@ def _table(
     prompts: dict[str, list[Prompt]],
     averages_of: dict[str, dict[str, Average]],
 ) -> Table:
-    names = list(next(iter(averages_of.values())))
-    table = Table("data", "problems", *names, title=_title(config))
-    for data, named in averages_of.items():
-        cells = [f"{a.mean:.1%} ± {a.standard_error:.1%}" for a in named.values()]
-        table.add_row(data, str(len(prompts[data])), *cells)
+    measures = dict.fromkeys(measure for each in averages_of.values() for measure in each)
+    table = Table("data", "problems", *measures, title=_title(config))
+    for name, measured in averages_of.items():
+        found = map(measured.get, measures)
+        cells = [f"{a.mean:.1%} ± {a.standard_error:.1%}" if a else "" for a in found]
+        table.add_row(name, str(len(prompts[name])), *cells)
     return table

@@ -140,6 +140,7 @@ class Checkpoints:
         self._config = config
         self._learner = learner
         self._critic = critic
+        self.best_by = config.checkpoint.best_by
         self._directory = config.run_dir / "checkpoints"
         # The highest accuracy, also of a save that is not complete; on global rank 0.
         self._highest: list[float] = []

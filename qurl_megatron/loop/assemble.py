@@ -15,7 +15,7 @@ from qurl_megatron.algorithm.objective import PolicyLoss
 from qurl_megatron.config.extensions import find, needed
 from qurl_megatron.config.schema import OBJECTIVES, Config, Releases, Transport
 from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
-from qurl_megatron.data.scoring import Scorer
+from qurl_megatron.data.scoring import scoring
 from qurl_megatron.learner.checkpoint import (
     CheckpointError,
     Checkpoints,
@@ -105,7 +105,8 @@ class Run:
         One is also due if this step's `evaluation` is above all others.
         """
         self.checkpoints.poll()
-        accuracy = evaluation.score if evaluation else None
+        best_by = self.checkpoints.best_by
+        accuracy, error = evaluation.score(best_by) if evaluation else (None, None)
         is_due = self.checkpoints.is_due(step, is_last=is_last)
         if now or is_due or self.checkpoints.is_best(accuracy):
             base = self.learner.base_hash()
@@ -117,7 +118,7 @@ class Run:
                     evaluation_before=asdict(self.log.before),
                     prompts=self.sampler.state(),
                     accuracy=accuracy,
-                    standard_error=evaluation.score_error if evaluation else None,
+                    standard_error=error,
                     base=base,
                 )
             )
@@ -167,10 +168,10 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
 
     keep = stack.enter_context
-    score: Any = None  # other ranks score nothing, and ask no servers
+    score_of: Any = None  # other ranks score nothing, and ask no servers
     make_client: Callable[..., RolloutClient] = RolloutClient
     if is_first:
-        score = keep(Scorer(config, config.scoring_workers)).submit
+        score_of = keep(scoring(config))
         logs = config.run_dir / "logs"
         kind = client_type(config.rollout, config.model, template, config.reward_wrong, logs)
         make_client = keep(kind)
@@ -210,6 +211,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         publishers[name] = keep(closing(make_publisher(learner, fleet, quantization)))
 
     of_rollout = clients["rollout"], publishers["rollout"]
+    score: Any = score_of("") if is_first else None
     sampler = keep(closing(Sampler(config, *of_rollout, score, prompts.train, tokenizer, log.say)))
     evaluator = None
     if config.evaluation.enabled:
@@ -217,7 +219,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
             config,
             publishers["evaluation"],
             clients["evaluation"],
-            score,
+            score_of,
             held_out=set_aside(prompts.held_out, config.evaluation.problems)[0],
             files=prompts.files,
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -41,7 +40,7 @@ class Evaluator:
     config: Config
     publisher: Publisher
     client: RolloutClient
-    score: StartScoring
+    score_of: Callable[[str], StartScoring]  # by the names in `evaluation.data`; "": training
     held_out: list[Prompt]
     files: dict[str, list[Prompt]]  # by the names in `evaluation.data`
 
@@ -57,8 +56,9 @@ class Evaluator:
         by_file = {}
         for name, prompts in self.files.items():
             results = self._answer(
+                name,
                 prompts,
-                k=evaluation.k,
+                k=evaluation.k_of.get(name, evaluation.k),
                 temperature=evaluation.temperature,
                 top_p=evaluation.top_p,
             )
@@ -66,15 +66,14 @@ class Evaluator:
             by_file[name] = {metric: asdict(mean) for metric, mean in averages(results).items()}
         if not self.held_out:
             return Evaluation(None, by_file)
-        results = self._answer(self.held_out)
+        results = self._answer("", self.held_out)
         write_answers(results, directory / f"{HELD_OUT}.jsonl")
         held_out = averages(results)["Avg@1"]
         return Evaluation(held_out.mean, by_file, held_out.standard_error)
 
-    @property
-    def _answer(self) -> Callable[..., list[ProblemResult]]:
+    def _answer(self, name: str, prompts: list[Prompt], **sampling: Any) -> list[ProblemResult]:
         limit = self.config.rollout.longest_completion
-        return partial(measure, self.client, self.score, max_completion_length=limit)
+        return measure(self.client, self.score_of(name), prompts, limit, **sampling)
 
 
 @dataclass(frozen=True)

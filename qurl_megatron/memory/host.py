@@ -200,17 +200,20 @@ def check_shared_memory(config: Config) -> None:
         raise ConfigError(problem)
 
 
-def check_workers(scoring_workers: int, rewards: int = 1) -> None:
-    """Check that this machine can hold this many scoring processes for each reward.
+def check_workers(config: Config) -> None:
+    """Check that this machine can hold the scoring processes of each reward.
 
     Raises:
         ConfigError: it cannot.
     """
-    scoring, has = rewards * scoring_workers * WORKER_BYTES, device.machine_memory_bytes()
+    of_training = {*config.rewards, *config.source_rewards.values()}
+    of_sets = {*config.evaluation.reward_of.values()}  # `scoring` has processes of their own
+    workers = config.scoring_workers * (len(of_training) + len(of_sets))
+    scoring, has = workers * WORKER_BYTES, device.machine_memory_bytes()
     if scoring > has:
         raise ConfigError(
-            f"scoring_workers={scoring_workers}: they take {gigabytes(scoring)} of memory, at "
-            f"least; this machine has {gigabytes(has)}"
+            f"scoring_workers={config.scoring_workers}: they take {gigabytes(scoring)} of memory, "
+            f"at least; this machine has {gigabytes(has)}"
         )
 
 

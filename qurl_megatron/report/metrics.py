@@ -38,6 +38,11 @@ Averages = dict[str, Annotated[dict[str, float], Predicate(has_mean_and_error)]]
 """`Avg@1`, and `Avg@k sampled` if answers were sampled -> `mean` and `standard_error`."""
 
 
+def measures(k: int) -> list[str]:
+    """Return the names of what is measured with `k` sampled answers."""
+    return ["Avg@1", *([f"Avg@{k} sampled"] if k else [])]
+
+
 def mean_and_error(average: dict[str, float]) -> str:
     """Return an average of answers, as a percentage, with its standard error."""
     return accuracy_and_error(average["mean"], average["standard_error"])
@@ -65,24 +70,19 @@ class Evaluation:
     held_out_standard_error: float | None = None
     """Standard error of `held_out_accuracy` over the held-out problems. None: none held out."""
 
-    @property
-    def score(self) -> float | None:
-        """The number that checkpoints are compared by; None if nothing was measured.
+    def score(self, best_by: str = "") -> tuple[float | None, float | None]:
+        """Return the number that checkpoints are compared by, and its standard error.
 
-        It is the held-out accuracy. Without held-out problems it is the mean over files of the
-        average over sampled answers, or over greedy ones if none were sampled.
+        It is the average of the file `best_by` over sampled answers, or over greedy ones if none
+        were sampled. Without such a file it is the held-out accuracy, and without held-out problems
+        the mean of all files. None: it was not measured.
         """
-        if self.held_out_accuracy is not None or not self.files:
-            return self.held_out_accuracy
-        return fmean([*averages.values()][-1]["mean"] for averages in self.files.values())
-
-    @property
-    def score_error(self) -> float | None:
-        """The standard error of `score`; None if it is not known."""
-        if self.held_out_accuracy is not None or not self.files:
-            return self.held_out_standard_error
-        errors = [[*averages.values()][-1]["standard_error"] for averages in self.files.values()]
-        return math.hypot(*errors) / len(errors)
+        chosen = [file for name, file in self.files.items() if best_by in ("", name)]
+        if not chosen or (self.held_out_accuracy is not None and not best_by):
+            return self.held_out_accuracy, self.held_out_standard_error
+        last = [[*averages.values()][-1] for averages in chosen]
+        error = math.hypot(*(average["standard_error"] for average in last)) / len(last)
+        return fmean(average["mean"] for average in last), error
 
     def lines(self) -> list[tuple[str, str]]:
         """Return the name and the formatted value of each score, for printing."""

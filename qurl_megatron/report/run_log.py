@@ -56,6 +56,7 @@ PACE_STEPS = 20  # last steps, from which the time left is estimated
 # Fields by which `qurl eval` reads data and plays agents as the run did.
 OF_ANSWERS = (
     *(
+        "reward_weights",
         "source_rewards",
         "data_options",
         "question_key",
@@ -240,7 +241,7 @@ class RunLog:
     def say_results(self) -> None:
         """Print where the report and the model are, and how to see answers of the model."""
         config, model = self._config, self._config.run_dir / "final_model"
-        words = [config.data, f"reward={config.rewards[0]}", f"output={config.run_dir / 'answers'}"]
+        words = [config.data, f"reward={config.reward}", f"output={config.run_dir / 'answers'}"]
         words += [f"max_prompt_length={config.rollout.max_prompt_length}"]
         words += [f"max_completion_length={config.rollout.longest_completion}"]
         defaults, values = leaf_values(Config()), leaf_values(config)

@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from math import cos, pi
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,8 @@ from qurl_megatron.report.run_log import evaluation_directory
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished run of two steps with shown answers, an evaluation file and a change of stage.
+    """A finished run of two steps with shown answers, two data and evaluation files, two rewards,
+    an entropy bonus, a schedule and a change of stage.
 
     It is the first of a sweep, which was told to end in its second run.
     """
@@ -65,19 +67,35 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         "def build(directory, seed):\n"
         "    quickstart.build_model(directory, seed)\n"
         "    return functools.partial(quickstart.teach, accuracy=0.0)\n"
+        "def brief(completion, problem):\n"
+        "    return -len(completion)\n"
     )
+    for seed, name in ((7, "more"), (8, "few")):
+        own_words = reasoning_gym.create_dataset(
+            "spell_backward", size=4, seed=seed, min_word_len=5, max_word_len=5
+        )
+        lines = "".join(json.dumps(word) + "\n" for word in own_words)
+        (directory / f"{name}.jsonl").write_text(lines)
     own = directory / "own.yaml"
     own.write_text(
         f"""\
 recipe: quickstart
+data: [reasoning_gym:spell_backward, {directory / "more.jsonl"}]
+data_weights: [1, 2]
 data_options.size: 2000
+reward: [reasoning_gym, {directory / "own.py"}:brief]
+reward_weights: [1, 0.1]
+optimizer: {{schedule: cosine, learning_rate: 1e-4, warmup_steps: 0}}
+objective.entropy_coefficient: 0.01
 scoring_workers: 1
 model_builder: {directory / "own.py"}:build
 evaluation:
   problems: 32
   every_steps: 2
-  data.words: {directory / "words.parquet"}
-  k: 2
+  data: {{words: {directory / "words.parquet"}, few: {directory / "few.jsonl"}}}
+  k_of: {{words: 2}}
+  reward_of: {{few: "{directory / "own.py"}:brief"}}
+checkpoint.best_by: words
 quantization.publish: delta
 rollout.stages.2: {{max_completion_length: 10, completions_per_prompt: 6}}
 """
@@ -132,6 +150,18 @@ def test_the_metrics_are_in_the_range_of_int8_rollouts(finished: Finished) -> No
         assert step["publish_full_bytes"] > 1_000_000
 
 
+def test_the_weighted_sum_of_the_rewards_is_trained_on_at_falling_rates(
+    finished: Finished,
+) -> None:
+    for step in finished.steps:
+        parts = step["reward_parts"]
+        assert parts["brief"] < 0 and parts["accuracy"] == parts["reasoning_gym"]
+        total = parts["reasoning_gym"] + 0.1 * parts["brief"]
+        assert step["reward_mean"] == pytest.approx(total)
+    rates = [step["learning_rate"] / 1e-4 for step in finished.steps]  # of the last of two updates
+    assert rates == pytest.approx([(1 + cos(pi * part)) / 2 for part in (1 / 4, 3 / 4)])
+
+
 def test_a_stage_changes_the_number_of_completions(finished: Finished) -> None:
     for step, completions in zip(finished.steps, (8 * 4, 8 * 6), strict=True):
         sampled_tokens = step["rollout_tokens_per_s"] * step["time_rollout_s"]
@@ -155,15 +185,19 @@ def test_reported_accuracies_match_the_saved_answers(
 ) -> None:
     held_out = finished.answers(step, "held_out")
     assert len(held_out) == 32
-    right = fmean(answer["greedy"]["reward"] for answer in held_out)
+    right = fmean(answer["greedy"]["accuracy"] for answer in held_out)
     assert finished.summary[f"held_out_accuracy_{when}"] == right
 
     answers = finished.answers(step, "words")
     assert [answer["question"] for answer in answers] == [w["question"] for w in finished.words]
     assert all(len(answer["sampled"]) == 2 for answer in answers)
-    right = fmean(sample["reward"] for answer in answers for sample in answer["sampled"])
-    measured = finished.summary[f"evaluation_{when}"]["words"]
-    assert measured["Avg@2 sampled"]["mean"] == pytest.approx(right)
+    right = fmean(sample["accuracy"] for answer in answers for sample in answer["sampled"])
+    measured = finished.summary[f"evaluation_{when}"]
+    assert measured["words"]["Avg@2 sampled"]["mean"] == pytest.approx(right)
+
+    lengths = [len(answer["greedy"]["text"]) for answer in finished.answers(step, "few")]
+    assert measured["few"].keys() == {"Avg@1"} and len(lengths) == 4
+    assert measured["few"]["Avg@1"]["mean"] == -fmean(lengths)
 
 
 def test_curves_are_in_tensorboard(finished: Finished) -> None:
@@ -202,7 +236,9 @@ def test_completions_of_every_step_are_kept_with_the_ratio_of_each_token(
 def test_the_checkpoint_of_the_best_evaluation_is_linked(finished: Finished) -> None:
     best = finished.run_dir / "checkpoints" / "best"
     assert best.readlink() == Path("step_000002")
-    assert read_state(best).accuracy == finished.summary["held_out_accuracy_after"]
+    of_words = finished.summary["evaluation_after"]["words"]["Avg@2 sampled"]
+    state = read_state(best)
+    assert (state.accuracy, state.standard_error) == (of_words["mean"], of_words["standard_error"])
 
 
 def test_the_final_model_loads_in_transformers(finished: Finished) -> None:
@@ -213,6 +249,7 @@ def test_the_final_model_loads_in_transformers(finished: Finished) -> None:
 def test_the_report_shows_layers_and_evaluations(finished: Finished) -> None:
     report = (finished.run_dir / "report" / "index.html").read_text()
     assert "Layer by layer" in report and "Evaluation: words" in report
+    assert "Evaluation: few" in report
 
 
 def test_the_progress_is_printed(finished: Finished) -> None:
@@ -238,13 +275,18 @@ def test_qurl_eval_of_the_checkpoint_gives_the_answers_of_the_run(
     files = [tmp_path / "words.jsonl", tmp_path / "first.jsonl"]
     for file, words in zip(files, (finished.words, finished.words[:4]), strict=True):
         file.write_text("".join(json.dumps(word) + "\n" for word in words))
-    settings = ["reward=reasoning_gym", "max_prompt_length=6", "max_completion_length=10"]
+    settings = [
+        f"data.first={files[1]}",
+        "reward=reasoning_gym",
+        "max_prompt_length=6",
+        "max_completion_length=10",
+    ]
     settings += ["server.mem_fraction_static=0.3", "server.max_total_tokens=4096"]
     settings += [f"output={tmp_path / 'eval'}"]
-    run = start("eval", checkpoint, *files, *settings)
+    run = start("eval", checkpoint, files[0], *settings)
     assert run.exit_code() == 0, run.text()
     results = json.loads((tmp_path / "eval" / "summary.json").read_text())["results"]
-    assert [*results] == [str(file) for file in files]
+    assert [*results] == [str(files[0]), "first"]
     texts = [answer["greedy"]["text"] for answer in finished.answers(2, "words")]
     for number, expected in enumerate((texts, texts[:4])):
         answers = json_lines(tmp_path / "eval" / f"answers_{number}.jsonl")

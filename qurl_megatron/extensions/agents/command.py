@@ -8,8 +8,11 @@ import typer
 from qurl_megatron.commands.models import found_model
 
 # Settings of qurl eval.
-OF_REWARDS = ("reward", "source_rewards", "reward_timeout_s", "reward_import_timeout_s")
-UNUSED = ("k", "output", *OF_REWARDS, "scoring_workers")
+OF_REWARDS = (
+    *("reward", "reward_weights", "source_rewards", "reward_of"),
+    *("reward_timeout_s", "reward_import_timeout_s", "scoring_workers"),
+)
+UNUSED = ("k", "k_of", "output", *OF_REWARDS)
 
 
 def agent(
@@ -34,7 +37,7 @@ def agent(
     from qurl_megatron.evaluation import avg_at_k
     from qurl_megatron.extensions.agents import episodes as played
 
-    given = avg_at_k.EvalConfig(model=found_model(model), data=[data], agent=function)
+    given = avg_at_k.EvalConfig(model=found_model(model), data={data: data}, agent=function)
     config = with_overrides(given, settings or [])
     if config.agent != function:
         raise ConfigError(f"agent={config.agent}: {function} is played; name one")

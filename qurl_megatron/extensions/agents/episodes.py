@@ -62,7 +62,8 @@ def run(config: EvalConfig, count: int) -> None:
         ignores_media=config.ignore_media,
         for_function=True,
     )
-    source = read_problems(config.data[0], config.data_options, seed=config.seed, fields=fields)
+    (data,) = config.data.values()
+    source = read_problems(data, config.data_options, seed=config.seed, fields=fields)
     prompts = tokenize(
         source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, stops=stops
     )

@@ -434,7 +434,7 @@ def test_a_command_that_plays_episodes_serves_the_weights_in_the_format(
     (tmp_path / "problems.jsonl").write_text('{"question": "1", "answer": "2"}\n')
     config = EvalConfig(
         model=str(directory / "model"),
-        data=[str(tmp_path / "problems.jsonl")],
+        data={"problems": str(tmp_path / "problems.jsonl")},
         agent=f"{directory}/agent.py:three",
         format="int8",
         max_prompt_length=50,
