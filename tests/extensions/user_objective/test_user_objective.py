@@ -70,6 +70,18 @@ def gradient_and_stats(
     return (-current.grad[0]).tolist(), of_own
 
 
+@pytest.fixture
+def tried_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Have objectives tried in this process, and not in one that would import torch first."""
+
+    def run(*_: Any, input: bytes, **__: Any) -> Any:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(input)))
+        answer()
+        return SimpleNamespace(returncode=0, stdout=capsys.readouterr().out.encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
 def test_icepop_of_the_documentation_by_hand(tmp_path: Path) -> None:
     config = own(tmp_path, example(), "icepop")
     found, stats = gradient_and_stats(
@@ -81,9 +93,10 @@ def test_icepop_of_the_documentation_by_hand(tmp_path: Path) -> None:
     # rho * R * A of the kept tokens; the second and third are masked, the fourth is clipped.
     assert found == pytest.approx([2.2, 0, 0, 0, -14.7, 0], rel=1e-5)
     assert stats == {"user/masked": 2}
-    check_objective(Config(objective=config))
+    check_objective(Config(objective=config))  # in a process of its own
 
 
+@pytest.mark.usefixtures("tried_here")
 def test_seq_mask_tis_of_the_documentation_by_hand(tmp_path: Path) -> None:
     config = own(tmp_path, example(), "seq_mask_tis")
     found, stats = gradient_and_stats(
@@ -97,6 +110,7 @@ def test_seq_mask_tis_of_the_documentation_by_hand(tmp_path: Path) -> None:
     check_objective(Config(objective=config))
 
 
+@pytest.mark.usefixtures("tried_here")
 def test_triage_of_the_documentation_by_hand(tmp_path: Path) -> None:
     """A token is gated where its advantage is negative and the server samples it more often."""
     config = own(tmp_path, example(), "triage")
@@ -111,6 +125,7 @@ def test_triage_of_the_documentation_by_hand(tmp_path: Path) -> None:
     check_objective(Config(objective=config))
 
 
+@pytest.mark.usefixtures("tried_here")
 def test_a_function_gets_the_reward_of_each_completion_and_the_mean_of_its_group(
     tmp_path: Path,
 ) -> None:
@@ -132,6 +147,7 @@ GSPO = (
 )
 
 
+@pytest.mark.usefixtures("tried_here")
 def test_a_sum_over_a_sequence_has_a_gradient(tmp_path: Path) -> None:
     """GSPO's ratio: exp(mean log R) A, so each of n tokens gets n * (A / n) * exp(mean)."""
     found, _ = gradient_and_stats(
@@ -185,18 +201,6 @@ REFUSED: dict[str, tuple[str, str]] = {
         "set objective.kl_coefficient",
     ),
 }
-
-
-@pytest.fixture
-def tried_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Have objectives tried in this process, and not in one that would import torch first."""
-
-    def run(*_: Any, input: bytes, **__: Any) -> Any:
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(input)))
-        answer()
-        return SimpleNamespace(returncode=0, stdout=capsys.readouterr().out.encode())
-
-    monkeypatch.setattr(subprocess, "run", run)
 
 
 @pytest.mark.usefixtures("tried_here")
