@@ -231,10 +231,7 @@ def test_a_checkpoint_is_due_after_the_first_step_and_by_steps_or_minutes(
 
 SAVED_AND_RESUMED: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {  # tied, layouts
     "tied, VPP2 to TP2": (True, VPP2, TP2),
-    "untied, TP2xPP2 to DP2": (False, {**TP2, **PP2}, DP2),
     "untied, DP3 to CP2xTP2": (False, DP3, {**CP2, **TP2}),
-    "tied, CP2 to VPP2xDP2": (True, CP2, {**VPP2, **DP2}),
-    "tied, PP2xDP2 to one rank": (True, {**PP2, **DP2}, {}),
 }
 # Those of untied models have masters beside their weights.
 DTYPES = {True: "float32", False: "bfloat16"}
@@ -272,13 +269,12 @@ def test_any_layout_can_resume_from_another(
     assert resumed == pytest.approx(uninterrupted[tied], rel=tolerance)
 
 
+# `test_experts.py` has more layouts of experts. Llama has no weight that the others lack.
 OF_FAMILIES: dict[str, tuple[Family, str, dict[str, Any], dict[str, Any]]] = {
-    "qwen2": ("qwen2", "bfloat16", TP2, {**VPP2, **DP2}),
+    "qwen2": ("qwen2", "bfloat16", {**VPP2, **DP2}, TP2),
     "qwen3": ("qwen3", "float32", {**PP2, **DP2}, {**TP2, **CP2}),
-    "llama": ("llama", "bfloat16", VPP2, TP2),
-    "experts": ("qwen3_moe", "bfloat16", {**TP2, **DP2, **EP2}, PP2),
-    "hybrid": ("qwen3_5_text", "bfloat16", TP2, {**VPP2, **DP2}),
-    "hybrid experts": ("qwen3_5_moe_text", "bfloat16", {**TP2, **EP2, **DP2}, PP2),
+    "hybrid": ("qwen3_5_text", "bfloat16", TP2, VPP2),
+    "hybrid experts": ("qwen3_5_moe_text", "bfloat16", {**TP2, **EP2}, PP2),
 }
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -377,33 +373,25 @@ def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_removes_it(tmp_path
     assert names(tmp_path) == ["step_000001", "step_000002"]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "layout", "tied"),
-    [("float32", {**TP2, **PP2}, False), ("bfloat16", {**TP2, **DP2}, True)],
-    ids=["float32 TP2xPP2 untied", "bfloat16 TP2xDP2 tied"],
-)
 def test_transformers_computes_the_learners_logprobs_from_an_exported_checkpoint(
-    dtype: str, layout: dict[str, Any], tied: bool, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    stored_dtype = torch.float32
-    build_tiny_model(tmp_path / "model", tied=tied, vocab_size=250, dtype=stored_dtype)
-    config = config_of(tmp_path, dtype, layout)
-    run_ranks(train, config.learner.world_size, tmp_path, dtype, layout, range(1, 3))
-    source, destination = tmp_path / "run" / "checkpoints" / "step_000002", tmp_path / "exported"
+    build_tiny_model(tmp_path / "model", tied=True, vocab_size=250, dtype=torch.float32)
+    run_ranks(train, 2, tmp_path, "float32", PP2, range(1, 2))
+    source, destination = tmp_path / "run" / "checkpoints" / "step_000001", tmp_path / "exported"
     shutil.rmtree(tmp_path / "model")  # the checkpoint alone is enough
     result = CliRunner().invoke(app, ["export", str(source), str(destination)])
     assert result.exit_code == 0, result.output
     AutoTokenizer.from_pretrained(destination)
     model = AutoModelForCausalLM.from_pretrained(destination)
-    assert model.dtype == stored_dtype
+    assert model.dtype == torch.float32
     with torch.no_grad():
         all_logprobs = model(TOKENS).logits[:, :-1].log_softmax(-1)
     expected = all_logprobs.gather(2, TOKENS[:, 1:, None]).squeeze(2)
     logprobs = torch.load(tmp_path / "logprobs.pt")[:, 1:]
-    tolerance = 1e-5 if dtype == "float32" else 0.1  # the learner computes in BF16
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
