@@ -495,6 +495,7 @@ def test_data_set_directory_is_read_by_split(tmp_path: Path) -> None:
     for directory in (shards, saved):
         assert questions(str(directory)) == ["0 + 1?", "1 + 1?", "2 + 1?"]
         assert questions(f"{directory}:test") == ["3 + 1?"]
+        assert questions(f"{directory}:test,{shards}:train")[:2] == ["3 + 1?", "0 + 1?"]
         refusal(f"{directory}:tset", "no split 'tset'; name one of train, test")
 
 

@@ -393,10 +393,11 @@ def _place(data: str) -> tuple[Path, list[str]] | None:
     if Path(data).is_file():
         return Path(data), []
     words = data.split(":")
-    for names in range(3):  # DIR, DIR:SPLIT or DIR:CONFIG, DIR:CONFIG:SPLIT
-        directory = ":".join(words[: len(words) - names])
-        if directory and Path(directory).is_dir():
-            return Path(directory), words[len(words) - names :]
+    for length in range(len(words), max(len(words) - 3, 0), -1):
+        directory, names = ":".join(words[:length]), words[length:]
+        # DIR, DIR:SPLIT or DIR:CONFIG, DIR:CONFIG:SPLIT; a comma is between two sources.
+        if directory and "," not in "".join(names) and Path(directory).is_dir():
+            return Path(directory), names
     return None
 
 
