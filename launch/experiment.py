@@ -29,6 +29,7 @@ from qurl_megatron.config import extensions
 from qurl_megatron.config.gpus import H100, node_of
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.data.problems import parts_of
 from qurl_megatron.launch.code_copy import LOGS, PACKAGE, copies, keep_code, place_of, read_code
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new
@@ -359,19 +360,20 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
         ConfigError: it lacks one; the message names the first.
     """
     mounts = [(*mount.split(":"), "")[:3] for mount in options.container_mounts]
-    needed = {"this directory": Path.cwd(), "the code": code}
-    needed["output_dir"] = Path(config.output_dir)
+    needed = [("this directory", Path.cwd()), ("the code", code)]
+    needed += [("output_dir", Path(config.output_dir))]
     files = {
         **sources(config),
         "reward": config.reward,
         "rollout.servers_key_file": config.rollout.servers_key_file,
     }
-    for what, text in files.items():  # DIR:SPLIT and FILE.py:NAME count, generated tasks do not
-        for name in (text, text.partition(":")[0]):
-            if name and Path(name).exists():
+    for what, part in [(what, part) for what, text in files.items() for part in parts_of(text)]:
+        for name in (part, part.partition(":")[0]):  # DIR:SPLIT and FILE.py:NAME count
+            if Path(name).exists():  # unlike a generated task
                 # The files of a snapshot are links to others beside it.
-                needed[what] = Path(name).parents[1] if hub.snapshot_of(name) else Path(name)
-    for what, path in needed.items():
+                path = Path(name).parents[1] if hub.snapshot_of(name) else Path(name)
+                needed.append((what, path))
+    for what, path in needed:
         for place in (Path(os.path.abspath(path)), path.resolve()):  # a link, and its target
             covering = [mount for mount in mounts if place.is_relative_to(mount[1])]
             host, inside, flags = covering[-1] if covering else ("", "/", "")

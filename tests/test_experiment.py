@@ -181,22 +181,23 @@ def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_name
 def test_a_container_must_have_what_the_run_reads_and_writes_where_this_machine_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("work", "model", "data"):
+    for name in ("work", "model", "data", "more"):
         (tmp_path / name).mkdir()
     (tmp_path / "mine.py").touch()
     monkeypatch.chdir(tmp_path / "work")
-    words = ["model=../model", "data=../data:train", "reward=../mine.py:reward"]
+    words = ["model=../model", "data=[../data:train, ../more]", "reward=[exact, ../mine.py:reward]"]
     words += [f"output_dir={tmp_path}/runs"]
-    needed = {
-        "this directory": tmp_path / "work",
-        "the code": CODE,
-        "output_dir": tmp_path / "runs",
-        "model": tmp_path / "model",
-        "data": tmp_path / "data",
-        "reward": tmp_path / "mine.py",
-    }
+    needed = [
+        ("this directory", tmp_path / "work"),
+        ("the code", CODE),
+        ("output_dir", tmp_path / "runs"),
+        ("model", tmp_path / "model"),
+        ("data", tmp_path / "data"),
+        ("data", tmp_path / "more"),
+        ("reward", tmp_path / "mine.py"),
+    ]
     mounts = ["/e:/e", f"{CODE}:/workspace"]  # elsewhere does not count
-    for what, path in needed.items():
+    for what, path in needed:
         refused = f"the container would not have {what}, {path}; add {path}:{path}, or a directory"
         with pytest.raises(ConfigError, match=f"^--container-mounts: {re.escape(refused)}"):
             script_of(*words, container_image="i.sqsh", container_mounts=mounts)
