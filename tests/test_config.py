@@ -238,6 +238,7 @@ def test_resume_refuses_changes_that_contradict_the_checkpoints() -> None:
     saved = Config(data="problems.jsonl")
     validate_resume(saved, with_overrides(saved, ["learner.tensor_parallel_size=2", "steps=7"]))
     validate_resume(saved, with_overrides(saved, ["advantage_estimator=rloo"]))
+    validate_resume(saved, with_overrides(saved, ["model_builder=models.py:build"]))
     targeted = with_overrides(saved, ["adapters.rank=8", "adapters.targets=[q_proj, v_proj]"])
     validate_resume(targeted, with_overrides(targeted, ["adapters.targets=[v_proj, q_proj]"]))
     with pytest.raises(ConfigError, match="adapters.targets=.*the run has "):

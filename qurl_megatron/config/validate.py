@@ -334,6 +334,7 @@ def validate_resume(saved: Config, config: Config) -> None:
     before, after = leaf_values(saved), leaf_values(config)
     for each in (before, after):  # the order of patterns means nothing
         each["adapters.targets"] = sorted(each["adapters.targets"])
+    del after["model_builder"]  # the run has its model, and each job a copy of the function
     fixed = dict(_FIXED)
     if "gae" not in (saved.advantage_estimator, config.advantage_estimator):
         del fixed["advantage_estimator"]
