@@ -1,6 +1,7 @@
 """Ports, scratch directories, memory, ends of logs and the identity of processes."""
 
 import ctypes
+import io
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from qurl_megatron.machine import memory, network
 from qurl_megatron.machine.environment import LOCK, scratch_directory
 from qurl_megatron.machine.memory import trim_heap
 from qurl_megatron.machine.network import PORTS, address_towards, free_port
-from qurl_megatron.machine.output import LOG_LINE_LENGTH, tail
+from qurl_megatron.machine.output import CONSOLE_LOG, LOG_LINE_LENGTH, outlive_output, tail
 from qurl_megatron.machine.processes import ending_signals, start_ticks
 from qurl_megatron.machine.stores import _listen
 
@@ -101,6 +102,25 @@ def test_a_signal_ends_a_command_within_two_seconds_with_one_line(doing: str) ->
     assert command.returncode == 143
     assert shown == "qurl: interrupted by SIGTERM\n"
     assert time.monotonic() - begin < 2.0 + 3.0  # the machine may be busy
+
+
+def test_no_line_is_lost_when_its_reader_ends_and_none_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    long = "x" * 2 * io.DEFAULT_BUFFER_SIZE
+    with open(writer, "w") as pipe, open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        monkeypatch.setattr(sys, "stderr", full)
+        outlive_output(tmp_path / "run")
+        print("to nobody, since the run has no directory", file=sys.stderr)
+        (tmp_path / "run").mkdir()
+        print("to the reader")
+        assert os.read(reader, 80) == b"to the reader\n"
+        os.close(reader)
+        print(f"to the log {long}")
+        print("to the log too", file=sys.stderr)
+    assert (tmp_path / "run" / CONSOLE_LOG).read_text() == f"to the log {long}\nto the log too\n"
 
 
 def test_the_end_of_a_log_is_short_and_keeps_undecodable_bytes_out(tmp_path: Path) -> None:

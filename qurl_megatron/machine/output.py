@@ -41,38 +41,28 @@ def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
 
 
 def outlive_output(run_dir: Path) -> None:
-    """Continue standard output and error in a run's console.log once they cannot be written.
+    """Let standard output and error never fail: what they cannot take goes to a run's console.log.
 
     So a run goes on if its reader ends (`head`, a terminal) or the disk is full. Forks of this
     process inherit this.
     """
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
         stream.flush()
-        buffer = io.BufferedWriter(_Lasting(stream.fileno(), run_dir / CONSOLE_LOG))
+        buffer = io.BufferedWriter(_Output(stream.fileno(), run_dir / CONSOLE_LOG))
         lasting = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=True)
         setattr(sys, name, lasting)
 
 
-class _Lasting(io.FileIO):
-    """An open file that leads to another once it cannot be written, and at last to /dev/null."""
+class _Output(io.FileIO):
+    """An open file. What it cannot take goes to a log, and what that cannot take is dropped."""
 
     def __init__(self, descriptor: int, log_file: Path) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._others = [log_file, Path(os.devnull)]
+        self._log_file = log_file
 
     def write(self, data: Any) -> int:
-        while True:
-            try:
-                return super().write(data)
-            except OSError as error:
-                if not self._others:
-                    raise
-                self._lead_to(self._others.pop(0), error)
-
-    def _lead_to(self, path: Path, error: OSError) -> None:
         with contextlib.suppress(OSError):
-            other = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            os.dup2(other, self.fileno())
-            os.close(other)
-            reason = f"file descriptor {self.fileno()} cannot be written: {error.strerror}"
-            os.write(self.fileno(), f"{reason}; its further output follows\n".encode())
+            return super().write(data)
+        with contextlib.suppress(OSError), self._log_file.open("ab", buffering=0) as log:
+            return log.write(data)
+        return len(data)

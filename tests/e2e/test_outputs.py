@@ -31,7 +31,6 @@ def test_a_run_whose_output_is_closed_after_three_lines_completes(
     assert read.startswith(b"the run needs"), read
     assert run.exit_code() == 0
     log = (run.run_dir / CONSOLE_LOG).read_text()
-    assert "file descriptor 1 cannot be written: Broken pipe" in log
     assert "step 2/2" in log and "weight versions published" in log
     assert steps_of(run.run_dir) == [1, 2]
     assert (run.run_dir / "final_model" / "config.json").exists()
