@@ -24,8 +24,9 @@ from qurl_megatron.config.schema import (
     ConfigError,
     LearnerConfig,
 )
-from qurl_megatron.files import gigabytes, write_whole
+from qurl_megatron.files import write_whole
 from qurl_megatron.machine.network import free_port, make_key
+from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.memory.estimate import RUNTIME_BYTES, learner_memory, total_bytes
 from qurl_megatron.model.architecture import Architecture
 

@@ -20,22 +20,23 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from qurl_megatron.config.disk import check_disk
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
 from qurl_megatron.config.text import Given, leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
-from qurl_megatron.files import list_checkpoints, read_json_object, write_whole
+from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
 from qurl_megatron.launch.settle import SETTLED, choose_scale, settle
 from qurl_megatron.launch.sources import accept_new_places, find_sources, make_paths_absolute
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.machine.output import qurl_command
+from qurl_megatron.memory.disk import check_disk
 from qurl_megatron.memory.host import check_host, check_shared_memory, check_workers
 from qurl_megatron.model import hub
 from qurl_megatron.report.metrics import OF_EVALUATION, StepMetrics, measures
+from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.rollout import toolkit
 
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")

@@ -42,12 +42,11 @@ from datetime import datetime
 from pathlib import Path
 
 from qurl_megatron.config import extensions
-from qurl_megatron.config.disk import checkpoint_bytes, write_bytes_per_s
 from qurl_megatron.config.gpus import H100, Node, node_of
 from qurl_megatron.config.nodes import nodes_of_learner
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.device import machine_memory_bytes
-from qurl_megatron.files import gigabytes, read_json_lines, write_whole
+from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.launch.bad_input import exit_on_bad_input
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
 from qurl_megatron.launch.preflight import limit_s, summarize
@@ -56,8 +55,11 @@ from qurl_megatron.launch.recipe import STDIN
 from qurl_megatron.launch.servers import Attempt, RestartLimit, claimed_servers
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
 from qurl_megatron.launch.supervisor import START_FAILED
+from qurl_megatron.machine.disk import write_bytes_per_s
 from qurl_megatron.machine.environment import NO_THREADS
 from qurl_megatron.machine.network import free_port
+from qurl_megatron.machine.output import gigabytes
+from qurl_megatron.memory.disk import checkpoint_bytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.report.metrics import PHASES
 from qurl_megatron.rollout.roster import save_roster

@@ -28,11 +28,12 @@ from typing import Any, TextIO
 from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
-from qurl_megatron.files import list_checkpoints, read_json_lines, read_json_object
+from qurl_megatron.files import read_json_lines, read_json_object
 from qurl_megatron.machine.output import CONSOLE_LOG, qurl_command
 from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.report.console import STEPS_LOG
 from qurl_megatron.report.metrics import accuracy_and_error
+from qurl_megatron.report.record import list_checkpoints
 
 OWNER_FILE = "owner.json"
 JOB_SCRIPT = "job.sh"  # of the last Slurm job of a run, in its directory

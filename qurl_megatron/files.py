@@ -10,7 +10,6 @@ import errno
 import functools
 import json
 import os
-import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -19,30 +18,15 @@ from typing import Any
 
 import pydantic
 
+from qurl_megatron.machine.disk import is_of_system
+
 PARTIAL = ".partial"
 LARGEST = 2.0**128  # the bound of float32
-# Everything below them belongs to the system, except /dev/shm, which is ordinary space.
-SYSTEM = "bin boot dev etc lib lib32 lib64 proc sbin sys usr/bin usr/include usr/lib usr/lib32 \
-usr/lib64 usr/libexec usr/sbin usr/share".split()
-SHARED_MEMORY = Path("/dev/shm")
 
 
 def partial_of(directory: Path) -> Path:
     """Return the path of a directory while it is filled, before `rename_whole` renames it."""
     return directory.with_name(directory.name + PARTIAL)
-
-
-def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the run's complete checkpoints, oldest first."""
-    found = (run_dir / "checkpoints").glob("step_*")
-    return sorted(path for path in found if path.name.removeprefix("step_").isdecimal())
-
-
-def is_of_system(path: Path) -> bool:
-    """Return whether a path is the root directory, or in a directory of the operating system."""
-    path = path.resolve()
-    is_below = any(path.is_relative_to(f"/{directory}") for directory in SYSTEM)
-    return path == Path("/") or (is_below and not path.is_relative_to(SHARED_MEMORY))
 
 
 def check_output(path: Path) -> None:
@@ -245,21 +229,6 @@ def rename_whole(unfinished: Path, path: Path) -> None:
     sync(unfinished)
     os.replace(unfinished, path)
     sync(path.parent)
-
-
-def free_bytes(path: Path) -> int:
-    """Return the free space, in bytes, of the file system of a path that may not exist yet.
-
-    A quota may leave less to this user.
-    """
-    path = path.absolute()
-    existing = next(place for place in (path, *path.parents) if place.exists())
-    return shutil.disk_usage(existing).free
-
-
-def gigabytes(num_bytes: float) -> str:
-    """Return a size for a message, such as `1.5 GB` or `1.44 TB`."""
-    return f"{num_bytes / 1e12:.3g} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"
 
 
 def sync(path: Path) -> None:

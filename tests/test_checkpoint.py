@@ -26,7 +26,6 @@ from batches import ragged, score, update
 from distributed import run_ranks
 from learner_reference import CP2, DP2, EP2, PP2, TP2, VPP2, gathered, of_optimizer, parts_of
 from qurl_megatron.cli import app
-from qurl_megatron.config.disk import check_disk, checkpoint_bytes
 from qurl_megatron.config.schema import (
     CheckpointConfig,
     Config,
@@ -35,7 +34,7 @@ from qurl_megatron.config.schema import (
     OptimizerConfig,
 )
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.files import list_checkpoints, partial_of
+from qurl_megatron.files import partial_of
 from qurl_megatron.learner.checkpoint import (
     CONTENTS,
     CheckpointError,
@@ -44,9 +43,11 @@ from qurl_megatron.learner.checkpoint import (
     read_config,
     read_state,
 )
+from qurl_megatron.memory.disk import check_disk, checkpoint_bytes
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import checkpoint_tensors
 from qurl_megatron.model.weight_map import TensorPart
+from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.weight_sync.export import export_checkpoint
 from tiny import build_tiny_model
 

@@ -21,7 +21,8 @@ from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.evaluation.avg_at_k import Answer, ProblemResult, write_answers
-from qurl_megatron.files import append_lines, check_output, free_bytes, write_whole
+from qurl_megatron.files import append_lines, check_output, write_whole
+from qurl_megatron.machine.disk import free_bytes
 from qurl_megatron.model.huggingface import write_tensors
 from qurl_megatron.report.metrics import Sample
 from qurl_megatron.rollout.roster import save_roster
@@ -35,7 +36,7 @@ OWN_WAYS = {
     "extensions/agents/pool": "the logs of processes",
     "config/text": "YAML in memory",
     "config/yaml_text": "YAML in memory",
-    "config/disk": "256 MiB to see how fast this machine writes; it deletes them",
+    "machine/disk": "256 MiB to see how fast this machine writes; it deletes them",
     "launch/code_copy": "a copy of the code, in a directory that it renames",
     "extensions/elsewhere/serve": "a log, to see that it can be opened",
     "launch/recipe": "YAML, and JSON to see that it can be, in memory",

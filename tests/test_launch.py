@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from qurl_megatron.config.disk import write_bytes_per_s
 from qurl_megatron.config.gpus import DGX_H100
 from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import (
@@ -36,6 +35,7 @@ from qurl_megatron.launch.placement import (
 )
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
+from qurl_megatron.machine.disk import write_bytes_per_s
 from qurl_megatron.machine.environment import NO_THREADS
 from qurl_megatron.machine.output import CONSOLE_LOG, outlive_output
 from qurl_megatron.rollout.preload import Started

@@ -26,8 +26,8 @@ FILES = sorted(
 
 # A folder, or a module beside the folders, imports only from those above it in this list.
 LEVELS = [
-    {"files"},
     {"machine"},
+    {"files"},
     {"device"},
     {"model"},
     {"config"},

@@ -22,12 +22,11 @@ from typing import Any, Literal
 
 from qurl_megatron.config.schema import QuantizationConfig
 from qurl_megatron.config.validate import CAPABILITIES, why_not_served
-from qurl_megatron.files import free_bytes
+from qurl_megatron.machine.disk import SHARED_MEMORY, free_bytes
 from qurl_megatron.machine.environment import mended
 from qurl_megatron.machine.network import missing_interface
 
 DISTRIBUTION = "qurl-megatron"
-SHARED_MEMORY = Path("/dev/shm")
 GIB = 2**30
 ENOUGH_SHARED_BYTES = 2 * QuantizationConfig().bucket_bytes  # one is filled while one is read
 ENOUGH_MEMORY_BYTES = 4 * GIB  # for the quickstart

@@ -120,9 +120,9 @@ def resume(
 
 def _run_here(config: Config, data_summary: str) -> None:
     """Run a prepared run; exit with its code."""
-    from qurl_megatron.config.disk import check_disk
     from qurl_megatron.launch import local
     from qurl_megatron.machine.output import outlive_output
+    from qurl_megatron.memory.disk import check_disk
 
     outlive_output(config.run_dir)
     print(f"the run {check_disk(config)}", flush=True)

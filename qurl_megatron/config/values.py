@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import pydantic
 from annotated_types import Ge, Gt, Le, Lt
 
-from qurl_megatron.files import is_of_system
+from qurl_megatron.machine.disk import is_of_system
 
 # Every number has an upper bound, so that a slip ("1e300", a digit too many) is refused and nothing
 # overflows later. Each bound is far beyond what a run can use.

@@ -53,28 +53,21 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from qurl_megatron.config import text
-from qurl_megatron.config.disk import checkpoint_bytes
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.device import from_rank_zero
-from qurl_megatron.files import (
-    PARTIAL,
-    append_lines,
-    free_bytes,
-    gigabytes,
-    list_checkpoints,
-    partial_of,
-    rename_whole,
-    sync,
-    write_whole,
-)
+from qurl_megatron.files import PARTIAL, append_lines, partial_of, rename_whole, sync, write_whole
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.machine.disk import free_bytes
 from qurl_megatron.machine.memory import lack_of_shared_memory
+from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.machine.processes import die_with_parent
+from qurl_megatron.memory.disk import checkpoint_bytes
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, copy_beside_weights, write_template
 from qurl_megatron.model.weight_map import Rule, num_values
+from qurl_megatron.report.record import list_checkpoints
 
 BEST = "best"
 SIGNIFICANT = 2.0  # standard errors of a difference from which it counts

@@ -34,7 +34,6 @@ from qurl_megatron.algorithm.objective import minibatches
 from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, Config
 from qurl_megatron.config.text import load
-from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import CheckpointError
 from qurl_megatron.learner.learner import Learner, NonFinite
 from qurl_megatron.learner.shares import Share
@@ -42,6 +41,7 @@ from qurl_megatron.loop.assemble import Run, assemble, make_loss, write_report
 from qurl_megatron.loop.measurements import StepResults, step_metrics, weight_metrics
 from qurl_megatron.loop.sampling import NothingToTrainOn
 from qurl_megatron.machine.output import outlive_output, qurl_command
+from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.report.run_log import Clock
 from qurl_megatron.rollout.fleet import FleetTooSmall
 from qurl_megatron.rollout.roster import SERVERS_AT

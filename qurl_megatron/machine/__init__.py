@@ -1,1 +1,1 @@
-"""This machine, without torch: its network, environment, memory, processes and output."""
+"""This machine, without torch: its network, environment, memory, disks, processes and output."""

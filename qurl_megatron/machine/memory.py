@@ -3,7 +3,7 @@
 import ctypes
 from pathlib import Path
 
-from qurl_megatron.files import SHARED_MEMORY, free_bytes
+from qurl_megatron.machine.disk import SHARED_MEMORY, free_bytes
 
 LEAST_SHARED_BYTES = 4_000_000  # for semaphores: each has a page, and a checkpoint makes several
 CGROUPS = Path("/sys/fs/cgroup")

@@ -1,4 +1,4 @@
-"""What commands print: where it goes on, the ends of logs, commands that can be pasted."""
+"""What commands print: where it goes on, sizes, the ends of logs, commands that can be pasted."""
 
 import contextlib
 import io
@@ -24,6 +24,11 @@ def qurl_command(*words: object) -> str:
     shorter = os.path.relpath(program)
     name = "qurl" if is_found else str(program) if shorter.startswith("..") else shorter
     return shlex.join([name, *map(str, words)])
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Return a size for a message, such as `1.5 GB` or `1.44 TB`."""
+    return f"{num_bytes / 1e12:.3g} TB" if num_bytes >= 1e12 else f"{num_bytes / 1e9:.3g} GB"
 
 
 def tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:

@@ -1,1 +1,1 @@
-"""Estimates of the memory that a run needs, before it starts."""
+"""Estimates of the memory and disk that a run needs, before it starts."""

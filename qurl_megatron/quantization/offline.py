@@ -29,14 +29,9 @@ from qurl_megatron.config.keep import kept_layers, layers_of
 from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.config.validate import check_scales
-from qurl_megatron.files import (
-    check_output,
-    free_bytes,
-    gigabytes,
-    partial_of,
-    rename_whole,
-    write_whole,
-)
+from qurl_megatron.files import check_output, partial_of, rename_whole, write_whole
+from qurl_megatron.machine.disk import free_bytes
+from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import (

@@ -90,3 +90,9 @@ def read_run(run_dir: Path) -> RunRecord:
         mismatch=read_json_object(run_dir / "mismatch.json", dict[str, dict[str, float]]),
         samples=read_json_lines(run_dir / "samples.jsonl", Sample),
     )
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """Return the run's complete checkpoints, oldest first."""
+    found = (run_dir / "checkpoints").glob("step_*")
+    return sorted(path for path in found if path.name.removeprefix("step_").isdecimal())

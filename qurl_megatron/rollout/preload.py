@@ -30,9 +30,8 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from qurl_megatron import device
-from qurl_megatron.files import gigabytes
 from qurl_megatron.machine.memory import oom_kills
-from qurl_megatron.machine.output import tail
+from qurl_megatron.machine.output import gigabytes, tail
 from qurl_megatron.machine.processes import die_with_parent
 
 # Prefixes of variables that change what a server computes, or what it says about that.

@@ -18,9 +18,11 @@ from torch import Tensor
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import Rounding, UaqConfig
 from qurl_megatron.device import from_rank_zero, rank
-from qurl_megatron.files import free_bytes, gigabytes, partial_of, rename_whole
+from qurl_megatron.files import partial_of, rename_whole
 from qurl_megatron.learner import checkpoint as checkpoints
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.machine.disk import free_bytes
+from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import (

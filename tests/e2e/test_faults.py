@@ -19,9 +19,9 @@ from e2e.running import (
 )
 from qurl_megatron import device
 from qurl_megatron.config.schema import STOPPED_EARLY
-from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.machine.processes import start_ticks
+from qurl_megatron.report.record import list_checkpoints
 
 SMOOTHING = re.compile(r"smoothing of 0.5 by \d+ prompts: the largest outlier .*")
 

@@ -18,7 +18,8 @@ import pytest
 
 from e2e.running import PER_STEP, QUICK, Command, Start, metrics_of, middle_s, prompts_trained
 from qurl_megatron.config.schema import STOPPED_EARLY
-from qurl_megatron.files import PARTIAL, list_checkpoints
+from qurl_megatron.files import PARTIAL
+from qurl_megatron.report.record import list_checkpoints
 
 STEPS = 16  # a phase may take a few of them, where the machine is busy
 WORDS = ["checkpoint.every_steps=1", "evaluation.problems=8"]

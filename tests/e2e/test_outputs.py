@@ -7,8 +7,9 @@ import subprocess
 from pathlib import Path
 
 from e2e.running import QUICK, Start
-from qurl_megatron.files import free_bytes, list_checkpoints
+from qurl_megatron.machine.disk import free_bytes
 from qurl_megatron.machine.output import CONSOLE_LOG
+from qurl_megatron.report.record import list_checkpoints
 
 
 def steps_of(run_dir: Path) -> list[int]:

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from e2e.running import SMALL, Command, Start, curve_steps
 from qurl_megatron.config.text import load
-from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.report.metrics import StepMetrics
+from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.report.run_log import evaluation_directory
 
 

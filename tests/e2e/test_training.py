@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from e2e.running import COMPLETIONS, PER_STEP, QUICK, Command, Start, metrics_of
 from qurl_megatron.config.schema import STOPPED_EARLY
-from qurl_megatron.files import list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
+from qurl_megatron.report.record import list_checkpoints
 from tiny import build_tiny_model
 
 NOISE_BF16 = 0.005  # mean |behaviour - proximal|, in nats; measured 0.0023, and 0.010 with INT8

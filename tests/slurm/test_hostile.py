@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from qurl_megatron.files import free_bytes, list_checkpoints
 from qurl_megatron.learner.checkpoint import read_state
+from qurl_megatron.machine.disk import free_bytes
+from qurl_megatron.report.record import list_checkpoints
 from slurm.cluster import Cluster
 from slurm.runs import metrics_of, script_of, wait_for_end, wait_for_text
 

@@ -12,9 +12,9 @@ import pytest
 from e2e.running import QURL
 from qurl_megatron.config.schema import STOPPED_EARLY
 from qurl_megatron.config.text import load
-from qurl_megatron.files import list_checkpoints
 from qurl_megatron.launch.slurm import stop_lead_s
 from qurl_megatron.learner.checkpoint import read_state
+from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.rollout.roster import read_roster
 from slurm.cluster import Cluster, Job
 from slurm.runs import TIMEOUT_S, WORDS, metrics_of, script_of, wait_for_end, wait_for_text

@@ -19,7 +19,7 @@ import math
 
 from qurl_megatron.config.gpus import GIB, Node
 from qurl_megatron.config.schema import Config, ConfigError, Releases, Transport
-from qurl_megatron.files import gigabytes
+from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.memory.estimate import (
     OFFLOADED,
     RUNTIME_BYTES,

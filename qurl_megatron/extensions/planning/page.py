@@ -6,10 +6,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from qurl_megatron.config.disk import checkpoint_bytes
 from qurl_megatron.config.gpus import GIB, H100
 from qurl_megatron.extensions.planning.plan import Plan, largest_part, layout_overrides
-from qurl_megatron.files import gigabytes
+from qurl_megatron.machine.output import gigabytes
+from qurl_megatron.memory.disk import checkpoint_bytes
 from qurl_megatron.memory.estimate import total_bytes
 from qurl_megatron.report.console import table_console
 

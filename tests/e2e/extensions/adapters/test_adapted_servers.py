@@ -27,7 +27,7 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.extensions.adapters.layers import Adapters
 from qurl_megatron.extensions.adapters.learner import AdaptedLearner
-from qurl_megatron.files import list_checkpoints
+from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.server import Server, wait_ready

@@ -1,15 +1,15 @@
-"""The disk that a run needs: its space, and its speed."""
+"""The disk that a run needs."""
 
 import dataclasses
-import os
-import time
 from pathlib import Path
 
 from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.files import free_bytes, gigabytes, list_checkpoints
+from qurl_megatron.machine.disk import free_bytes
+from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import stored_dtype
 from qurl_megatron.model.weight_map import num_parameters
+from qurl_megatron.report.record import list_checkpoints
 
 
 def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
@@ -55,19 +55,3 @@ def check_disk(config: Config) -> str:
             "some, give another directory, or lower checkpoint.keep_last"
         )
     return f"needs up to {need}; {gigabytes(free)} are free"
-
-
-def write_bytes_per_s(directory: Path) -> float:
-    """Return how fast this machine writes 256 MiB of random bytes, which it then deletes."""
-    block = os.urandom(2**20)
-    trial = directory / "speed.unfinished"
-    start = time.monotonic()
-    try:
-        with trial.open("wb") as file:
-            for _ in range(256):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())  # the disk's speed, not that of the page cache
-        return 256 * len(block) / (time.monotonic() - start)
-    finally:
-        trial.unlink(missing_ok=True)
