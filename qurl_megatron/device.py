@@ -7,14 +7,12 @@ device instead: `tests/test_rooms.py` lists every file that branches on CPU or G
 """
 
 import functools
-import importlib.util
 import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import psutil
@@ -130,18 +128,6 @@ def can_attach(stays: bool) -> bool:
     all others, and no process can attach to those.
     """
     return stays or accelerator() == "cpu"
-
-
-def lacks_flash_attention() -> bool:
-    """Check whether the compiled attention that SGLang selects on a GPU is missing.
-
-    Always False without a GPU.
-    """
-    if accelerator() == "cpu":
-        return False
-    package = importlib.util.find_spec("sgl_kernel")
-    folders = (package.submodule_search_locations or []) if package else []
-    return not any(list(Path(folder).glob("flash_ops*")) for folder in folders)
 
 
 def logit_tile(rows: int, whole: bool) -> tuple[int, int]:

@@ -42,6 +42,15 @@ if __name__ == "__main__":
         arguments.check_server_args()
         resolved.append({name: arguments.resolved_dict()[name] for name in FIELDS})
     say(arguments=resolved)
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from benchmarks.gpu.attention import use_triton
+
+    use_triton()
+    HookRegistry.apply_hooks()
+    arguments = prepare_server_args(words)
+    arguments.resolve_once()
+    say(attention_of_kit=arguments.resolved_dict()["attention_backend"])
     import torch
     from sglang.kernels.ops.attention.clamp_position import _jit_clamp_position_module
 

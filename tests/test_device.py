@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -147,19 +146,6 @@ def test_tensors_for_a_process_on_the_same_gpu_go_over_gloo(
     monkeypatch.setattr(device, "device", lambda: torch.device("cuda", 1))
     assert device.backend_to([2, 3]) == "nccl"
     assert device.backend_to([0, 1]) == "gloo"
-
-
-def test_flash_attention_is_missing_only_on_a_machine_with_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(device.importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(device, "accelerator", lambda: "cpu")
-    assert not device.lacks_flash_attention()
-    monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    assert device.lacks_flash_attention()
-    (tmp_path / "flash_ops.abi3.so").touch()
-    assert not device.lacks_flash_attention()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPUs of this machine")

@@ -6,7 +6,7 @@ import os
 import struct
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import Distribution, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import kit, record, smoke
+from benchmarks.gpu import attention, kit, record, smoke
 from qurl_megatron.machine.processes import die_with_parent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="rehearsals refuse to use a GPU")
@@ -116,7 +116,11 @@ def test_what_the_kit_packs_is_unpacked_elsewhere(
     assert {path.relative_to(target) for path in unpacked} == {
         large.relative_to(source),
         small.relative_to(source),
+        Path("qurl_kit-0.dist-info", "METADATA"),
+        Path("qurl_kit-0.dist-info", "entry_points.txt"),
     }
+    (plugin,) = Distribution.at(target / "qurl_kit-0.dist-info").entry_points
+    assert plugin.load() is attention.use_triton
     for path in (large, small):
         copy = target / path.relative_to(source)
         assert copy.read_bytes() == path.read_bytes()

@@ -11,7 +11,6 @@ import pytest
 from transformers import Qwen2Config
 
 import stub_driver
-from qurl_megatron import device
 from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.server_options import command_line
@@ -38,7 +37,6 @@ def started(servers: list[Config], tmp_path_factory: pytest.TempPathFactory) -> 
     words = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         stub_driver.leave_only_packages(monkeypatch, directory)
-        monkeypatch.setattr(device, "lacks_flash_attention", lambda: False)
         for config in servers:
             server, length = config.rollout.server, config.rollout.max_length
             method = config.quantization.format
@@ -46,7 +44,10 @@ def started(servers: list[Config], tmp_path_factory: pytest.TempPathFactory) -> 
             words.append(command_line({**start.options(spec, seed=0), **server.options}))
         environment = start.environment(spec)
         output = stub_driver.run(
-            "gpu_start", json.dumps(words), directory=directory, environment=environment
+            "gpu_start",
+            json.dumps(words),
+            directory=directory,
+            environment={**environment, "PYTHONPATH": str(Path(__file__).parents[1])},
         )
     found: dict[str, Any] = {"environment": environment, "directory": directory}
     for line in output.splitlines():
@@ -79,6 +80,11 @@ def test_servers_on_an_h100_start_as_the_docs_say(
             "disable_custom_all_reduce": False,
             "moe_runner_backend": "auto",
         }
+
+
+def test_servers_of_an_unpacked_kit_use_tritons_attention(started: dict[str, Any]) -> None:
+    """The kit leaves out the other."""
+    assert started["attention_of_kit"] == "triton"
 
 
 def test_a_kernel_is_compiled_with_what_pip_installs(started: dict[str, Any]) -> None:

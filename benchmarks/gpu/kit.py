@@ -9,8 +9,8 @@ On the bare machine, which needs the same Python version and a CUDA toolkit with
     export CUDA_HOME=/usr/local/cuda LIBRARY_PATH=/usr/local/cuda/lib64
 
 Code for other GPUs is zeroed in the libraries of torch and NCCL, so that it packs to nothing.
-CUDA's own libraries are the bare machine's. SGLang's compiled attention is left out (1.1 GB):
-`device.lacks_flash_attention` detects that, and servers use Triton's.
+CUDA's own libraries are the bare machine's. SGLang's compiled attention is left out (1.1 GB),
+and servers use Triton's (`attention.py`).
 """
 
 import argparse

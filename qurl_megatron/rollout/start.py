@@ -235,8 +235,6 @@ def options(
         # Capturing graphs of prefills took 40 of a start's 100 s (7B on an H100). A rollout
         # mostly decodes.
         options["cuda_graph_backend_prefill"] = "disabled"
-    if device.lacks_flash_attention():
-        options["attention_backend"] = "triton"
     return options
 
 
@@ -268,8 +266,6 @@ def environment(spec: ServerSpec, host: str = LOOPBACK) -> dict[str, str]:
         # DeepGEMM (fp8-block) would compile 16384 kernels for each shape at the first start,
         # which takes 10 to 20 minutes; with this it compiles 3072.
         variables["SGLANG_JIT_DEEPGEMM_FAST_WARMUP"] = "1"
-    if device.lacks_flash_attention():
-        variables["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
     return variables
 
 
