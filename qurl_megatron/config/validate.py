@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,18 @@ def validate(config: Config) -> Architecture:
         ArchitectureError, ConfigError: the first thing that does not fit: `field=value: what is
             wrong`.
     """
-    _validate_fields(config)
-    completions_per_step = [_validate_stage(config, first) for first in (1, *config.rollout.stages)]
+    _refuse_first(_wrong_fields(config))
     architecture = _validate_model(config)
     if config.advantage_estimator == "gae":
         extensions.check("ppo", by="advantage_estimator=gae")
-        _validate_critic(config, architecture, completions_per_step)
+        _refuse_first(_wrong_critic(config, architecture))
     return architecture
+
+
+def _refuse_first(wrong: Iterable[str]) -> None:
+    """Raise ConfigError with the first text on what is wrong, if there is one."""
+    for text in wrong:
+        raise ConfigError(text)
 
 
 def check_context_parallel(learner: LearnerConfig, has_transformer_engine: bool) -> None:
@@ -364,27 +369,27 @@ def _checks_of_adapters(config: Config) -> Any:
     return extensions.needed("adapters", "checks", by)
 
 
-def _validate_fields(config: Config) -> None:
-    """Check the fields that must fit each other whatever the model is."""
+def _wrong_fields(config: Config) -> Iterator[str]:
+    """Yield what is wrong with fields that must fit each other whatever the model is."""
     rollout, quantization = config.rollout, config.quantization
-    _check_schedule(config.optimizer, "optimizer")
+    yield from _wrong_schedule(config.optimizer, "optimizer")
     check_rewards_fit(config)
     num_servers = rollout.servers + len(rollout.servers_at)
     if not num_servers:
-        raise ConfigError("rollout.servers=0: no server samples; give some, or rollout.servers_at")
+        yield "rollout.servers=0: no server samples; give some, or rollout.servers_at"
     if rollout.min_servers > num_servers:
         elsewhere = f" plus {len(rollout.servers_at)} elsewhere" if rollout.servers_at else ""
-        raise ConfigError(
+        yield (
             f"rollout.min_servers={rollout.min_servers}: must be at most "
             f"rollout.servers={rollout.servers}{elsewhere}"
         )
     if rollout.servers_at:
         extensions.check("elsewhere", by="rollout.servers_at")
     if len(set(rollout.servers_at)) < len(rollout.servers_at):
-        raise ConfigError("rollout.servers_at: lists a server twice")
+        yield "rollout.servers_at: lists a server twice"
     minutes = config.checkpoint.every_minutes
     if minutes and config.checkpoint.every_steps == 0:
-        raise ConfigError(
+        yield (
             f"checkpoint.every_minutes={minutes}: checkpoint.every_steps=0 disables checkpoints; "
             "give it a number of steps too, such as 1000"
         )
@@ -393,7 +398,7 @@ def _validate_fields(config: Config) -> None:
     if config.adapters.rank or config.adapters.targets or config.adapters.init:
         _checks_of_adapters(config).check(config)
     if rollout.max_staleness and config.objective.objective == "on_policy":
-        raise ConfigError(
+        yield (
             f"rollout.max_staleness={rollout.max_staleness}: objective.objective=on_policy treats "
             "every token as sampled by the current policy, so nothing corrects for older weights; "
             "choose acr, tis or decoupled"
@@ -402,97 +407,103 @@ def _validate_fields(config: Config) -> None:
     objective = config.objective
     for name in ("eps_low", "eps_high"):
         if objective.objective == "gspo" and (eps := getattr(objective, name)) > 0.1:
-            raise ConfigError(
+            yield (
                 f"objective.{name}={eps:g}: objective.objective=gspo clips the mean ratio of a "
                 "sequence, which moves by thousandths; set objective.eps_low=3e-4 and "
                 "objective.eps_high=4e-4, as in its paper"
             )
     if objective.objective == "cispo" and objective.dual_clip is not None:
-        raise ConfigError(
+        yield (
             f"objective.dual_clip={objective.dual_clip:g}: objective.objective=cispo caps the "
             "ratio of every token and clips none; set it to none"
         )
 
     check_group_size(quantization.format, quantization.group_size, "quantization.group_size=")
     if quantization.smoothing and quantization.format == "bf16":
-        raise ConfigError(
+        yield (
             f"quantization.smoothing={quantization.smoothing:g}: quantization.format=bf16 is not "
             "quantized, so there is nothing to make easier; set it to 0"
         )
     if config.learner.quantized_forward:
         field = f"learner.quantized_forward={config.learner.quantized_forward}"
         if quantization.format == "bf16":
-            raise ConfigError(
+            yield (
                 f"{field}: quantization.format=bf16 quantizes nothing; choose int8, int4 or an fp8 "
                 "format, or leave it out"
             )
     if quantization.transport == "direct" and quantization.publish != "full":
-        raise ConfigError(
+        yield (
             f"quantization.publish={quantization.publish}: with quantization.transport=direct all "
             "tensors are written in place, and nothing is sent that a delta could shorten; set it "
             "to full, or the transport to broadcast"
         )
     if quantization.transport == "direct" and rollout.servers_at:
-        raise ConfigError(
+        yield (
             "quantization.transport=direct: the servers of rollout.servers_at are on other "
             "machines; set it to broadcast or auto"
         )
 
     check_sets(config.evaluation, "evaluation.")
     if HELD_OUT in config.evaluation.data:
-        raise ConfigError(
+        yield (
             f"evaluation.data.{HELD_OUT}: this name is reserved for held-out problems of the run's "
             "own data; choose another"
         )
     if not config.data:
-        raise ConfigError(
+        yield (
             "data=: missing; give a .jsonl or .parquet file, a dataset directory, a dataset of the "
             "Hub such as openai/gsm8k:main, or reasoning_gym:TASK"
         )
     best_by = config.checkpoint.best_by
     if best_by and best_by not in config.evaluation.data:
-        raise ConfigError(
+        yield (
             f"checkpoint.best_by={best_by}: evaluation.data has no such name; it has "
             f"{', '.join(config.evaluation.data) or 'none'}"
         )
     if config.wandb_project and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
+        yield (
             f"wandb_project={config.wandb_project}: the package wandb is not installed; "
             "pip install wandb, or leave wandb_project empty"
         )
+    for first_step in (1, *rollout.stages):
+        yield from _wrong_stage(config, first_step)
+    if not config.model:
+        yield (
+            "model=: missing; give a Hugging Face directory (config.json, safetensors), or a name "
+            "of the Hub such as Qwen/Qwen3-0.6B"
+        )
 
 
-def _validate_stage(config: Config, first_step: int) -> int:
-    """Check a stage by its first step; return its number of completions per rollout step."""
+def _wrong_stage(config: Config, first_step: int) -> Iterator[str]:
+    """Yield what is wrong with a stage, given by its first step."""
     rollout, learner, optimizer = config.rollout.at(first_step), config.learner, config.optimizer
     field = f"rollout.stages.{first_step}" if first_step > 1 else "rollout"
     if rollout.soft_overlong_tokens >= rollout.max_completion_length:
-        raise ConfigError(
+        yield (
             f"rollout.soft_overlong_tokens={rollout.soft_overlong_tokens}: must be less than "
             f"{field}.max_completion_length={rollout.max_completion_length}"
         )
     estimator = config.advantage_estimator
     compares = estimator not in WITHOUT_GROUPS
     if compares and rollout.completions_per_prompt == 1:
-        raise ConfigError(
+        yield (
             f"{field}.completions_per_prompt=1: advantage_estimator={estimator} compares the "
             f"completions of a prompt and needs at least two; {' and '.join(WITHOUT_GROUPS)} take "
             "one"
         )
     for name in ("dynamic_sampling_tries", "retire_after"):
         if (value := getattr(rollout, name)) and not compares:
-            raise ConfigError(
+            yield (
                 f"rollout.{name}={value}: advantage_estimator={estimator} learns from groups of "
                 "equal rewards too, and with one completion every group is one; set it to 0"
             )
     completions = rollout.completions_per_step
     if completions % (optimizer.minibatches_per_step * learner.data_parallel_size):
-        raise ConfigError(
+        yield (
             f"optimizer.minibatches_per_step={optimizer.minibatches_per_step}: a step's "
             f"{completions} completions (rollout.prompts_per_step x {field}.completions_per_prompt)"
             f" do not divide into minibatches x {learner.data_parallel_size} data-parallel ranks"
         )
-    return completions
 
 
 def check_rewards_fit(config: Config) -> None:
@@ -540,44 +551,27 @@ def check_sets(config: Any, section: str = "") -> None:
                 )
 
 
-def _check_schedule(optimizer: OptimizerConfig, section: str) -> None:
+def _wrong_schedule(optimizer: OptimizerConfig, section: str) -> Iterator[str]:
     if optimizer.min_learning_rate > optimizer.learning_rate:
-        raise ConfigError(
+        yield (
             f"{section}.min_learning_rate={optimizer.min_learning_rate}: is above "
             f"learning_rate={optimizer.learning_rate}; lower it"
         )
 
 
 def _validate_model(config: Config) -> Architecture:
-    if not config.model:
-        raise ConfigError(
-            "model=: missing; give a Hugging Face directory (config.json, safetensors), or a name "
-            "of the Hub such as Qwen/Qwen3-0.6B"
-        )
     directory = Path(config.model)
     architecture = Architecture.from_directory(directory)
     check_layout(architecture, config.learner)
-    _check_recompute(architecture, config.learner)
-    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"model={directory}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
-    rollout = config.rollout
-    for name, server, weight_format in (
-        ("rollout.server", rollout.server, config.quantization.weight_format),
-        (
-            "evaluation.server",
-            config.evaluation.server,
-            config.evaluation_quantization.weight_format,
-        ),
+    _refuse_first(_wrong_for_model(config, architecture))
+    rollout, evaluation = config.rollout, config.evaluation
+    for name, server, quantization in (
+        ("rollout.server", rollout.server, config.quantization),
+        ("evaluation.server", evaluation.server, config.evaluation_quantization),
     ):
-        validate_server(name, server, architecture, weight_format, rollout.max_length)
+        validate_server(name, server, architecture, quantization.weight_format, rollout.max_length)
     check_lengths(rollout, architecture)
     validate_stop_tokens(rollout.stop_token_ids, architecture, "rollout.")
-    for layer in config.quantization.uaq.layer_scales:
-        if not 0 <= layer < architecture.num_layers:
-            raise ConfigError(
-                f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
-                f"{architecture.num_layers - 1}"
-            )
     check_scales(config.quantization.uaq, architecture)
     kept_layers(config.quantization.keep, architecture)
     check_base(config, architecture)
@@ -585,39 +579,48 @@ def _validate_model(config: Config) -> Architecture:
     return architecture
 
 
-def _check_recompute(architecture: Architecture, learner: LearnerConfig) -> None:
-    number = learner.recompute_layers
-    if number is None:
+def _wrong_for_model(config: Config, architecture: Architecture) -> Iterator[str]:
+    """Yield what is wrong with the model's directory, or with fields that name its layers."""
+    if not any((Path(config.model) / name).exists() for name in _TOKENIZER_FILES):
+        yield f"model={config.model}: has no tokenizer ({', '.join(_TOKENIZER_FILES)})"
+    for layer in config.quantization.uaq.layer_scales:
+        if not 0 <= layer < architecture.num_layers:
+            yield (
+                f"quantization.uaq.layer_scales.{layer}: the model's layers are numbered from 0 to "
+                f"{architecture.num_layers - 1}"
+            )
+    learner = config.learner
+    if (number := learner.recompute_layers) is None:
         return
     if learner.recompute != "full":
-        raise ConfigError(
+        yield (
             f"learner.recompute_layers={number}: only learner.recompute=full uses it; set that "
             "too, or leave it out"
         )
     stages, last = learner.pipeline_parallel_size, learner.layers_in_last_pipeline_stage
     layers = max(architecture.stage_layers(stages, last)) // learner.virtual_pipeline_parallel_size
     if number > layers:
-        raise ConfigError(
+        yield (
             f"learner.recompute_layers={number}: a pipeline stage has {layers} layers; give at "
             "most that many, or leave it out for all"
         )
 
 
-def _validate_critic(config: Config, policy: Architecture, completions_per_step: list[int]) -> None:
-    """Check the critic; `completions_per_step` has one number per training stage."""
-    critic = config.critic
+def _wrong_critic(config: Config, policy: Architecture) -> Iterator[str]:
+    """Yield what is wrong with PPO's critic."""
+    critic, rollout = config.critic, config.rollout
     layout = critic.layout(config.learner)
     if layout.world_size != config.learner.world_size:
-        raise ConfigError(
+        yield (
             f"critic.tensor_parallel_size={layout.tensor_parallel_size}: with "
             f"{layout.pipeline_parallel_size} pipeline stages it does not divide the policy's "
             f"{config.learner.world_size} ranks"
         )
-    _check_schedule(critic.optimizer, "critic.optimizer")
+    yield from _wrong_schedule(critic.optimizer, "critic.optimizer")
     parts = critic.optimizer.minibatches_per_step * layout.data_parallel_size
-    uneven = next((count for count in completions_per_step if count % parts), None)
-    if uneven is not None:
-        raise ConfigError(
+    completions = [rollout.at(first).completions_per_step for first in (1, *rollout.stages)]
+    for uneven in (count for count in completions if count % parts):
+        yield (
             f"critic.optimizer.minibatches_per_step={critic.optimizer.minibatches_per_step}: a "
             f"step's {uneven} completions do not divide into minibatches x "
             f"{layout.data_parallel_size} data-parallel ranks of the critic"
@@ -627,9 +630,10 @@ def _validate_critic(config: Config, policy: Architecture, completions_per_step:
         architecture = Architecture.from_directory(directory)
         check_layout(architecture, layout)
     except ArchitectureError as error:
-        raise ConfigError(f"critic: {error}") from None
-    if architecture.vocab_size != policy.vocab_size:
-        raise ConfigError(
-            f"critic.model={directory}: has a vocabulary of {architecture.vocab_size} "
-            f"tokens, the policy one of {policy.vocab_size}; they must be equal"
-        )
+        yield f"critic: {error}"
+    else:
+        if architecture.vocab_size != policy.vocab_size:
+            yield (
+                f"critic.model={directory}: has a vocabulary of {architecture.vocab_size} "
+                f"tokens, the policy one of {policy.vocab_size}; they must be equal"
+            )
