@@ -113,24 +113,14 @@ def test_evaluation_server_runs_only_if_there_is_something_to_measure() -> None:
         assert with_overrides(Config(), words.split()).evaluation.enabled is runs, words
 
 
-def test_a_file_of_an_older_version_loads_with_todays_fields(tmp_path: Path) -> None:
+def test_a_file_of_version_0_2_loads_and_what_is_gone_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(
-        "learner: {recompute_activations: true}\nrollout: {top_p: 1.0, top_k: -1, servers: 2}\n"
-    )
-    config = load(path)
-    assert (config.learner.recompute, config.rollout.servers) == ("full", 2)
-    stage = "{2: {max_response_length: 6, completions_per_prompt: 2}}"
-    path.write_text(f"rollout: {{max_response_length: 5, stages: {stage}}}\n")
-    assert load(path).rollout.max_completion_length == 5
-    assert load(path).rollout.stages[2].max_completion_length == 6
-    path.write_text("learner: {recompute_activations: false, fp8: null}\n")
-    assert load(path) == Config()
     path.write_text("learner: {fp8: null}\nsteps: 3\n")
+    assert load(path) == Config(steps=3)
     assert load_recipe(str(path)).config.steps == 3
     for gone, message in {
-        "rollout: {top_k: 16}": "rollout.top_k=16: not supported; set rollout",
-        "learner: {fp8: blockwise}": "learner.fp8=blockwise: not supported any more",
+        "rollout: {max_response_length: 5}": "rollout.max_response_length=5: not supported any mor",
+        "learner: {fp8: blockwise}": "learner.fp8=blockwise: not supported any more; leave it out",
     }.items():
         path.write_text(f"{gone}\n")
         with pytest.raises(ConfigError, match=rf"^{path}: {message}"):
@@ -312,15 +302,6 @@ def test_servers_come_after_the_learner_and_share_its_gpus_if_none_are_left() ->
     assert with_files == {"rollout": [[0]], "evaluation": [[0]]}
     two = on_gpus(7, *words, "rollout.servers=2")
     assert two == {"rollout": [[2, 3], [4, 5]], "evaluation": [[6]]}
-
-
-def test_old_names_are_read_and_said() -> None:
-    with pytest.warns(FutureWarning, match="is called rollout.max_completion_length now"):
-        config = with_overrides(Config(), ["rollout.max_response_length=5"])
-    assert config.rollout.max_completion_length == 5
-    with pytest.warns(FutureWarning, match="placement=shared is called colocated now"):
-        config = with_overrides(Config(), ["rollout.placement=shared"])
-    assert config.rollout.placement == "colocated"
 
 
 def test_servers_that_take_turns_are_on_the_learners_gpus() -> None:

@@ -99,6 +99,7 @@ OTHER_NAMES = {
     "max_new_tokens": LENGTH,
     "max_tokens": LENGTH,
     "rollout_max_response_len": LENGTH,
+    "max_response_length": LENGTH,
     "max_seq_len": f"rollout.max_prompt_length and {LENGTH}",
     "max_model_len": f"rollout.max_prompt_length and {LENGTH}",
     "seq_len": f"rollout.max_prompt_length and {LENGTH}",

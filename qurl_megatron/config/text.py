@@ -10,7 +10,6 @@ import inspect
 import operator
 import re
 import textwrap
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +24,11 @@ from qurl_megatron.files import write_whole
 
 T = TypeVar("T")
 _WIDTH = 100
+# Fields that older versions have saved, each with what to do. Others that are unknown are ignored.
+GONE = {
+    "learner.fp8": "leave it out",
+    "rollout.max_response_length": "it is rollout.max_completion_length",
+}
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
 
 
@@ -126,11 +130,7 @@ def of_file(content: bytes, file: str, config: Any) -> list[Given]:
 
 
 def _given(path: str, value: Any, place: str, config: Any) -> Given:
-    """Return what is given, with its field's present name; texts become lists, dicts and None."""
-    if (renamed := _renamed(path)) != path:
-        reason = f"{path} is called {renamed} now; version 0.3 will not know the old name"
-        warnings.warn(reason, FutureWarning, stacklevel=2)
-        path = renamed
+    """Return what is given; texts become lists, dicts and None."""
     fields = leaf_values(config)
     if not (field := field_of(path, fields)):
         raise ConfigError(f"{place}{no_such_field(path, config)}")
@@ -140,9 +140,7 @@ def _given(path: str, value: Any, place: str, config: Any) -> Given:
             value = value if place else yaml_text.parse(value)
         except ConfigError as error:
             raise ConfigError(f"{word}: {error}") from None
-        if isinstance(value, dict):
-            value = _renamed(value)
-        elif path == field:
+        if not isinstance(value, dict) and path == field:
             raise ConfigError(f"{word}: not of the form {{key: value}}; {{}} leaves no key")
     elif value in ("null", "none", "None"):
         value = None
@@ -205,43 +203,32 @@ def save(config: Config, path: Path) -> None:
 
 
 def load(path: Path) -> Config:
-    """Return the configuration in a YAML file, also in one of an older version.
+    """Return the configuration in a YAML file, also in one that version 0.2 has saved.
 
     Raises:
         ConfigError: it is not YAML, or has a value that its field does not accept.
     """
     try:
-        return from_tree(Config, _in_todays_fields(yaml_text.parse(path.read_bytes())))
+        tree = yaml_text.parse(path.read_bytes())
+        if isinstance(tree, dict):
+            _refuse_gone(tree)
+        return from_tree(Config, tree)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _in_todays_fields(tree: Any) -> Any:
-    """Return a `tree` that an older version saved, with the present names of its fields.
+def _refuse_gone(tree: dict[str, Any]) -> None:
+    """Check that no field of `GONE` has a value.
 
     Raises:
-        ConfigError: a field that is gone has a value that is no longer supported.
+        ConfigError: one has.
     """
-    tree = _renamed(tree)
-    sections = tree if isinstance(tree, dict) else {}
-    learner, rollout = (sections.get(name) for name in ("learner", "rollout"))
-    if isinstance(learner, dict) and learner.pop("recompute_activations", False):
-        learner["recompute"] = "full"
-    if isinstance(learner, dict) and (fp8 := learner.pop("fp8", None)):
-        raise ConfigError(f"learner.fp8={fp8}: not supported any more; leave it out")
-    if isinstance(rollout, dict) and (top_k := rollout.get("top_k", -1)) != -1:
-        raise ConfigError(f"rollout.top_k={top_k}: not supported; set rollout.top_p instead")
-    return tree
-
-
-def _renamed(given: Any) -> Any:
-    """Return a field's path, or a tree of fields, with the names of this version."""
-    if isinstance(given, dict):
-        values = {name: _renamed(x) if isinstance(x, dict) else x for name, x in given.items()}
-        return {_renamed(name): value for name, value in values.items()}
-    if isinstance(given, str):
-        return re.sub(r"(^|\.)max_response_length$", r"\1max_completion_length", given)
-    return given
+    for path, advice in GONE.items():
+        section, _, name = path.partition(".")
+        fields = tree.get(section)
+        value = fields.get(name) if isinstance(fields, dict) else None
+        if value is not None:
+            raise ConfigError(f"{path}={value}: not supported any more; {advice}")
 
 
 def commented_yaml(config: Config) -> str:

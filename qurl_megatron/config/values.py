@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import warnings
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
@@ -135,18 +134,7 @@ def _day(given: object) -> str:
 Day = Annotated[str, pydantic.BeforeValidator(_day)]
 
 
-def _placement(given: object) -> object:
-    if given != "shared":
-        return given
-    warnings.warn(
-        "rollout.placement=shared is called colocated now; version 0.3 will not know the old name",
-        FutureWarning,
-        stacklevel=2,
-    )
-    return "colocated"
-
-
-Placement = Annotated[Literal["separate", "colocated"], pydantic.BeforeValidator(_placement)]
+Placement = Literal["separate", "colocated"]
 DataName = Annotated[
     str,
     matching(
