@@ -27,6 +27,11 @@ def test_a_recipe_is_loaded_as_a_command_line_has_it(tmp_path: Path) -> None:
         qurl_megatron.load("quickstart", "optimizer.learning_rat=1")
 
 
+def test_a_run_is_read_by_the_text_of_its_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^\S+/absent: not a run directory"):
+        qurl_megatron.read_run(f"{tmp_path}/absent")
+
+
 @pytest.mark.usefixtures("short_quickstart")
 @pytest.mark.parametrize(
     ("value", "message"), [("many", "^steps=many: input should be a valid integer"), (0, "steps=0")]

@@ -69,12 +69,13 @@ class RunRecord:
         return scores
 
 
-def read_run(run_dir: Path) -> RunRecord:
+def read_run(directory: Path | str) -> RunRecord:
     """Read a run's directory.
 
     Raises:
         ConfigError: the directory is not that of a run, or no step is complete.
     """
+    run_dir = Path(directory)
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir}: not a run directory, it has no config.yaml")
     steps = read_json_lines(run_dir / "metrics.jsonl", StepMetrics)

@@ -20,6 +20,6 @@ def test_a_program_trains_draws_and_reads_its_run(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"^runs/run/final_model \[[\d.]+, [\d.]+\]$", ended.stdout, re.MULTILINE)
     assert "<svg" in (tmp_path / "reward.svg").read_text()
-    run = qurl_megatron.read_run(tmp_path / "runs" / "run")
+    run = qurl_megatron.read_run(f"{tmp_path}/runs/run")
     assert [step["step"] for step in run.steps] == [1, 2]
     assert run.config.optimizer.learning_rate == 2e-4
