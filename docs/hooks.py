@@ -35,7 +35,7 @@ from qurl_megatron.config.text import (  # noqa: E402
     leaf_values,
 )
 from qurl_megatron.config.values import LARGEST  # noqa: E402
-from qurl_megatron.evaluation.avg_at_k import EvalConfig  # noqa: E402
+from qurl_megatron.evaluation.evaluate import EvalConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
 
 

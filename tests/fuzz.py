@@ -156,7 +156,7 @@ def home() -> Iterator[Path]:
     """Yield a directory with a model, problems and a run; commands get a copy of it beside it."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     for module in (
-        "evaluation.avg_at_k",
+        "evaluation.evaluate",
         "extensions.mismatch.mismatch",
         "launch.experiment",
         "launch.local",

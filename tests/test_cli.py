@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from qurl_megatron import cli
 from qurl_megatron.config.schema import ConfigError, UaqConfig
 from qurl_megatron.config.text import load, with_overrides
-from qurl_megatron.evaluation import avg_at_k
-from qurl_megatron.evaluation.avg_at_k import EvalConfig
+from qurl_megatron.evaluation import evaluate
+from qurl_megatron.evaluation.evaluate import EvalConfig
 from qurl_megatron.launch.prepare import (
     check_as_saved,
     prepare_new,
@@ -218,8 +218,8 @@ def test_eval_reports_a_server_that_fails_in_one_message_and_exits_with_1(
     def fail(config: EvalConfig) -> None:
         raise ServerFailed("it died")
 
-    monkeypatch.setattr(avg_at_k, "check", lambda config: None)
-    monkeypatch.setattr(avg_at_k, "run", fail)
+    monkeypatch.setattr(evaluate, "check", lambda config: None)
+    monkeypatch.setattr(evaluate, "run", fail)
     with pytest.raises(SystemExit) as ended:
         cli.app(["eval", "model", "data.jsonl"])
     assert ended.value.code == 1

@@ -312,7 +312,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
     by_question = {
         ("is_available", "device_count"): {"device", "sglang_plugin"},
         ("accelerator",): {
-            "evaluation/avg_at_k",
+            "evaluation/evaluate",
             "learner/cpu_runtime",
             "learner/layers",
             "rollout/preload",

@@ -10,7 +10,7 @@ from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
 from qurl_megatron.config.server_options import ALLOWED, check_options, command_line, flag_of
 from qurl_megatron.config.text import load, save, with_overrides
 from qurl_megatron.config.values import OptionValue
-from qurl_megatron.evaluation.avg_at_k import EvalConfig
+from qurl_megatron.evaluation.evaluate import EvalConfig
 
 
 def test_options_are_given_by_name_and_keep_their_yaml_types(tmp_path: Path) -> None:

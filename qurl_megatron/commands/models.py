@@ -165,15 +165,15 @@ def evaluate(
 ) -> Iterator[int]:
     """Measure Avg@1 and Avg@k of a model on data files, on a server started for it."""
     from qurl_megatron.config.text import with_overrides
-    from qurl_megatron.evaluation import avg_at_k
+    from qurl_megatron.evaluation import evaluate
 
     data = {word: word for word in words if "=" not in word}
     settings = [word for word in words if "=" in word]
-    config = with_overrides(avg_at_k.EvalConfig(model=found_model(model), data=data), settings)
-    avg_at_k.check(config)
-    avg_at_k.check_output(config)
+    config = with_overrides(evaluate.EvalConfig(model=found_model(model), data=data), settings)
+    evaluate.check(config)
+    evaluate.check_output(config)
     yield config.server.tensor_parallel_size
-    avg_at_k.run(config)
+    evaluate.run(config)
 
 
 def found_model(model: str | Path) -> str:

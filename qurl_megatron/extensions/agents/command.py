@@ -34,10 +34,10 @@ def agent(
     """Play a few episodes of an agent, and print every turn with its tokens and log-probs."""
     from qurl_megatron.config.schema import ConfigError
     from qurl_megatron.config.text import with_overrides
-    from qurl_megatron.evaluation import avg_at_k
+    from qurl_megatron.evaluation import evaluate
     from qurl_megatron.extensions.agents import episodes as played
 
-    given = avg_at_k.EvalConfig(model=found_model(model), data={data: data}, agent=function)
+    given = evaluate.EvalConfig(model=found_model(model), data={data: data}, agent=function)
     config = with_overrides(given, settings or [])
     if config.agent != function:
         raise ConfigError(f"agent={config.agent}: {function} is played; name one")
@@ -47,6 +47,6 @@ def agent(
                 f"{name}={value}: qurl agent shows episodes, and neither scores nor keeps answers; "
                 "leave it out, or call qurl eval"
             )
-    avg_at_k.check(config)
+    evaluate.check(config)
     yield config.server.tensor_parallel_size
     played.run(config, episodes)

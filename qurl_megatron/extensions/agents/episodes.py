@@ -17,7 +17,7 @@ from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.data.problems import Fields, read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.data.rewards import absolute
-from qurl_megatron.evaluation.avg_at_k import (
+from qurl_megatron.evaluation.evaluate import (
     EvalConfig,
     check_format,
     served_model,

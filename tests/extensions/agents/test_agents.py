@@ -17,7 +17,7 @@ from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ConfigError, SamplingConfig
 from qurl_megatron.data.scoring import Scorer
-from qurl_megatron.evaluation.avg_at_k import EvalConfig
+from qurl_megatron.evaluation.evaluate import EvalConfig
 from qurl_megatron.extensions.agents import episodes
 from qurl_megatron.extensions.agents.checks import load
 from qurl_megatron.extensions.agents.client import AgentClient, _Sequence

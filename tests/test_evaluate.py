@@ -1,0 +1,147 @@
+"""`qurl eval` keeps its answers, and continues where it ended."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from logs import run_log
+from qurl_megatron import device
+from qurl_megatron.algorithm.proof import WrongRollouts
+from qurl_megatron.config.schema import ConfigError, RolloutConfig
+from qurl_megatron.config.text import with_overrides
+from qurl_megatron.evaluation.avg_at_k import read_answers
+from qurl_megatron.evaluation.evaluate import EvalConfig, check_output, run, unfinished
+from qurl_megatron.rollout.server import ServerFailed
+from scripted import ScriptedClient
+from tiny import build_tiny_model
+
+
+def test_a_format_that_needs_a_gpu_is_refused_where_it_would_run(tmp_path: Path) -> None:
+    if device.accelerator() == "cuda":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match="SGLang's own fp8 layers need a GPU; use format=fp8"):
+        run(EvalConfig(format="fp8-block", output=str(tmp_path / "eval")))
+
+
+def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: Path) -> None:
+    data = tmp_path / "problems.jsonl"
+    data.write_text("{}\n")
+    model = build_tiny_model(tmp_path / "model")
+    files = {"b": str(data), "a": str(data)}
+    config = EvalConfig(model=str(model), data=files, k=4, output=str(tmp_path / "eval"))
+    output, console = Path(config.output), Console(file=(tmp_path / "said").open("w"))
+
+    def refusal(**fields: Any) -> str:
+        try:
+            check_output(dataclasses.replace(config, **fields))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    def interrupt(config: EvalConfig) -> None:
+        with pytest.raises(ServerFailed), unfinished(config, "2026-01-31", console):
+            raise ServerFailed("died")
+
+    assert refusal() == ""
+    interrupt(dataclasses.replace(config, k=8))
+    assert refusal() == ""  # it has no answers
+    interrupt(config)
+    (output / "answers_0.jsonl").touch()
+    assert refusal() == refusal(scoring_workers=3, output=f"{tmp_path}/eval/.") == ""
+    assert "k=8: " in refusal(k=8) and "with k=4; give that" in refusal(k=8)
+    assert "data=['a=" in refusal(data=dict(sorted(files.items())))  # whose answers are whose?
+    interrupt(config)
+    assert refusal() == ""
+    with unfinished(config, "2026-01-31", console):
+        with pytest.raises(ConfigError, match="another qurl eval works on it"):
+            interrupt(config)
+        time.sleep(0.01)
+        os.utime(model / "config.json")
+        assert "model/config.json: was changed since" in refusal()
+    assert "exists; choose another directory" in refusal()  # it is complete
+    other = dataclasses.replace(config, output=str(tmp_path / "wrong"))
+    with pytest.raises(WrongRollouts), unfinished(other, "2026-01-31", console):
+        (tmp_path / "wrong" / "answers_0.jsonl").touch()
+        raise WrongRollouts("equal")
+    assert not (tmp_path / "wrong" / "answers_0.jsonl").exists()
+
+
+def test_the_command_continues_where_its_server_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "problems.jsonl"
+    rows = [{"question": f"What is {n}?", "answer": str(n)} for n in range(3)]
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    model = build_tiny_model(tmp_path / "model")
+    output = tmp_path / "eval"
+    client: Any = ScriptedClient("1", "7")
+    monkeypatch.setattr(
+        "qurl_megatron.evaluation.evaluate.serving", lambda *_: contextlib.nullcontext()
+    )
+    monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
+
+    def evaluate() -> None:
+        config = EvalConfig(model=str(model), k=2, output=str(output))
+        config.data = {str(data): str(data), "more": str(data)}
+        config.reward, config.reward_weights = "exact, dapo", [1, 3]
+        config.k_of, config.reward_of = {"more": 0}, {"more": "gsm8k_flexible"}
+        config.max_prompt_length = config.max_completion_length = 64
+        check_output(config)
+        run(config)
+
+    client.loses = "2"
+    with pytest.raises(ServerFailed):
+        evaluate()
+    said = capsys.readouterr().err
+    assert f"{output} keeps the answers so far; the same command continues" in said
+    kept = read_answers(output / "answers_0.jsonl")
+    assert sorted(kept) == [0, 1] and not (output / "summary.json").exists()
+    client.loses = ""
+    evaluate()
+    out, err = capsys.readouterr()
+    assert "answers_0.jsonl: 2 of 3 problems have their answers" in err
+    assert out.endswith("and its answer, of reward 1:\n  | What is 0?\n  | 0\n")
+    whole = read_answers(output / "answers_0.jsonl")
+    assert list(whole) == [0, 1, 2] and kept.items() <= whole.items()
+    greedy = whole[0].greedy
+    assert (greedy.accuracy, greedy.parts["exact"], greedy.parts["dapo"]) == (1, 1, 0)
+    results = json.loads((output / "summary.json").read_text())["results"]
+    assert {name: [*averages] for name, averages in results.items()} == {
+        str(data): ["Avg@1", "Avg@2 sampled"],
+        "more": ["Avg@1"],
+    }
+    assert results[str(data)]["Avg@1"]["mean"] == results["more"]["Avg@1"]["mean"] == 1
+    assert results[str(data)]["Avg@2 sampled"]["mean"] == pytest.approx(1 / 6)
+    answers = ["answers_0.jsonl", "answers_1.jsonl"]
+    assert sorted(path.name for path in output.iterdir()) == [*answers, "summary.json"]
+    assert [*read_answers(output / answers[1])[0].greedy.parts] == ["accuracy"]
+    with pytest.raises(ConfigError, match="exists; choose another directory"):
+        evaluate()
+
+
+def test_a_run_ends_with_a_command_that_reads_its_data_as_it_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"enable_thinking": False}
+    rollout = RolloutConfig(agent="a.py:play", max_turns=3, max_prompt_length=7)
+    rollout.max_completion_length = 9
+    fields: dict[str, Any] = {"question_key": "text", "chat_template_options": options}
+    fields["data_options"] = {"min_digits": 1, "operators": ["+", "-"]}
+    fields |= {"reward": "exact,b.py:f", "reward_weights": [1, 0.5]}
+    run_log(tmp_path / "run", data="a.jsonl", rollout=rollout, **fields).say_results()
+    command = capsys.readouterr().out.replace("\n", " ").rpartition("its answers: ")[2]
+    _, *words = shlex.split(command)
+    assert words[:3] == ["eval", str(tmp_path / "run" / "final_model"), "a.jsonl"]
+    config = with_overrides(EvalConfig(), words[3:])
+    assert config.output == str(tmp_path / "run" / "answers")
+    for name, value in (fields | {"agent": "a.py:play", "max_turns": 3}).items():
+        assert getattr(config, name) == value
+    assert (config.max_prompt_length, config.max_completion_length) == (7, 9)
