@@ -181,11 +181,8 @@ def extend_environment(additions: Mapping[str, str], without: Collection[str] = 
 def initialize_distributed() -> None:
     """Create the default process group of all learner ranks.
 
-    Several ranks meet at MASTER_ADDR:MASTER_PORT; a single rank needs no address. A collective that
-    waits longer than `COLLECTIVE_TIMEOUT_S` ends the process.
-
-    Raises:
-        RuntimeError: there are several ranks, but the address is not set.
+    Several ranks meet at MASTER_ADDR:MASTER_PORT, which their launcher sets; a single rank needs no
+    address. A collective that waits longer than `COLLECTIVE_TIMEOUT_S` ends the process.
     """
     if accelerator() == "cuda":
         # Megatron starts an exchange before the product that it overlaps with, and relies on one
@@ -199,12 +196,6 @@ def initialize_distributed() -> None:
         # listen on an address that other machines reach. What a cluster's shell says of its network
         # is no matter here.
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing and world_size() > 1:
-        raise RuntimeError(
-            f"{world_size()} ranks but {' and '.join(missing)} not set; "
-            "start the ranks with `qurl train`, torchrun or the sbatch script"
-        )
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     store: dist.Store = dist.HashStore()
     if world_size() > 1:

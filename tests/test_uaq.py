@@ -217,20 +217,3 @@ def test_the_relative_quantization_error_stays() -> None:
         return float(error.double().square().sum() / exact.double().square().sum())
 
     assert quant_error(1.5) / quant_error(1.0) == pytest.approx(1, rel=1e-4)
-
-
-def test_a_weight_to_be_scaled_must_be_float32() -> None:
-    """A BF16 weight divided by 1.5 would be rounded again."""
-    weight = torch.ones(4, 4, dtype=torch.bfloat16)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    with pytest.raises(ValueError, match=rf"{name} is torch.bfloat16"):
-        uaq.transform(UaqConfig(1.5), is_hybrid=False)(name, weight)
-    assert uaq.transform(UaqConfig(1.5), is_hybrid=False)("lm_head.weight", weight) is weight
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.5, float("nan"), float("inf")])
-def test_scale_must_be_positive_and_finite(scale: float) -> None:
-    with pytest.raises(ValueError, match="positive finite"):
-        uaq.transform(UaqConfig(scale), is_hybrid=False)
-    with pytest.raises(ValueError, match="positive finite"):
-        uaq.inverse(UaqConfig(scale), is_hybrid=False)

@@ -403,7 +403,7 @@ def token_weights(batch: TrainBatch, aggregation: str, longest_completion: int =
         longest_completion: the most tokens that a completion may have.
 
     Raises:
-        ValueError: the aggregation is unknown, or sequences have no token to train on.
+        ValueError: sequences have no token to train on.
     """
     mask = batch.trained.to(torch.float32)
     # Ranks other than global rank 0 have a batch without sequences.
@@ -416,13 +416,9 @@ def token_weights(batch: TrainBatch, aggregation: str, longest_completion: int =
         numbers = batch.completions.unique(return_inverse=True)[1]  # type: ignore[no-untyped-call]
     if aggregation == "dr_grpo":
         return mask / (len(numbers.unique()) * longest_completion)
-    if aggregation == "sequence_mean":
-        of_tokens = numbers.repeat_interleave(batch.lengths)
-        counts = torch.zeros(len(batch)).index_add(0, of_tokens, mask)
-        return mask / (counts.clamp(min=1)[of_tokens] * (counts > 0).sum().clamp(min=1))
-    raise ValueError(
-        f"unknown aggregation {aggregation!r}; valid are sequence_mean, token_mean, dr_grpo"
-    )
+    of_tokens = numbers.repeat_interleave(batch.lengths)
+    counts = torch.zeros(len(batch)).index_add(0, of_tokens, mask)
+    return mask / (counts.clamp(min=1)[of_tokens] * (counts > 0).sum().clamp(min=1))
 
 
 def minibatches(config: Config, batch: TrainBatch) -> Iterator[TrainBatch]:

@@ -48,10 +48,8 @@ Example:
     scale("model.layers.0.mlp.down_proj.weight", weight)           # weight
 """
 
-import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from qurl_megatron.config.schema import UaqConfig
@@ -72,20 +70,12 @@ def transform(config: UaqConfig, *, is_hybrid: bool, direction: int = 1) -> Tran
     Args:
         is_hybrid: whether the norms are those of a hybrid.
 
-    Raises:
-        ValueError: a scale is not a positive finite number; from the returned function: a
-            parameter to be scaled is not float32.
     """
-    for scale in (config.scale, *config.layer_scales.values()):
-        if not (math.isfinite(scale) and scale > 0):
-            raise ValueError(f"UAQ scale is {scale}; it must be a positive finite number")
 
     def apply(name: str, weight: Tensor) -> Tensor:
         power = direction * _power(name, config)
         if power == 0:
             return weight
-        if weight.dtype != torch.float32:
-            raise ValueError(f"UAQ scales float32 weights only; {name} is {weight.dtype}")
         _, layer = weight_map.find_hugging_face(name)
         scale = config.scale if layer is None else config.layer_scales.get(layer, config.scale)
         if is_hybrid and _is_norm(name, layer):
