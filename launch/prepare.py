@@ -36,7 +36,7 @@ from qurl_megatron.memory.disk import check_disk
 from qurl_megatron.memory.host import check_host, check_shared_memory, check_workers
 from qurl_megatron.model import hub
 from qurl_megatron.report.metrics import OF_EVALUATION, StepMetrics, measures
-from qurl_megatron.report.record import list_checkpoints
+from qurl_megatron.report.record import check_run, list_checkpoints
 from qurl_megatron.rollout import toolkit
 
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
@@ -113,8 +113,7 @@ def prepare_resume(
     quantized whole, to compare its hash: on one core 1.5 s per GB of a BF16 model for INT8, and 6 s
     for INT4.
     """
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
+    check_run(run_dir)
     if run_dir.name in ("", ".."):  # the directory's name becomes the run's
         run_dir = run_dir.resolve()
     with claim(run_dir) if writes else nullcontext():

@@ -33,7 +33,7 @@ from qurl_megatron.machine.output import CONSOLE_LOG, qurl_command
 from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.report.console import STEPS_LOG
 from qurl_megatron.report.metrics import accuracy_and_error
-from qurl_megatron.report.record import list_checkpoints
+from qurl_megatron.report.record import check_run, list_checkpoints
 
 OWNER_FILE = "owner.json"
 JOB_SCRIPT = "job.sh"  # of the last Slurm job of a run, in its directory
@@ -50,10 +50,9 @@ def status(run_dir: Path) -> str:
         ConfigError: there is no such run, and no job in the queue that will create it.
     """
     jobs = slurm_jobs(run_dir)
-    if not (run_dir / "config.yaml").is_file():
-        if not jobs:
-            raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
+    if jobs and not (run_dir / "config.yaml").is_file():
         return f"not started; {', '.join(jobs)}"
+    check_run(run_dir)
     steps = read_json_lines(run_dir / "metrics.jsonl", _Progress)
     done = steps[-1]["step"] if steps else 0
     config = load(run_dir / "config.yaml")

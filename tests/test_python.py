@@ -28,7 +28,7 @@ def test_a_recipe_is_loaded_as_a_command_line_has_it(tmp_path: Path) -> None:
 
 
 def test_a_run_is_read_by_the_text_of_its_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^\S+/absent: not a run directory"):
+    with pytest.raises(ConfigError, match=r"^\S+/absent: not a run's directory"):
         qurl_megatron.read_run(f"{tmp_path}/absent")
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -190,7 +191,8 @@ class Architecture:
         config = text_config(read_json(file), file)
         traits = _traits(config, file)
         num_layers = _size(config, "num_hidden_layers", file)
-        _check_features(config, num_layers, file, traits)
+        for reason in _unsupported(config, num_layers, traits):
+            raise ArchitectureError(f"{file}: {reason}")
         num_heads = _size(config, "num_attention_heads", file)
         num_key_value_heads = _key_value_heads(config, file, traits, num_heads)
         if num_heads % num_key_value_heads:
@@ -674,17 +676,13 @@ def _traits(config: dict[str, Any], file: Path) -> _FamilyTraits:
     return traits
 
 
-def _check_features(
-    config: dict[str, Any], num_layers: int, file: Path, traits: _FamilyTraits
-) -> None:
-    """Check that the learner has every feature that the model needs."""
+def _unsupported(config: dict[str, Any], num_layers: int, traits: _FamilyTraits) -> Iterator[str]:
+    """Yield what the model needs and the learner, or the server, does not compute."""
     for name in ("attention_bias", "mlp_bias"):
         if config.get(name):
-            raise ArchitectureError(f"{file}: '{name}' must be false; true is not supported")
+            yield f"'{name}' must be false; true is not supported"
     if config.get("hidden_act", "silu") != "silu":
-        raise ArchitectureError(
-            f"{file}: hidden_act '{config['hidden_act']}' is not supported, only 'silu'"
-        )
+        yield f"hidden_act '{config['hidden_act']}' is not supported, only 'silu'"
     layer_types = config.get("layer_types")
     if layer_types is not None:
         uses_window = "sliding_attention" in layer_types
@@ -695,30 +693,32 @@ def _check_features(
             and (config.get("max_window_layers") or 0) < num_layers
         )
     if uses_window:
-        raise ArchitectureError(
-            f"{file}: sliding window attention is not supported; "
-            "only full attention is (use_sliding_window false)"
+        yield (
+            "sliding window attention is not supported; only full attention is "
+            "(use_sliding_window false)"
         )
     if traits.is_hybrid:
-        _check_hybrid(config, file)
+        for name, *known in (
+            ("attn_output_gate", True),
+            ("output_gate_type", "swish", "silu", None),
+            ("mamba_ssm_dtype", "float32", None),
+            ("norm_topk_prob", True),  # transformers takes it for true, whatever it is
+        ):
+            if name in config and config[name] not in known:
+                yield f"'{name}' must be {known[0]!r}; {config[name]!r:.80} is not supported"
     elif layer_types is not None and layer_types != ["full_attention"] * num_layers:
-        raise ArchitectureError(
-            f"{file}: 'layer_types' must be 'full_attention' for each of the {num_layers} layers"
+        yield f"'layer_types' must be 'full_attention' for each of the {num_layers} layers"
+    if not traits.has_experts:
+        return
+    if not traits.is_hybrid and config.get("shared_expert_intermediate_size"):
+        yield "shared experts (shared_expert_intermediate_size) are not supported"
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        yield "every layer must have experts (decoder_sparse_step 1, mlp_only_layers empty)"
+    if config.get("tie_word_embeddings") is True:
+        yield (
+            "tie_word_embeddings is true; with experts it must be false, because SGLang's models "
+            "with experts have an output layer of their own"
         )
-
-
-def _check_hybrid(config: dict[str, Any], file: Path) -> None:
-    """Check that gates and states are of the kind that learner and server compute."""
-    for name, *known in (
-        ("attn_output_gate", True),
-        ("output_gate_type", "swish", "silu", None),
-        ("mamba_ssm_dtype", "float32", None),
-        ("norm_topk_prob", True),  # transformers takes it for true, whatever it is
-    ):
-        if name in config and config[name] not in known:
-            raise ArchitectureError(
-                f"{file}: '{name}' must be {known[0]!r}; {config[name]!r:.80} is not supported"
-            )
 
 
 def _delta_net(config: dict[str, Any], num_layers: int, head_dim: int, file: Path) -> DeltaNet:
@@ -757,25 +757,10 @@ def _experts(config: dict[str, Any], file: Path, traits: _FamilyTraits) -> dict[
     """Return the fields of `Architecture` that describe the experts.
 
     Raises:
-        ArchitectureError: a layer has no experts, or a model that is not a hybrid has an expert
-            that every token passes through.
+        ArchitectureError: a token passes through more experts than there are, or the router would
+            not be trained.
     """
-    name, shared = "shared_expert_intermediate_size", 0
-    if traits.is_hybrid:
-        shared = _size(config, name, file, 512)
-    elif config.get(name):
-        raise ArchitectureError(
-            f"{file}: shared experts (shared_expert_intermediate_size) are not supported"
-        )
-    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
-        raise ArchitectureError(
-            f"{file}: every layer must have experts (decoder_sparse_step 1, mlp_only_layers empty)"
-        )
-    if _flag(config, "tie_word_embeddings", file):
-        raise ArchitectureError(
-            f"{file}: tie_word_embeddings is true; with experts it must be false, because SGLang's "
-            "models with experts have an output layer of their own"
-        )
+    shared = _size(config, "shared_expert_intermediate_size", file, 512) if traits.is_hybrid else 0
     # transformers 5 writes the second name.
     num_experts = _size(config, "num_experts", file, config.get("num_local_experts"))
     experts_per_token = _size(config, "num_experts_per_tok", file)

@@ -69,6 +69,16 @@ class RunRecord:
         return scores
 
 
+def check_run(run_dir: Path) -> None:
+    """Check that a directory is that of a run.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{run_dir}: not a run's directory, it has no config.yaml")
+
+
 def read_run(directory: Path | str) -> RunRecord:
     """Read a run's directory.
 
@@ -76,8 +86,7 @@ def read_run(directory: Path | str) -> RunRecord:
         ConfigError: the directory is not that of a run, or no step is complete.
     """
     run_dir = Path(directory)
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir}: not a run directory, it has no config.yaml")
+    check_run(run_dir)
     steps = read_json_lines(run_dir / "metrics.jsonl", StepMetrics)
     if not steps:
         raise ConfigError(f"{run_dir}: no step is complete yet, metrics.jsonl is empty")

@@ -105,7 +105,7 @@ def test_a_run_is_set_beside_the_plan_of_its_own_layout_and_lengths(
     [
         (["--output", "study.pdf"], "--output study.pdf: must end in .csv, .svg or .png"),
         (["--output", "none/study.csv"], "--output none/study.csv: there is no directory none"),
-        (["--measured", "model"], "model: not a run directory, it has no config.yaml"),
+        (["--measured", "model"], "model: not a run's directory, it has no config.yaml"),
         (["--measured", "other"], "--measured other: "),
         (["--measured", "ppo"], "--measured ppo: advantage_estimator=gae: plans do not support"),
     ],
