@@ -72,7 +72,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     )
     for seed, name in ((7, "more"), (8, "few")):
         own_words = reasoning_gym.create_dataset(
-            "spell_backward", size=4, seed=seed, min_word_len=5, max_word_len=5
+            "spell_backward", size=4, seed=seed, min_word_len=4, max_word_len=4
         )
         lines = "".join(json.dumps(word) + "\n" for word in own_words)
         (directory / f"{name}.jsonl").write_text(lines)
