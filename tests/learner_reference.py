@@ -38,6 +38,28 @@ HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 10,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
 }
+# Rows have up to 13 tokens, so some of their positions are beyond these lengths.
+SCALED_ROPES: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 16,
+    },
+    "YaRN": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 6},
+    "YaRN, all fields": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 10,
+        "beta_fast": 1.5,
+        "beta_slow": 0.1,
+        "mscale": 1.4,
+        "mscale_all_dim": 0.3,
+        "truncate": False,
+    },
+}
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 DP2: dict[str, Any] = {"data_parallel_size": 2}

@@ -10,7 +10,9 @@ from qurl_megatron.model.architecture import (
     SUPPORTED_ARCHITECTURES,
     Architecture,
     ArchitectureError,
+    LinearRopeScaling,
     Llama3RopeScaling,
+    YarnRopeScaling,
 )
 
 OLD_LLAMA = {
@@ -35,6 +37,7 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 def read(directory: Path, **changes: Any) -> Architecture:
@@ -206,6 +209,21 @@ def test_llama3_rope_scaling_is_read(tmp_path: Path, spelling: dict[str, Any]) -
     assert architecture.rope_scaling == Llama3RopeScaling(32.0, 1.0, 4.0, 8192)
 
 
+def test_scaling_makes_the_longest_sequence_longer(tmp_path: Path) -> None:
+    """SGLang takes `max_position_embeddings` of linear scaling for the length before it.
+
+    Of YaRN, Qwen2.5's instructions leave it at the length before scaling, and Qwen3's at one
+    between the two; other files have the length after it.
+    """
+    for given in (64, 80, 256):
+        architecture = read(tmp_path, rope_scaling=YARN, max_position_embeddings=given)
+        assert architecture.rope_scaling == YarnRopeScaling(4.0, 64)
+        assert architecture.max_position_embeddings == 256
+    architecture = read(tmp_path, rope_scaling={"type": "linear", "factor": 2.5})
+    assert architecture.rope_scaling == LinearRopeScaling(2.5)
+    assert architecture.max_position_embeddings == 640
+
+
 def test_end_of_sequence_tokens_are_those_of_both_configs(tmp_path: Path) -> None:
     read(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 9]}')
@@ -217,7 +235,17 @@ def test_end_of_sequence_tokens_are_those_of_both_configs(tmp_path: Path) -> Non
     [
         ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'.*Qwen2ForCausalLM"),
         ({"architectures": None}, r"\(none\)"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "'yarn'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "'dynamic' is not supported; known"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn .* no 'original_max_position_emb"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, "'yarn' has no .*'attention_factor'"),
+        ({"rope_scaling": {**YARN, "mscale": 0}}, "'mscale' must be a positive number, not 0"),
+        ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "beta_slow must be less than beta_fast"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "'truncate' must be true or false"),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 8},
+            "original_max_position_embeddings is 8 beside the rope scaling, which says 64",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, "must be written 4.0; SGLang cannot"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "low_freq_factor"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),

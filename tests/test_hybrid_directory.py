@@ -92,7 +92,16 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "partial_rotary_factor 0.3 of a head's 16 channels",
     ),
     "heads": ({"linear_num_value_heads": 3}, "3 value heads of linear attention do not divide"),
-    "YaRN": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported"),
+    "YaRN": (
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "rope scaling is not supported in a hybrid",
+    ),
     "head": ({"tie_word_embeddings": True}, "is False, and True in text_config"),
 }
 

@@ -31,6 +31,7 @@ from learner_reference import (
     ONE_LAYER,
     OPTIMIZER,
     PP2,
+    SCALED_ROPES,
     SELECTIVE,
     TP2,
     VPP2,
@@ -578,24 +579,24 @@ def test_states_of_linear_attention_go_from_chunk_to_chunk(models: dict[str, Pat
         torch.testing.assert_close(logprobs, expected, rtol=0, atol=5e-5)
 
 
-def test_llama3_rope_scaling_matches_transformers(tmp_path: Path) -> None:
-    scaled_rope: dict[str, Any] = {
-        "rope_type": "llama3",
-        "rope_theta": 100.0,
-        "factor": 4.0,
-        "low_freq_factor": 1.5,
-        "high_freq_factor": 3.0,
-        "original_max_position_embeddings": 16,
+@pytest.mark.parametrize("layout", [{}, CP2], ids=["one rank", "CP2"])
+def test_scaled_rotary_positions_match_transformers(layout: dict[str, Any], tmp_path: Path) -> None:
+    families: dict[str, Family] = {"linear": "qwen2", "YaRN": "qwen3"}
+    models = {
+        name: build_tiny_model(
+            tmp_path / name,
+            families.get(name, "llama"),
+            rope_parameters={"rope_theta": 100.0, **rope},
+            **DIMS,
+        )
+        for name, rope in SCALED_ROPES.items()
     }
-    plain_rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
-    scaled, plain = (
-        build_tiny_model(tmp_path / rope["rope_type"], "llama", rope_parameters=rope, **DIMS)
-        for rope in (scaled_rope, plain_rope)
-    )
-    (logprobs,) = run_ranks(logprobs_on_one_rank, 1, scaled, "float32")
-    expected, unscaled = (make_reference(model).scores[1.0][0] for model in (scaled, plain))
-    assert (expected - unscaled).abs().max() > 1e-2, "the scaling changes nothing"
-    torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
+    for name, model in models.items():
+        assert Architecture.from_directory(model).rope_scaling, name
+    references = {name: make_reference(model) for name, model in models.items()}
+    for measured in run_ranks(measure, 2 if layout else 1, models, layout):
+        for name, reference in references.items():
+            assert_scores_match(measured[name], reference)
 
 
 def use_a_group_of_the_caller(model: Path) -> bool:

@@ -687,10 +687,10 @@ CONFIGS = rows(r"""
     {rms_norm_eps: -0.000001}               'rms_norm_eps' must be a positive
     {rope_theta: 1.0e+39}                   rope_theta
     {rope_parameters: {rope_type: default, rope_theta: 10000.0, factor: 4.0}}  has no field 'factor'
-    {rope_parameters: {rope_type: yarn, rope_theta: 10000.0, factor: 4.0}}  'yarn' is not supported
-    {rope_parameters: {rope_type: default, type: yarn}}  'yarn' is not supported
+    {rope_parameters: {rope_type: yarn, rope_theta: 10000.0, factor: 4.0}}  no 'original_max_positi
+    {rope_parameters: {rope_type: default, type: yarn}}  is both 'default' and 'yarn'; give one
     {rope_parameters: {rope_type: dynamic, factor: 2.0}}  'dynamic' is not supported
-    {rope_scaling: {type: linear, factor: 2}}  'linear' is not supported
+    {rope_scaling: {type: linear, factor: 2.0}}  rope_parameters and rope_scaling differ
     {rope_scaling: {LLAMA3}}                rope_parameters and rope_scaling differ
     {rope_theta: 500000.0}                  'rope_theta' is given as [10000.0, 5
     {rope_parameters: yarn}                 must be objects

@@ -11,6 +11,8 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 import sglang_loader
+from learner_reference import SCALED_ROPES
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.sglang_plugin.weights import held_parts, update_weights
 from tiny import build_tiny_model, quantized
 
@@ -130,3 +132,25 @@ def test_a_fused_layer_has_nothing_between_its_adapters(tmp_path: Path) -> None:
     assert sent == sum(part.values.numel() for part in parts)
     assert sent == sum(float(parameter.sum()) for parameter in wide.values())
     assert sent < sum(parameter.numel() for parameter in wide.values())
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("name", SCALED_ROPES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
+def test_a_server_rotates_by_what_transformers_scales(
+    family: Any, name: str, tmp_path: Path
+) -> None:
+    """Its table has a row for each position of the longest sequence, beyond the original length."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rope = {"rope_theta": 100.0, **SCALED_ROPES[name]}
+    directory = build_tiny_model(
+        tmp_path, family, rope_parameters=rope, max_position_embeddings=64, num_hidden_layers=1
+    )
+    longest = Architecture.from_directory(directory).max_position_embeddings
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    expected = model.model.rotary_emb(torch.zeros(1), torch.arange(longest)[None])
+    served = sglang_loader.build(directory, "bf16").model.layers[0].self_attn.rotary_emb
+    table = served.cos_sin_cache[:longest].float()
+    cos_sin = torch.cat([each[0].chunk(2, -1)[0] for each in expected], -1)
+    torch.testing.assert_close(table, cos_sin, rtol=0, atol=0.01)  # it is in BF16 on a CPU

@@ -39,7 +39,7 @@ from qurl_megatron.learner.cpu_runtime import import_layer_specs
 from qurl_megatron.learner.delta_net import GatedDeltaNet, has_fla
 from qurl_megatron.learner.packing import zigzag
 from qurl_megatron.learner.sequences import PackedSequences
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import Architecture, YarnRopeScaling
 
 gpt_layer_specs = import_layer_specs()
 
@@ -412,7 +412,9 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
         **_recompute_fields(learner, architecture),
         "use_cpu_initialization": accelerator() == "cpu",
         "bias_activation_fusion": accelerator() == "cuda",
-        "apply_rope_fusion": uses_transformer_engine(architecture),
+        # The fused operation would leave out YaRN's factor on the rotated channels.
+        "apply_rope_fusion": uses_transformer_engine(architecture)
+        and not isinstance(architecture.rope_scaling, YarnRopeScaling),
         "moe_grouped_gemm": _has_grouped_experts(architecture),
         "batch_p2p_comm": accelerator() == "cuda",
         "batch_p2p_sync": False,  # old versions of torch needed the whole GPU to wait

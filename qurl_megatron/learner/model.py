@@ -27,7 +27,7 @@ from qurl_megatron.learner.layers import (
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
 from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.architecture import ROPE_SCALINGS, Architecture, YarnRopeScaling
 from qurl_megatron.model.weight_map import Rule
 
 _EXTRA_STATE = "._extra_state"  # in the names of state that is not a parameter
@@ -76,6 +76,12 @@ def build_chunks(
         finalize_model_grads_func=_finalize_gradients,
         **transformer_config_fields(learner, architecture),
     )
+    if isinstance(scaling := architecture.rope_scaling, YarnRopeScaling):
+        vars(config).update(  # by which Megatron multiplies the rotated channels
+            yarn_rotary_scaling_factor=scaling.factor,
+            yarn_mscale=scaling.mscale,
+            yarn_mscale_all_dim=scaling.mscale_all_dim,
+        )
     # There is no dropout and no random initialization, so no random state has to be forked.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     chunks = [
@@ -169,6 +175,27 @@ def hybrid_fields(architecture: Architecture) -> dict[str, Any]:
     }
 
 
+def scaled_frequencies(architecture: Architecture, on: torch.device) -> Tensor:
+    """Return the inverse rotary frequencies of a scaled model as transformers computes them.
+
+    They are [channels of a head / 2] float32.
+    """
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = architecture.rope_scaling
+    assert scaling is not None
+    kind = next(kind for kind, known in ROPE_SCALINGS.items() if isinstance(scaling, known))
+    rope = {"rope_type": kind, "rope_theta": architecture.rope_theta, **dataclasses.asdict(scaling)}
+    config: Any = LlamaConfig(  # its other fields do not matter
+        head_dim=architecture.head_dim,
+        max_position_embeddings=architecture.max_position_embeddings,
+        rope_parameters=rope,
+    )
+    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, on)
+    return frequencies
+
+
 def virtual_stages(learner: LearnerConfig) -> int | None:
     """Return the number of virtual stages in Megatron's form: None instead of 1."""
     size = learner.virtual_pipeline_parallel_size
@@ -213,9 +240,7 @@ class PolicyModel(GPTModel):
         self.register_load_state_dict_post_hook(_ignore_extra_state)
         if architecture.rope_scaling is not None:
             rotary = self.rotary_pos_emb
-            rotary.inv_freq = rotary._apply_scaling(
-                rotary.inv_freq, **dataclasses.asdict(architecture.rope_scaling)
-            )
+            rotary.inv_freq = scaled_frequencies(architecture, rotary.inv_freq.device)
 
     def sharded_state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
         """Return the parameters as Megatron's checkpoints take them, the same for all layers.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -77,6 +77,13 @@ QUANTIZED = ("quantization_config", "compression_config")  # the latter is an ol
 
 
 @dataclass(frozen=True)
+class LinearRopeScaling:
+    """Positions divided by a factor, with the field of `config.json`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
 class Llama3RopeScaling:
     """The rotary frequency scaling of Llama 3.1 and later, with the fields of `config.json`."""
 
@@ -84,6 +91,28 @@ class Llama3RopeScaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnRopeScaling:
+    """YaRN (arXiv 2309.00071), with those fields of `config.json` that every engine reads."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # With both, the rotated channels are multiplied by another number than `factor` alone gives.
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling
+ROPE_SCALINGS: dict[str, type[RopeScaling]] = {  # by `rope_type`; others are refused
+    "linear": LinearRopeScaling,
+    "llama3": Llama3RopeScaling,
+    "yarn": YarnRopeScaling,
+}
 
 
 @dataclass(frozen=True)
@@ -151,8 +180,8 @@ class Architecture:
     qk_norm: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3RopeScaling | None
-    max_position_embeddings: int
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int  # tokens of the longest sequence; see `_max_positions`
     eos_token_ids: tuple[int, ...]  # those of generation_config.json, then those of config.json
     num_experts: int = 0  # of each layer; 0: a dense model
     experts_per_token: int = 0
@@ -224,7 +253,7 @@ class Architecture:
             rms_norm_eps=_positive(config, "rms_norm_eps", file, 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
-            max_position_embeddings=_size(config, "max_position_embeddings", file),
+            max_position_embeddings=_max_positions(config, file, rope_scaling),
             eos_token_ids=_eos_token_ids(config, directory, vocab_size),
             **(_experts(config, file, traits) if traits.has_experts else {}),
             delta_net=_delta_net(config, num_layers, head_dim, file) if traits.is_hybrid else None,
@@ -642,7 +671,7 @@ def _size(config: dict[str, Any], name: str, file: Path, default: int | None = N
     return value
 
 
-def _positive(fields: dict[str, Any], name: str, file: Path, default: float) -> float:
+def _positive(fields: dict[str, Any], name: str, file: Path, default: float | None = None) -> float:
     """Return a field that is a positive number; `default` replaces a missing one."""
     value = fields.get(name, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
@@ -810,9 +839,23 @@ def _head_dim(
     return head_dim
 
 
+def _max_positions(config: dict[str, Any], file: Path, scaling: RopeScaling | None) -> int:
+    """Return the tokens of the longest sequence.
+
+    With linear scaling `max_position_embeddings` is the length before it, as SGLang takes it. With
+    YaRN some files have the length before it there, some the one after it, and Qwen3's neither.
+    """
+    positions = _size(config, "max_position_embeddings", file)
+    if isinstance(scaling, LinearRopeScaling):
+        return int(positions * scaling.factor)
+    if isinstance(scaling, YarnRopeScaling):
+        return int(scaling.original_max_position_embeddings * scaling.factor)
+    return positions
+
+
 def _rope(
     config: dict[str, Any], file: Path, traits: _FamilyTraits
-) -> tuple[float, Llama3RopeScaling | None]:
+) -> tuple[float, RopeScaling | None]:
     """Return the rotary base and scaling, from the spelling of transformers 5 or an earlier one.
 
     transformers and SGLang read the two spellings with different precedence, so a file that has
@@ -839,27 +882,38 @@ def _rope(
     scalings = [_rope_scaling(fields, file) for fields in named] or [None]
     if any(scaling != scalings[0] for scaling in scalings):
         raise ArchitectureError(f"{file}: rope_parameters and rope_scaling differ; give one")
+    if traits.is_hybrid and scalings[0]:
+        raise ArchitectureError(f"{file}: rope scaling is not supported in a hybrid")
+    name = "original_max_position_embeddings"
+    original = getattr(scalings[0], name, None)
+    if original and config.get(name, original) != original:  # transformers takes that
+        raise ArchitectureError(
+            f"{file}: {name} is {config[name]!r:.80} beside the rope scaling, which says {original}"
+        )
     return theta, scalings[0]
 
 
-def _rope_scaling(fields: dict[str, Any], file: Path) -> Llama3RopeScaling | None:
+def _rope_scaling(fields: dict[str, Any], file: Path) -> RopeScaling | None:
     """Return the scaling that one object of config.json describes; None: plain rotary positions.
 
     Raises:
-        ArchitectureError: it describes another kind, or has fields of another kind, such as YaRN's
-            under the name `default`.
+        ArchitectureError: it describes another kind, or has fields that not every engine reads,
+            such as those of another kind.
     """
     kinds = {str(fields[name]) for name in ("rope_type", "type") if fields.get(name)} or {"default"}
-    other = sorted(kinds - {"default", "llama3"})
-    if other:
+    known = ["default", *ROPE_SCALINGS]
+    if other := sorted(kinds.difference(known)):
         raise ArchitectureError(
-            f"{file}: rope scaling must be 'default' or 'llama3'; '{other[0]}' is not supported"
+            f"{file}: rope scaling '{other[0]}' is not supported; known are {', '.join(known)}"
         )
     if len(kinds) > 1:
-        raise ArchitectureError(f"{file}: rope scaling is both 'default' and 'llama3'; give one")
+        raise ArchitectureError(
+            f"{file}: rope scaling is both {' and '.join(map(repr, sorted(kinds)))}; give one"
+        )
     kind = kinds.pop()
-    scaling_fields = [field.name for field in dataclasses.fields(Llama3RopeScaling)]
-    allowed = {"rope_type", "type", "rope_theta", *(scaling_fields if kind == "llama3" else ())}
+    scaling = ROPE_SCALINGS.get(kind)
+    of_kind = dataclasses.fields(scaling) if scaling else ()
+    allowed = {"rope_type", "type", "rope_theta", *(field.name for field in of_kind)}
     unknown = sorted(
         name
         for name, value in fields.items()
@@ -872,16 +926,26 @@ def _rope_scaling(fields: dict[str, Any], file: Path) -> Llama3RopeScaling | Non
             f"{file}: rope scaling '{kind}' has no field '{unknown[0]}'; it would be ignored, and "
             "the model's positions would be wrong"
         )
-    if kind == "default":
+    if scaling is None:
         return None
-    missing = [name for name in scaling_fields if fields.get(name) is None]
-    if missing:
-        raise ArchitectureError(f"{file}: llama3 rope scaling has no '{missing[0]}'")
-    values = {name: _positive(fields, name, file, 0.0) for name in scaling_fields}
-    if values["low_freq_factor"] >= values["high_freq_factor"]:
-        raise ArchitectureError(f"{file}: low_freq_factor must be less than high_freq_factor")
-    positions = int(values.pop("original_max_position_embeddings"))
-    return Llama3RopeScaling(**values, original_max_position_embeddings=positions)
+    values: dict[str, Any] = {}
+    readers: dict[str, Callable[..., Any]] = {"int": _size, "bool": _flag}
+    for field in of_kind:
+        name = field.name
+        if field.default is dataclasses.MISSING and fields.get(name) is None:
+            raise ArchitectureError(f"{file}: {kind} rope scaling has no '{name}'")
+        if name in fields:
+            values[name] = readers.get(str(field.type), _positive)(fields, name, file)
+    if kind == "linear" and isinstance(fields["factor"], int):
+        raise ArchitectureError(
+            f"{file}: linear rope scaling's 'factor' must be written {values['factor']}; SGLang "
+            "cannot read an integer there"
+        )
+    described = scaling(**values)
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if getattr(described, low, 0.0) >= getattr(described, high, 1.0):
+            raise ArchitectureError(f"{file}: {low} must be less than {high}")
+    return described
 
 
 def _eos_token_ids(config: dict[str, Any], directory: Path, vocab_size: int) -> tuple[int, ...]:
