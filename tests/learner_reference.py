@@ -189,7 +189,8 @@ def measure(models: dict[str, Path], layout: dict[str, Any]) -> dict[str, Measur
 def measure_model(model: Path, layout: dict[str, Any]) -> Measurement:
     from qurl_megatron.learner.learner import Learner
 
-    learner = Learner(model, learner_config(layout), OPTIMIZER)
+    # Two micro batches, of which the second is smaller, unless the layout divides the rows.
+    learner = Learner(model, learner_config(layout, micro_batch_size=4), OPTIMIZER)
     first_weights = parts_of(learner, learner.shards())
     batch, rows = make_batch(), make_rows()
     kept = make_kept()[torch.arange(rows.tokens.shape[1]) < rows.lengths[:, None]]
