@@ -186,16 +186,20 @@ def test_a_program_that_raises_ends_with_code_1_and_its_traceback_in_the_log(
 
 
 def test_a_running_program_is_signalled_and_an_ended_one_is_not(starter: Starter, how: str) -> None:
-    code = """
+    title = "its title" if how == "preload" else sys.executable
+    code = f"""
 sleeping = start("sleep")
-time.sleep(0.5)
-print(sleeping.poll(), Path(f"/proc/{sleeping.pid}/cmdline").read_text().split(chr(0))[0])
+for _ in range(600):
+    shown = Path(f"/proc/{{sleeping.pid}}/cmdline").read_text().split(chr(0))[0]
+    if shown == {title!r}:
+        break
+    time.sleep(0.1)
+print(sleeping.poll(), shown)
 sleeping.send_signal(signal.SIGKILL)
 print(wait(sleeping))
 os.kill = None
 sleeping.send_signal(signal.SIGKILL)
 """
-    title = "its title" if how == "preload" else sys.executable
     assert starter.run(code, how) == [f"None {title}", f"-{signal.SIGKILL:d}"]
 
 

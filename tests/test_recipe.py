@@ -290,7 +290,8 @@ def test_a_recipe_of_the_package_wins_over_what_has_its_name() -> None:
 def test_the_files_of_the_documentation_are_recipes() -> None:
     page = (Path(cli.__file__).parents[1] / "docs" / "own-model.md").read_text()
     blocks = [textwrap.dedent(text) for text in re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.M)]
-    ten_lines, laptop = [block for block in blocks if block.strip().startswith("recipe: ")]
+    ten_lines, laptop, much = [each for each in blocks if each.strip().startswith("recipe: ")]
+    assert load_recipe(written(much)).config.data_weights == [1, 2]
     assert load_recipe(written(laptop)).config.rollout.prompts_per_step == 8
     assert len(ten_lines.split("\n\n")[0].splitlines()) <= 12
     (program,) = [block for block in blocks if block.strip().startswith("from qurl_megatron")]
