@@ -78,9 +78,9 @@ def start(
     scratch_dir, lock = scratch_directory("qurl-server-")
     locks[scratch_dir] = lock
     chosen = options(spec, seed=seed, host=host, port=port)
-    architecture = _architecture(spec)
-    if architecture and not (spec.loads and spec.weight_format != "bf16"):  # written for servers
-        chosen["model_path"] = served_directory(spec.model, Path(scratch_dir) / "model")
+    if not spec.loads or spec.weight_format == "bf16":  # else it was written for servers
+        with contextlib.suppress(ArchitectureError):  # it has become unreadable, as the log says
+            chosen["model_path"] = served_directory(spec.model, Path(scratch_dir) / "model")
     if gpus:
         chosen["base_gpu_id"] = gpus[0]
     key_file = Path(scratch_dir) / "key.yaml"

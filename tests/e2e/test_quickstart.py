@@ -85,7 +85,7 @@ data_weights: [1, 2]
 data_options.size: 2000
 reward: [reasoning_gym, {directory / "own.py"}:brief]
 reward_weights: [1, 0.1]
-optimizer: {{schedule: cosine, learning_rate: 1e-4, warmup_steps: 0}}
+optimizer: {{schedule: cosine, learning_rate: 1e-5, warmup_steps: 0}}
 objective.entropy_coefficient: 0.01
 scoring_workers: 1
 model_builder: {directory / "own.py"}:build
@@ -158,7 +158,7 @@ def test_the_weighted_sum_of_the_rewards_is_trained_on_at_falling_rates(
         assert parts["brief"] < 0 and parts["accuracy"] == parts["reasoning_gym"]
         total = parts["reasoning_gym"] + 0.1 * parts["brief"]
         assert step["reward_mean"] == pytest.approx(total)
-    rates = [step["learning_rate"] / 1e-4 for step in finished.steps]  # of the last of two updates
+    rates = [step["learning_rate"] / 1e-5 for step in finished.steps]  # of the last of two updates
     assert rates == pytest.approx([(1 + cos(pi * part)) / 2 for part in (1 / 4, 3 / 4)])
 
 
