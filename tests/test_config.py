@@ -121,6 +121,7 @@ def test_a_file_of_version_0_2_loads_and_what_is_gone_is_refused(tmp_path: Path)
     for gone, message in {
         "rollout: {max_response_length: 5}": "rollout.max_response_length=5: not supported any mor",
         "learner: {fp8: blockwise}": "learner.fp8=blockwise: not supported any more; leave it out",
+        "rollout: {top_k: 5}": "rollout.top_k=5: not supported any more; set rollout.top_p instead",
     }.items():
         path.write_text(f"{gone}\n")
         with pytest.raises(ConfigError, match=rf"^{path}: {message}"):

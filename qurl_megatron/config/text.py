@@ -28,6 +28,7 @@ _WIDTH = 100
 GONE = {
     "learner.fp8": "leave it out",
     "rollout.max_response_length": "it is rollout.max_completion_length",
+    "rollout.top_k": "set rollout.top_p instead",  # -1 was none
 }
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
 
@@ -227,7 +228,7 @@ def _refuse_gone(tree: dict[str, Any]) -> None:
         section, _, name = path.partition(".")
         fields = tree.get(section)
         value = fields.get(name) if isinstance(fields, dict) else None
-        if value is not None:
+        if value not in (None, -1):
             raise ConfigError(f"{path}={value}: not supported any more; {advice}")
 
 
