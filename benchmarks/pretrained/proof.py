@@ -3,10 +3,12 @@
 An arm is `qurl train smollm2` with one step and one server. Nothing is wrong with any of them, so
 a run that ends at its proof is a false end. An arm with `resumed` is resumed from the checkpoint of
 its last step. A proof of new servers is then made of a step's own rollouts, whose metrics the row
-has; the prediction is in the log alone.
+has; the prediction is in the log alone. An arm with `rope` changes the model's config.json: the
+learner and the servers have to rotate by it alike.
 """
 
 import json
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,6 +21,9 @@ SHORT = """steps=1 checkpoint.every_steps=0 evaluation.problems=0 data_options.s
     learner.data_parallel_size=1 rollout.servers=1 rollout.prompts_per_step=16
     rollout.completions_per_prompt=2 learner.micro_batch_size=4""".split()
 INT4 = "quantization.format=int4 quantization.group_size=32"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+THOUSAND = """steps=1000 optimizer.learning_rate=3e-6 optimizer.minibatches_per_step=1
+    rollout.prompts_per_step=1 rollout.completions_per_prompt=4 rollout.max_completion_length=8"""
 ARMS: list[dict[str, Any]] = [
     {"words": f"{words} rollout.temperature={temperature}"}
     for words in (
@@ -44,15 +49,21 @@ ARMS: list[dict[str, Any]] = [
     {"words": f"adapters.rank=16 optimizer.learning_rate=2e-4 {INT4}"},
     {"words": "steps=8 optimizer.learning_rate=3e-5", "resumed": True},
     {"words": f"steps=8 optimizer.learning_rate=3e-5 {INT4}", "resumed": True},
+    *({"words": f"quantization.format={name}", "rope": YARN} for name in ("bf16", "int8")),
+    {"words": THOUSAND, "resumed": True},
 ]
 
 
-def measure(model: Path, words: str, resumed: bool = False) -> dict[str, Any]:
+def measure(
+    model: Path, words: str, resumed: bool = False, rope: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return what the proof of a run found, and why it ended the run, if it did."""
     with tempfile.TemporaryDirectory(prefix="qurl-proof-") as directory:
         run_dir, log = Path(directory, "run"), Path(directory, "run.log")
+        if rope:
+            model = rotated(model, rope, Path(directory, "model"))
         given = ["smollm2", f"model={model}", *SHORT, *words.split()]
-        given += ["checkpoint.every_steps=100"] if resumed else []  # and after the last step
+        given += ["checkpoint.every_steps=1000"] if resumed else []  # and after the last step
         row: dict[str, Any] = {"ended": ""}
         try:
             _, (*_, last) = complete_run(run_dir, given)
@@ -73,6 +84,15 @@ def measure(model: Path, words: str, resumed: bool = False) -> dict[str, Any]:
     return row
 
 
+def rotated(model: Path, rope: dict[str, Any], directory: Path) -> Path:
+    """Write the model with scaled rotary positions to `directory`."""
+    shutil.copytree(model, directory)
+    file = directory / "config.json"
+    config = json.loads(file.read_text()) | {"rope_scaling": rope}
+    file.write_text(json.dumps(config))
+    return directory
+
+
 MEANS = ("logprob_abs_diff", "predicted_logprob_abs_diff", "kl_behaviour_proximal_k3")
 
 
@@ -85,8 +105,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         arm = row["arm"]
         means = [f"{row[name]:.2g}" if name in row else "" for name in MEANS]
-        again = ", resumed" if arm.get("resumed") else ""
-        cells = [f"{arm['words']}{again}", *means, row["ended"] or "right"]
+        words = " ".join(arm["words"].split())
+        words += ", YaRN" if "rope" in arm else ", resumed" if arm.get("resumed") else ""
+        cells = [words, *means, row["ended"] or "right"]
         lines.append(f"| {' | '.join(cells)} |")
     false = sum(bool(row["ended"]) for row in rows)
     return "\n".join([*lines, f"\n{false} of {len(rows)} right runs were ended."])
