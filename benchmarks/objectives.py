@@ -155,6 +155,13 @@ SETTINGS = {
             "acr aware int4-g32": [*arm("acr", "int4"), "learner.quantized_forward=all"],
             "acr smoothed int8": [*arm("acr", "int8"), "quantization.smoothing=0.5"],
         }
+        | {
+            f"acr aware int4-g32 {rate}": [
+                *[*arm("acr", "int4"), "learner.quantized_forward=all"],
+                f"optimizer.learning_rate={rate}",
+            ]
+            for rate in ("3e-5", "1e-4")
+        }
         | int4_arms("on_policy", "sequence_tis", "decoupled")
         | {"acr+uaq int4-g32": arm("acr", "int4", UAQ)}
         | {f"{name} fp8": arm(name, "fp8") for name in ("naive", "acr")}
