@@ -127,7 +127,7 @@ def test_the_command_continues_where_its_server_was_lost(
         evaluate()
 
 
-def test_a_run_ends_with_a_command_that_reads_its_data_as_it_did(
+def test_a_run_ends_with_commands_for_its_curves_and_for_its_data_as_it_read_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"enable_thinking": False}
@@ -137,8 +137,9 @@ def test_a_run_ends_with_a_command_that_reads_its_data_as_it_did(
     fields["data_options"] = {"min_digits": 1, "operators": ["+", "-"]}
     fields |= {"reward": "exact,b.py:f", "reward_weights": [1, 0.5]}
     run_log(tmp_path / "run", data="a.jsonl", rollout=rollout, **fields).say_results()
-    command = capsys.readouterr().out.replace("\n", " ").rpartition("its answers: ")[2]
-    _, *words = shlex.split(command)
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert f"curves: tensorboard --logdir {tmp_path / 'run' / 'tensorboard'}" in said
+    _, *words = shlex.split(said.rpartition("its answers: ")[2])
     assert words[:3] == ["eval", str(tmp_path / "run" / "final_model"), "a.jsonl"]
     config = with_overrides(EvalConfig(), words[3:])
     assert config.output == str(tmp_path / "run" / "answers")

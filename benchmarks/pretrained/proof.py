@@ -4,7 +4,7 @@ An arm is `qurl train smollm2` with one step and one server. Nothing is wrong wi
 a run that ends at its proof is a false end. An arm with `resumed` is resumed from the checkpoint of
 its last step. A proof of new servers is then made of a step's own rollouts, whose metrics the row
 has; the prediction is in the log alone. An arm with `rope` changes the model's config.json: the
-learner and the servers have to rotate by it alike.
+learner and the servers have to rotate by it alike. An arm may name another recipe, a toy's.
 """
 
 import json
@@ -22,8 +22,10 @@ SHORT = """steps=1 checkpoint.every_steps=0 evaluation.problems=0 data_options.s
     rollout.completions_per_prompt=2 learner.micro_batch_size=4""".split()
 INT4 = "quantization.format=int4 quantization.group_size=32"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-THOUSAND = """steps=1000 optimizer.learning_rate=3e-6 optimizer.minibatches_per_step=1
-    rollout.prompts_per_step=1 rollout.completions_per_prompt=4 rollout.max_completion_length=8"""
+MANY_STEPS = """steps=200 optimizer.minibatches_per_step=1 rollout.prompts_per_step=1
+    rollout.completions_per_prompt=4 rollout.max_completion_length=8"""
+TOY = """steps=1000 rollout.prompts_per_step=32 rollout.completions_per_prompt=4
+    learner.micro_batch_size=128"""
 ARMS: list[dict[str, Any]] = [
     {"words": f"{words} rollout.temperature={temperature}"}
     for words in (
@@ -50,19 +52,25 @@ ARMS: list[dict[str, Any]] = [
     {"words": "steps=8 optimizer.learning_rate=3e-5", "resumed": True},
     {"words": f"steps=8 optimizer.learning_rate=3e-5 {INT4}", "resumed": True},
     *({"words": f"quantization.format={name}", "rope": YARN} for name in ("bf16", "int8")),
-    {"words": THOUSAND, "resumed": True},
+    {"words": MANY_STEPS, "resumed": True},
+    {"words": TOY, "resumed": True, "recipe": "quickstart"},
 ]
 
 
 def measure(
-    model: Path, words: str, resumed: bool = False, rope: dict[str, Any] | None = None
+    model: Path,
+    words: str,
+    resumed: bool = False,
+    rope: dict[str, Any] | None = None,
+    recipe: str = "smollm2",
 ) -> dict[str, Any]:
     """Return what the proof of a run found, and why it ended the run, if it did."""
     with tempfile.TemporaryDirectory(prefix="qurl-proof-") as directory:
         run_dir, log = Path(directory, "run"), Path(directory, "run.log")
         if rope:
             model = rotated(model, rope, Path(directory, "model"))
-        given = ["smollm2", f"model={model}", *SHORT, *words.split()]
+        given = [recipe, *SHORT, *words.split()]
+        given += [f"model={model}"] if recipe == "smollm2" else []  # others make their own
         given += ["checkpoint.every_steps=1000"] if resumed else []  # and after the last step
         row: dict[str, Any] = {"ended": ""}
         try:
@@ -105,7 +113,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         arm = row["arm"]
         means = [f"{row[name]:.2g}" if name in row else "" for name in MEANS]
-        words = " ".join(arm["words"].split())
+        words = " ".join([*arm.get("recipe", "").split(), *arm["words"].split()])
         words += ", YaRN" if "rope" in arm else ", resumed" if arm.get("resumed") else ""
         cells = [words, *means, row["ended"] or "right"]
         lines.append(f"| {' | '.join(cells)} |")

@@ -239,7 +239,7 @@ class RunLog:
         self._console.show(table)
 
     def say_results(self) -> None:
-        """Print where the report and the model are, and how to see answers of the model."""
+        """Print where curves, report and model are, and how to see answers of the model."""
         config, model = self._config, self._config.run_dir / "final_model"
         words = [config.data, f"reward={config.reward}", f"output={config.run_dir / 'answers'}"]
         words += [f"max_prompt_length={config.rollout.max_prompt_length}"]
@@ -249,6 +249,8 @@ class RunLog:
             if (value := values[field]) != defaults[field]:
                 text = json.dumps(value) if isinstance(value, dict) else value
                 words.append(f"{field.removeprefix('rollout.')}={text}")
+        curves = shlex.quote(str(config.run_dir / "tensorboard"))
+        self.say(f"curves: tensorboard --logdir {curves}")
         if (page := config.run_dir / "report" / "index.html").exists():
             self.say(f"report: {page}")
         self.say(f"model: {model}; its answers: {qurl_command('eval', model, *words)}")
