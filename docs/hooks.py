@@ -48,7 +48,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         "metrics.md": metric_sections,
         "commands.md": command_sections,
     }.get(page.file.src_uri)
-    return "\n".join([markdown, *(sections() if sections else ())])
+    # Docstrings name tags, such as </think>, which a browser would not show.
+    shown = (re.sub(r"<(?=/?\w)", "&lt;", each) for each in (sections() if sections else ()))
+    return "\n".join([markdown, *shown])
 
 
 def names_of_others() -> Iterator[str]:

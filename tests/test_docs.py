@@ -88,6 +88,8 @@ def test_an_entry_says_what_a_field_accepts_and_its_default(site: Path) -> None:
         entry = page.partition(f'id="{path}"')[2].partition("<h4")[0]
         assert f"Type <code>{kind}</code>, default <code>{default}</code>." in entry, path
     assert "<p>One SGLang server.</p>" in page.partition('id="rollout.server"')[2][:200]
+    for name in ("configuration", "recipes"):
+        assert "&lt;/think&gt;" in (site / f"{name}.html").read_text()
 
 
 class Loads(HTMLParser):
