@@ -45,7 +45,7 @@ from threading import Lock
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.runs import QURL, complete_run
+from benchmarks.runs import QURL, complete_run, plot_rewards
 from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.launch.recipe import load_recipe, run_function
@@ -226,6 +226,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/objectives"))
     parser.add_argument("--show", action="store_true", help="print the table of the runs there are")
+    parser.add_argument("--plot", type=Path, help="SVG file of the runs in the output directory")
     arguments = parser.parse_args()
     setting = SETTINGS[arguments.setting]
     arms = arguments.arms or list(setting.arms)
@@ -239,11 +240,14 @@ def main() -> None:
         else [(name, seed) for seed in arguments.seeds for name in arms if (name, seed) not in rows]
     )
 
+    def directory(name: str, seed: int) -> Path:
+        return output_dir / f"{arguments.setting}-{name.replace(' ', '-')}-{seed}"
+
     def run_arm(key: tuple[str, int]) -> None:
         name, seed = key
         start = make_start(output_dir, setting, seed)
         words = [*recipe(output_dir, setting), *overrides(setting, name, seed), f"model={start}"]
-        run_dir = output_dir / f"{arguments.setting}-{name.replace(' ', '-')}-{seed}"
+        run_dir = directory(name, seed)
         rows[key] = summarize(*complete_run(run_dir, words), setting.late)
         # Verifiers of other tasks read more than a right answer's text; BF16 has no other copy.
         if (setting.digits or not setting.is_taught) and name not in BF16:
@@ -256,6 +260,13 @@ def main() -> None:
         list(pool.map(lambda seed: make_start(output_dir, setting, seed), seeds))
         list(pool.map(run_arm, missing))
     show(rows, arms, arguments.seeds)
+    if arguments.plot:
+        runs = {
+            f"{name}, seed {seed}": directory(name, seed)
+            for seed in arguments.seeds
+            for name in arms
+        }
+        plot_rewards(arguments.plot, {name: path for name, path in runs.items() if path.exists()})
 
 
 def read_rows(setting: str) -> dict[tuple[str, int], dict[str, Any]]:

@@ -4,24 +4,19 @@ Each seed is one complete `qurl train` of the `--recipe` in each of the `--place
 and servers, with the given fields, such as `adapters.rank=8`. The runs go one after the other. A
 step's time is the sum of its phases. It and k3, the estimate of KL(behaviour, proximal), are
 medians over the steps; k3's largest step follows. The README quotes the resulting
-table, and shows the plot that `--plot` draws of the first placement's runs: the reward of each step
-and the held-out accuracy, as `qurl report` does.
+table, and shows the plot that `--plot` draws of the first placement's runs.
 """
 
-import dataclasses
 import itertools
 import time
 from pathlib import Path
 from statistics import fmean, median
 
 from benchmarks import machine
-from benchmarks.runs import complete_run
-from qurl_megatron.extensions.report import plots
+from benchmarks.runs import complete_run, plot_rewards
 from qurl_megatron.report.metrics import PHASES
-from qurl_megatron.report.record import read_run
 
 KINDS = ("adapters", "agent", "experts", "hybrid")
-INK = "#808080"  # text and axes of the plot, legible on light and on dark paper
 
 
 def main() -> None:
@@ -43,7 +38,7 @@ def main() -> None:
         "       k3  largest"
     )
     gains: dict[str, list[float]] = {placement: [] for placement in arguments.placements}
-    runs = []
+    runs = {}
     for seed, placement in itertools.product(arguments.seeds, arguments.placements):
         name = f"{arguments.recipe}-{placement}-seed{seed}-{time.strftime('%H%M%S')}"
         start = time.perf_counter()
@@ -55,7 +50,7 @@ def main() -> None:
         k3 = [step["kl_behaviour_proximal_k3"] for step in steps]
         step_s = median(sum(step[f"time_{phase}_s"] for phase in PHASES) for step in steps)
         if placement == arguments.placements[0]:
-            runs.append(dataclasses.replace(read_run(run_dir), name=f"seed {seed}"))
+            runs[f"seed {seed}"] = run_dir
         before, after = summary["held_out_accuracy_before"], summary["held_out_accuracy_after"]
         gains[placement].append(100 * (after - before))
         print(
@@ -69,8 +64,7 @@ def main() -> None:
         mean = f"mean gain {fmean(of_seeds):+.1f} ± {machine.standard_error(of_seeds):.1f} points"
         print(f"{placement}: {mean}, minimum {min(of_seeds):+.1f}")
     if arguments.plot:
-        plot = plots.svg("Reward and held-out accuracy", plots.reward, runs)
-        arguments.plot.write_text(plot.replace("currentColor", INK))
+        plot_rewards(arguments.plot, runs)
 
 
 if __name__ == "__main__":
