@@ -97,6 +97,35 @@ def test_icepop_of_the_documentation_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tried_here")
+def test_seq_mask_tis_of_the_documentation_by_hand(tmp_path: Path) -> None:
+    config = own(tmp_path, example(), "seq_mask_tis")
+    found, stats = gradient_and_stats(
+        config,
+        rho=[2.0, 0.5, 1.0, 1.01, 1.01],  # geometric means 1 and 1.01: the second is masked
+        ratio=[1.0, 1.1, 0.7, 1.0, 1.0],  # 0.7 is clipped where the advantage is negative
+        advantages=[3.0, 3.0, -3.0, 1.0, 1.0],
+    )
+    assert found == pytest.approx([6.0, 1.65, 0, 0, 0, 0], rel=1e-5)
+    assert stats == {"user/masked": 2}
+    check_objective(Config(objective=config))
+
+
+@pytest.mark.usefixtures("tried_here")
+def test_triage_of_the_documentation_by_hand(tmp_path: Path) -> None:
+    """A token is gated where its advantage is negative and the server samples it more often."""
+    config = own(tmp_path, example(), "triage")
+    found, stats = gradient_and_stats(
+        config,
+        rho=[0.5, 0.5, 1.0, 2.0, 0.9],
+        ratio=[1.0, 1.1, 1.0, 1.0, 1.0],
+        advantages=[1.0, -1.0, -3.0, -2.0, -2.0],
+    )
+    assert found == pytest.approx([1, 0, -3, -2, 0, 0], rel=1e-5)
+    assert stats == {"user/gated": 2}
+    check_objective(Config(objective=config))
+
+
+@pytest.mark.usefixtures("tried_here")
 def test_a_function_gets_the_reward_of_each_completion_and_the_mean_of_its_group(
     tmp_path: Path,
 ) -> None:
