@@ -34,7 +34,7 @@ from qurl_megatron.config.text import (  # noqa: E402
     first_line,
     leaf_values,
 )
-from qurl_megatron.config.values import LARGEST  # noqa: E402
+from qurl_megatron.config.values import JOINED, LARGEST  # noqa: E402
 from qurl_megatron.evaluation.evaluate import EvalConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402
 
@@ -163,6 +163,8 @@ def _type_name(hint: Any) -> str:
     """Return the values that a type hint accepts, as a person would write them."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
+        if JOINED in hint.__metadata__:
+            return "str or [str, ...]"
         return f"{_type_name(arguments[0])} {' and '.join(_bounds(hint.__metadata__))}".rstrip()
     if origin is Literal:
         return " | ".join(json.dumps(value) for value in arguments)

@@ -77,6 +77,7 @@ def test_an_entry_says_what_a_field_accepts_and_its_default(site: Path) -> None:
     stage = "{max_completion_length: int >= 1, completions_per_prompt: int >= 1 and <= 65536}"
     for path, kind, default in (
         ("steps", "int >= 1", "100"),
+        ("data", "str or [str, ...]", '""'),
         ("evaluation.top_p", "float > 0 and <= 1", "1.0"),
         ("optimizer.weight_decay", "float >= 0", "0.0"),  # nobody meets its upper bound
         ("time_limit_s", "float > 0 or null", "null"),

@@ -93,8 +93,9 @@ def _at_home(sources: str) -> str:
     return re.sub(r"(?:^|(?<=,))\s*(~[^/,]*)", lambda part: os.path.expanduser(part[1]), sources)
 
 
+JOINED = pydantic.BeforeValidator(_joined)  # a list becomes a text
 # Sources or functions: one or several, with a comma between them, or as a list.
-Several = Annotated[Text, pydantic.BeforeValidator(_joined), pydantic.AfterValidator(_at_home)]
+Several = Annotated[Text, JOINED, pydantic.AfterValidator(_at_home)]
 Template = Annotated[Lines, at_home]  # a file, a name, or the text itself
 
 
