@@ -65,6 +65,13 @@ OTHER_NAMES = {
     "rollout_is_threshold": "objective.ratio_cap",
     "tis_clip": "objective.ratio_cap",
     "use_tis": "objective.objective=tis",
+    "vllm_importance_sampling_correction": "objective.objective, on_policy for none",
+    "vllm_importance_sampling_mode": (
+        "objective.objective: tis is token_truncate, sequence_tis is sequence_truncate, and masks "
+        "have no name"
+    ),
+    "vllm_importance_sampling_cap": "objective.ratio_cap",
+    "vllm_importance_sampling_clip_max": "objective.ratio_cap",
     "adv_estimator": "advantage_estimator",
     "scale_rewards": "advantage_estimator",
     "normalize_rewards": "advantage_estimator",
@@ -206,8 +213,8 @@ OTHER_NAMES = {
     "target_modules": "adapters.targets",
     "lora_target_modules": "adapters.targets",
     "quant": "quantization.format",
-    "load_in_4bit": "quantization.format=int4",
-    "load_in_8bit": "quantization.format=int8",
+    "load_in_4bit": "quantization.format=int4 with adapters.rank",
+    "load_in_8bit": "quantization.format=int8 with adapters.rank",
 }
 
 
