@@ -15,7 +15,8 @@ Sources of the settings:
 - Servers keep no cache of prefixes: with one, SGLang sets aside five states of 154 MB for each
   sequence instead of one. Each completion reads its prompt again.
 - The layouts are this project's own. Their planned steps are within a twentieth of the shortest
-  that `qurl plan` finds. They were never run on GPUs.
+  that `qurl plan` finds in the same placement; colocated, 64 GPUs are planned to be faster. They
+  were never run on GPUs.
 """
 
 import dataclasses

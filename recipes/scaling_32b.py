@@ -13,7 +13,8 @@ Sources of the settings:
 - The recipe `grpo`, which has the paper's settings for DeepScaleR's first stage.
 - The layouts are this project's own, since the paper trains no model of this size. Learner and
   servers have whole nodes of eight GPUs. The planned steps are within a seventh of the shortest
-  that `qurl plan` finds. They were never run on GPUs. On up to 32 GPUs the optimizer is offloaded;
+  that `qurl plan` finds in the same placement; on 24 to 64 GPUs a colocated step is planned to be
+  shorter. They were never run on GPUs. On up to 32 GPUs the optimizer is offloaded;
   otherwise the activations of Qwen3-32B for 8k tokens have no room.
 - On 8 and 16 GPUs learner and servers take turns on all of them. Eight must be H200s; the others
   are H100s.

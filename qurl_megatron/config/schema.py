@@ -508,7 +508,8 @@ class SamplingConfig:
     stop_token_ids: list[CountOrZero] = dataclasses.field(default_factory=list)
     """Tokens that end an answer, by number; a `model_builder` may teach the first. Empty: the token
     with which the chat template ends an assistant's turn, the tokenizer's end token, and the
-    eos_token_id of generation_config.json and config.json. A run keeps what it began with."""
+    eos_token_id of generation_config.json and config.json. A resume takes those of the run's first
+    start, unless it is given others."""
 
     max_prompt_length: Count = 1024
     """Maximum prompt length, in tokens. A run's `overlong_prompts` says what becomes of longer
