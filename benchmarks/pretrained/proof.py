@@ -24,8 +24,8 @@ INT4 = "quantization.format=int4 quantization.group_size=32"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 MANY_STEPS = """steps=200 optimizer.minibatches_per_step=1 rollout.prompts_per_step=1
     rollout.completions_per_prompt=4 rollout.max_completion_length=8"""
-TOY = """steps=1000 rollout.prompts_per_step=32 rollout.completions_per_prompt=4
-    learner.micro_batch_size=128"""
+TOY = """steps=1000 data_options.size=10000 rollout.prompts_per_step=32
+    rollout.completions_per_prompt=4 learner.micro_batch_size=128"""
 ARMS: list[dict[str, Any]] = [
     {"words": f"{words} rollout.temperature={temperature}"}
     for words in (
