@@ -25,7 +25,8 @@ truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aw
 
 The figures of a run are appended to benchmarks/results/objectives.jsonl when it ends. A second call
 skips the runs that have figures of the installed versions, and resumes the runs that were
-interrupted. Then it prints a table. `qurl report` overlays the runs themselves.
+interrupted. Then it prints a table. `qurl report` overlays the runs themselves, and `--plot` draws
+their rewards: README has those of `--setting smollm2 --arms "acr int8" --seeds 1 2`.
 """
 
 import itertools
@@ -90,6 +91,7 @@ def int4_arms(*objectives: str) -> dict[str, list[str]]:
 
 
 BF16 = {"bf16": arm("on_policy", "bf16")}
+AWARE = [*arm("acr", "int4"), "learner.quantized_forward=all"]
 LEARNING_RATE = ["optimizer.learning_rate=1.5e-4", "optimizer.warmup_steps=20"]
 TWICE_THE_RATE = "optimizer.learning_rate=3e-4"
 SETTINGS = {
@@ -152,14 +154,11 @@ SETTINGS = {
         | {f"{name} int8": arm(name, "int8") for name in ("naive", "acr", "tis")}
         | {"acr+uaq int8": arm("acr", "int8", UAQ)}
         | {
-            "acr aware int4-g32": [*arm("acr", "int4"), "learner.quantized_forward=all"],
+            "acr aware int4-g32": AWARE,
             "acr smoothed int8": [*arm("acr", "int8"), "quantization.smoothing=0.5"],
         }
         | {
-            f"acr aware int4-g32 {rate}": [
-                *[*arm("acr", "int4"), "learner.quantized_forward=all"],
-                f"optimizer.learning_rate={rate}",
-            ]
+            f"acr aware int4-g32 {rate}": [*AWARE, f"optimizer.learning_rate={rate}"]
             for rate in ("3e-5", "1e-4")
         }
         | int4_arms("on_policy", "sequence_tis", "decoupled")

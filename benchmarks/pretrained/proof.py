@@ -113,7 +113,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         arm = row["arm"]
         means = [f"{row[name]:.2g}" if name in row else "" for name in MEANS]
-        words = " ".join([*arm.get("recipe", "").split(), *arm["words"].split()])
+        words = " ".join(f"{arm.get('recipe', '')} {arm['words']}".split())
         words += ", YaRN" if "rope" in arm else ", resumed" if arm.get("resumed") else ""
         cells = [words, *means, row["ended"] or "right"]
         lines.append(f"| {' | '.join(cells)} |")
