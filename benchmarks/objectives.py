@@ -19,7 +19,8 @@ truncated importance sampling (TIS), adaptive clipping range (ACR) and update-aw
     agent          the 60 steps of quickstart_agent, whose episodes have three turns
     smollm2        a real model, as it comes: 16 steps of the recipe `smollm2` with half of its
                    prompts and a constant learning rate
-    rounding       the same with a BF16 learner, by learning rate and by the rounding of masters
+    rounding       the same by learning rate, with a BF16 learner and each way to round masters, and
+                   with a float32 learner
     many_updates   the same model, with 16 minibatches a step and three times the learning rate:
                    tokens are clipped, which alone can tell ACR from TIS
 
@@ -150,6 +151,7 @@ SETTINGS = {
     # In the order in which the first hours answer most.
     "smollm2": Setting(
         BF16
+        | {"bf16 nearest": [*arm("on_policy", "bf16"), "optimizer.rounding=nearest"]}
         | int4_arms("naive", "acr", "tis")
         | {f"{name} int8": arm(name, "int8") for name in ("naive", "acr", "tis")}
         | {"acr+uaq int8": arm("acr", "int8", UAQ)}
@@ -182,14 +184,13 @@ SETTINGS = {
 SETTINGS["rounding"] = replace(
     SETTINGS["smollm2"],
     arms={
-        f"{rounding} {rate}": [
-            *arm("acr", "int8"),
-            "learner.dtype=bfloat16",
-            f"optimizer.rounding={rounding}",
-            f"optimizer.learning_rate={rate}",
-        ]
+        f"{name} {rate}": [*arm("acr", "int8"), f"optimizer.learning_rate={rate}", *words]
         for rate in ("3e-6", "1e-5", "1e-6", "3e-7")
-        for rounding in ("unbiased", "nearest")
+        for name, words in {
+            "unbiased": ["learner.dtype=bfloat16"],
+            "nearest": ["learner.dtype=bfloat16", "optimizer.rounding=nearest"],
+            "float32": [],
+        }.items()
     },
     # A minibatch in one pass, for without BF16 instructions every pass makes weights float32.
     overrides=[*SETTINGS["smollm2"].overrides, "learner.micro_batch_size=16"],
@@ -249,7 +250,7 @@ def main() -> None:
         run_dir = directory(name, seed)
         rows[key] = summarize(*complete_run(run_dir, words), setting.late)
         # Verifiers of other tasks read more than a right answer's text; BF16 has no other copy.
-        if (setting.digits or not setting.is_taught) and name not in BF16:
+        if (setting.digits or not setting.is_taught) and "bf16" not in name:
             rows[key]["copy_accuracy"] = copy_accuracy(run_dir)
         add_row(arguments.setting, name, seed, rows[key])
         shutil.rmtree(run_dir / "checkpoints")
@@ -449,6 +450,12 @@ def summarize(
     return {
         "held_out_accuracy_before": summary["held_out_accuracy_before"],
         "held_out_accuracy": summary["held_out_accuracy_after"],
+        "held_out_accuracy_by_step": {
+            step["step"]: step["held_out_accuracy"]
+            for step in steps
+            if step["held_out_accuracy"] is not None
+        },
+        "update_shown_fraction": steps[-1]["update_shown_fraction"],
         "steps": len(steps),
         "ratio_proximal_behaviour_max": max(step["ratio_proximal_behaviour_max"] for step in steps),
         **{

@@ -4,6 +4,7 @@ UAQ takes weights off BF16's grid, unless its scale is a power of two. Rates tha
 as the scale tell what of it is the size of a step.
 """
 
+import os
 import random
 import time
 from pathlib import Path
@@ -47,8 +48,9 @@ def measure(
 
     `scale` is UAQ's.
     """
-    torch.set_num_threads(2)
-    config = LearnerConfig(dtype=dtype, threads_per_rank=2)
+    threads = len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    config = LearnerConfig(dtype=dtype, threads_per_rank=threads)
     optimizer = OptimizerConfig(learning_rate, rounding=rounding)
     scaled = uaq.transform(UaqConfig(scale=scale), is_hybrid=False)
     learner = Learner(model, config, optimizer, transform=scaled)
@@ -56,21 +58,21 @@ def measure(
     held_out = next(batches)
     before = [weight.clone() for *_, weight in learner.shards()]
     losses: dict[int, float] = {}
+    changed: dict[int, float] = {}
     start = time.monotonic()
     for step in range(STEPS + 1):
         if step:
             learner.update(learner.share(next(batches)), _likelihood, temperature=1.0)
         if step in MEASURED:
             losses[step] = _loss(learner, held_out)
+            changed[step] = _changed(before, learner)
             print(dtype, rounding, learning_rate, scale, step, losses[step], flush=True)
-    pairs = [(old, new) for old, (*_, new) in zip(before, learner.shards(), strict=True)]
-    changed = sum(int((old != new).sum()) for old, new in pairs)
-    total = sum(old.numel() for old in before)
     shown = learner.update_shown()
     learner.close()
     return {
         "held_out_loss": losses,
-        "changed_fraction": changed / total,
+        "changed_fraction": changed[STEPS],
+        "changed_fraction_by_step": changed,
         "update_shown_fraction": shown,
         "seconds": time.monotonic() - start,
     }
@@ -107,6 +109,12 @@ def _batches(model: Path) -> Any:
 
 def _likelihood(logprobs: Tensor, _: Tensor, __: Any, loss_weights: Tensor, *___: Any) -> Any:
     return -(loss_weights * logprobs).sum(), {}
+
+
+def _changed(before: list[Tensor], learner: Learner) -> float:
+    pairs = [(old, new) for old, (*_, new) in zip(before, learner.shards(), strict=True)]
+    changed = sum(int((old != new).sum()) for old, new in pairs)
+    return changed / sum(old.numel() for old in before)
 
 
 def _loss(learner: Learner, batch: TrainBatch) -> float:
