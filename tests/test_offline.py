@@ -88,6 +88,17 @@ def test_a_quantized_directory_holds_what_a_publish_sends(
     assert not leftovers & {path.name for path in destination.iterdir()}
 
 
+def test_float32_values_are_rounded_to_the_nearest_number_if_asked(tmp_path: Path) -> None:
+    source = build_tiny_model(tmp_path / "model", dtype=torch.float32)
+    words = ["quantize", str(source), str(tmp_path / "int8"), "--rounding", "nearest"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    written = tensors_of(tmp_path / "int8")
+    for name, tensor in tensors_of(source).items():
+        if not name.endswith("_proj.weight"):
+            assert same_bytes(written[name], tensor.bfloat16()), name
+
+
 def test_a_quantized_copy_of_fp8_in_blocks_is_that_of_what_is_read(tmp_path: Path) -> None:
     in_fp8, in_bf16 = build_fp8_model(tmp_path, "qwen3_moe")
     for weight_format in ("bf16", "int8"):

@@ -487,6 +487,8 @@ COMMANDS = rows("""
     quantize model out --smoothing 0.5             --smoothing: its scales come from the prompts of
     quantize model out --smoothing 2 --data problems.jsonl  --smoothing=2.0: input should be less
     quantize model out --smoothing 0.5 --data few.jsonl  3 prompts; it takes at least 4
+    eval model problems.jsonl rounding=up          rounding=up: input should be 'unbiased' or
+    quantize model out --rounding up               'up' is not one of 'unbiased', 'nearest'
     quantize model out --format int3               formats are bf16, int8
     quantize model out --format fp8-block          blocks of fp8-block are 128 wide
     quantize model out --format int4               groups of int4 are 128 wide

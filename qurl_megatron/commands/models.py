@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -73,6 +73,10 @@ def quantize(
         str | None,
         typer.Option(metavar="DATA", help="Problems of which smoothing sees 64 prompts."),
     ] = None,
+    rounding: Annotated[
+        Literal["unbiased", "nearest"],
+        typer.Option(help="How float32 values become BF16, as in optimizer.rounding."),
+    ] = "unbiased",
 ) -> Iterator[int]:
     """Quantize a Hugging Face directory, as training does, for an SGLang server to load.
 
@@ -101,7 +105,7 @@ def quantize(
     else:
         yield 0
     with progress_bar(f"quantizing to {weight_format}") as progress:
-        quantize_directory(source, destination, chosen, progress, keep or [], scales)
+        quantize_directory(source, destination, chosen, progress, keep or [], scales, rounding)
     print(f"{destination} is ready")
 
 

@@ -36,6 +36,7 @@ from qurl_megatron.config.schema import (
     FormatName,
     RewardName,
     Rewards,
+    Rounding,
     SamplingConfig,
     ServerConfig,
     Unusable,
@@ -159,6 +160,9 @@ class EvalConfig(SamplingConfig):
     smoothing: Smoothing = 0.0
     """A run's `quantization.smoothing`, with scales by the first 64 prompts. The model is then in
     memory once before it is served. 0: none."""
+    rounding: Rounding = "unbiased"
+    """How float32 values become BF16 where adapters are merged, and where a float32 model is
+    written in a quantized `format`: a run's `optimizer.rounding`."""
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -217,7 +221,9 @@ def served_model(
     if config.adapters:
         files = _adapter_files(config)
         adapters = files.read_adapters(Path(config.adapters))
-        files.merge_directory(model_dir, directory, adapters, config.weight_format, progress)
+        files.merge_directory(
+            model_dir, directory, adapters, config.weight_format, progress, config.rounding
+        )
     else:
         scales = None
         if config.smoothing:
@@ -228,7 +234,13 @@ def served_model(
             )
             scales = mismatch.smoothing_by(prompts, options)
         quantize_directory(
-            model_dir, directory, config.weight_format, progress, config.keep, scales
+            model_dir,
+            directory,
+            config.weight_format,
+            progress,
+            config.keep,
+            scales,
+            config.rounding,
         )
     return directory
 

@@ -26,7 +26,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from qurl_megatron.config.keep import kept_layers, layers_of
-from qurl_megatron.config.schema import ConfigError, UaqConfig, WeightFormat
+from qurl_megatron.config.schema import ConfigError, Rounding, UaqConfig, WeightFormat
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.config.validate import check_scales
 from qurl_megatron.files import check_output, partial_of, rename_whole, write_whole
@@ -82,12 +82,13 @@ def quantize_directory(
     progress: Progress,
     keep: Sequence[str] = (),
     smoothing: Smoothing | None = None,
+    rounding: Rounding = "unbiased",
 ) -> None:
     """Write the tensors that a publish sends, as a directory for SGLang servers to load.
 
     Linear layers inside blocks become codes and scales, unless `keep` (as in `quantization.keep`)
-    names them; everything else becomes BF16. The server needs this package, except for `fp8-block`,
-    which SGLang's own `fp8` method reads.
+    names them; everything else becomes BF16, and `rounding` says how float32 values do. The server
+    needs this package, except for `fp8-block`, which SGLang's own `fp8` method reads.
 
     Raises:
         ArchitectureError, ConfigError: the source or the destination cannot be used, or `keep`
@@ -104,7 +105,7 @@ def quantize_directory(
         is_quantized = weight_map.find_hugging_face(name)[0].quantized
         if weight_format == "bf16" or not is_quantized or name.removesuffix(".weight") in kept:
             sent = torch.empty(tensor.shape, dtype=weight_map.sent_dtype(name))
-            write_rounded(sent, tensor, name, "unbiased")
+            write_rounded(sent, tensor, name, rounding)
             return {name: sent}
         quantized = quantize.quantize(tensor, weight_format)
         scale_name = quantize.scale_name(name, weight_format)
@@ -130,7 +131,7 @@ def quantize_directory(
         changes["quantization_config"] = {"quant_method": quantize.ENGINE_METHODS[weight_format]}
     if in_bf16 and weight_format != "bf16":
         changes["quantization_config"]["modules_to_not_convert"] = in_bf16
-    job: dict[str, Any] = {"quantize": weight_format, "keep": kept}
+    job: dict[str, Any] = {"quantize": weight_format, "keep": kept, "rounding": rounding}
     if smoothing:
         job["smoothing"] = [checksum(scales) for scales in smoothing.columns.values()]
     rewrite_directory(source, destination, rewrite, changes, job, progress)

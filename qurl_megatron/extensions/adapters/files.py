@@ -284,7 +284,7 @@ def merge_directory(
     adapters: AdapterFiles,
     weight_format: WeightFormat,
     progress: Progress,
-    rounding: Rounding = "unbiased",
+    rounding: Rounding,
 ) -> None:
     """Write a model with adapters merged into its weights, in the stored dtype.
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -44,9 +44,11 @@ from qurl_megatron.config.schema import (
     AdaptersConfig,
     Config,
     ConfigError,
+    Rounding,
     UaqConfig,
     WeightFormat,
 )
+from qurl_megatron.evaluation.evaluate import EvalConfig, served_model
 from qurl_megatron.extensions.adapters import export
 from qurl_megatron.extensions.adapters.files import (
     base_hash,
@@ -61,6 +63,7 @@ from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.quantize import quantize
+from qurl_megatron.quantization.rounding import write_rounded
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
 from sent import as_bytes, tensors_in
@@ -235,12 +238,15 @@ def begin(model: Path, layout: dict[str, Any], init: Path, dtype: str) -> Any:
 
 
 def state_of(learner: Any) -> Any:
-    """Return masters, scores, the hash of the base, and the next update."""
-    masters = parts_of(learner, [each for each in learner.masters() if each[0].is_adapter])
+    """Return masters, scores, the hash of the base, the next update, and parameters."""
+    masters, parameters = (
+        parts_of(learner, [each for each in weights if each[0].is_adapter])
+        for weights in (learner.masters(), learner.shards())
+    )
     scores = score(learner, make_rows().tokens, temperature=0.7)
     share = share_of(learner, make_batch())
     update = learner.update(share, policy_gradient, temperature=0.7)
-    found = masters, scores[0], learner.base_hash(), update.grad_norm
+    found = masters, scores[0], learner.base_hash(), update.grad_norm, parameters
     learner.close()
     return found
 
@@ -256,6 +262,11 @@ def test_any_layout_resumes_and_peft_and_transformers_get_what_was_trained(
     before, after = (gathered([rank[0] for rank in ranks]) for ranks in (saved, resumed))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+    for ranks in (saved, resumed):  # in BF16, masters are rounded by their position in the whole
+        for name, values in gathered([rank[4] for rank in ranks]).items():
+            expected = torch.empty_like(values)
+            write_rounded(expected, before[name], name, "unbiased")
+            assert torch.equal(values, expected), name
     begun = run_ranks(begin, 2, model, TP2, tmp_path / "final_adapters", dtype)
     hashes = {rank[2] for rank in (*saved, *resumed)}
     assert hashes == {base_hash(model, "int8")} == {read_adapters(tmp_path / "final_adapters").base}
@@ -408,13 +419,28 @@ def test_adapters_are_merged_over_the_base_that_they_were_trained_over_only(
     adapters: Path, tmp_path: Path
 ) -> None:
     model, found = tmp_path / "model", read_adapters(adapters)
-    merge_directory(model, tmp_path / "same", found, "bf16", lambda *_: None)
+    merge_directory(model, tmp_path / "same", found, "bf16", lambda *_: None, "unbiased")
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match="trained over another base; give that model, unchanged"):
-        merge_directory(model, tmp_path / "changed", found, "bf16", lambda *_: None)
+        merge_directory(model, tmp_path / "changed", found, "bf16", lambda *_: None, "unbiased")
     assert not (tmp_path / "changed").exists()
+
+
+def test_an_evaluation_serves_adapters_as_a_run_with_its_rounding_exports_them(
+    adapters: Path, tmp_path: Path
+) -> None:
+    model, found = tmp_path / "model", read_adapters(adapters)
+    served = {}
+    for rounding in get_args(Rounding):
+        exported, evaluated = tmp_path / f"{rounding} export", tmp_path / f"{rounding} eval"
+        merge_directory(model, exported, found, "int8", lambda *_: None, rounding)
+        config = EvalConfig(adapters=str(adapters), format="int8", rounding=rounding)
+        assert served_model(config, model, evaluated, []) == evaluated
+        served[rounding] = (evaluated / "model.safetensors").read_bytes()
+        assert served[rounding] == (exported / "model.safetensors").read_bytes()
+    assert served["unbiased"] != served["nearest"]
 
 
 def test_an_export_that_is_refused_leaves_nothing_and_can_be_repeated(
@@ -448,7 +474,7 @@ def test_adapters_of_another_model_are_refused(adapters: Path, tmp_path: Path) -
     other = build_tiny_model(tmp_path / "other", "qwen2", tied=True, **narrow)
 
     def merge(changed: Any) -> None:
-        merge_directory(other, tmp_path / "merged", changed, "int8", lambda done, total: None)
+        merge_directory(other, tmp_path / "merged", changed, "int8", lambda *_: None, "unbiased")
 
     with pytest.raises(ConfigError, match=r"q_proj.lora_B.weight' has shape .* and its layer"):
         merge(found)
