@@ -5,6 +5,8 @@ hangs hides no other. Quick checks come first, so most have run if the machine i
 
     quantize   the kernels' codes, scales and checksums are those of the CPU, in three formats; how
                near the kernels come to the bandwidth of a copy of as many bytes
+    round      BF16 values rounded without bias are those of the CPU; how much longer that takes
+               than rounding to nearest, over the time of the optimizer's step
     products   the quantized layers' products are near those of float64
     rank       a started process joins a process group on its device and reduces a tensor
     learner    log-probs, gradients and three optimizer steps are those of transformers and PyTorch
@@ -49,6 +51,7 @@ from qurl_megatron.quantization.quantize import (
     code_flips,
     quantize,
 )
+from qurl_megatron.quantization.rounding import round_rows, row_keys
 
 REPETITIONS = 3
 LARGEST: dict[WeightFormat, float] = {"int8": 127.0, "fp8": 448.0, "fp8-block": 448.0}
@@ -177,6 +180,36 @@ def compare_kernel(weight: torch.Tensor, weight_format: WeightFormat, largest: f
     }
     times = timing.take_turns(passes, REPETITIONS)
     return times["copy"]["median_s"] / times["kernel"]["median_s"]
+
+
+def check_round(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Compare rounding without bias with the CPU, and its time with Adam's step and a copy."""
+    weight = random_weight(arguments)
+    keys = row_keys("weight", 0, len(weight), weight.device)
+    values = 1.001 * weight.float()
+    on_cpu = torch.empty(weight.shape, dtype=weight.dtype)
+    round_rows(on_cpu, values.cpu(), keys.cpu())
+    round_rows(weight, values, keys)
+    if not torch.equal(weight.cpu(), on_cpu):
+        raise AssertionError("values rounded without bias differ from the CPU's")
+    count = timing.copies_to_rotate(values.nbytes + weight.nbytes)
+    masters = [torch.nn.Parameter(values.clone()) for _ in range(count)]
+    weights = [weight.clone() for _ in masters]
+    for master in masters:
+        master.grad = torch.ones_like(master)
+    adam = [torch.optim.AdamW([master], fused=True) for master in masters]
+    sources = [master.detach() for master in masters]
+    passes: dict[str, Callable[[int], Any]] = {
+        "unbiased": lambda turn: round_rows(weights[turn % count], sources[turn % count], keys),
+        "nearest": lambda turn: weights[turn % count].copy_(sources[turn % count]),
+        "adam": lambda turn: adam[turn % count].step(),
+    }
+    times = timing.take_turns(passes, REPETITIONS)
+    unbiased_s, nearest_s, adam_s = (times[name]["median_s"] for name in passes)
+    return {
+        "unbiased_of_nearest": unbiased_s / nearest_s,
+        "added_of_optimizer": (unbiased_s - nearest_s) / (adam_s + nearest_s),
+    }
 
 
 def check_products(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -333,6 +366,7 @@ def sample(running: Any, architecture: Any) -> None:
 
 CHECKS: dict[str, tuple[Callable[[argparse.Namespace], dict[str, Any]], float | None]] = {
     "quantize": (check_quantize, 60.0),
+    "round": (check_round, 60.0),
     "products": (check_products, 90.0),
     "rank": (check_rank, 60.0),
     "learner": (check_learner, 300.0),
