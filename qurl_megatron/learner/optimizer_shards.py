@@ -34,7 +34,7 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.quantization.rounding import round_rows
 
-SAMPLED = 2**12  # values of a parameter at most, of which `OptimizerShards.shown` compares two
+SAMPLED = 2**12  # values of a parameter's range at most that `OptimizerShards.shown` looks at
 
 
 class Dither(NamedTuple):
@@ -111,7 +111,7 @@ class OptimizerShards:
                 rounded to the nearest number.
         """
         self._dithers = dithers
-        self._start: tuple[Tensor, Tensor] | None = None  # `_sample` before training
+        self._start: tuple[Tensor, ...] | None = None  # `_sample` before training
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
         self._parts: list[DistributedOptimizer] = [
             part for part in parts if not part.is_stub_optimizer
@@ -183,21 +183,23 @@ class OptimizerShards:
     def shown(self) -> tuple[Tensor, Tensor]:
         """Return how far masters have moved, squared, and how far along that their BF16 values.
 
-        Both are float64 sums over this rank's sample: [].
+        Both are float64 sums, [], over all values of this rank, estimated from a sample.
         """
         assert self._start is not None
-        pairs = zip(self._sample(), self._start, strict=True)
-        moved, shown = ((now - start).double() for now, start in pairs)
-        return moved.square().sum(), (moved * shown).sum()
+        (*now, stands_for), (*start, _) = self._sample(), self._start
+        moved, shown = ((after - before).double() for after, before in zip(now, start, strict=True))
+        weighted = moved * stands_for
+        return (weighted * moved).sum(), (weighted * shown).sum()
 
-    def _sample(self) -> tuple[Tensor, Tensor]:
-        """Return some of the masters, and the BF16 values that are made of them: [values] float32.
+    def _sample(self) -> tuple[Tensor, ...]:
+        """Return some of the masters, the BF16 values that are made of them, and their weights.
 
-        They are `SAMPLED` values from the middle of each parameter's range, or all of a small one.
-        A float32 learner computes with its masters, so these BF16 values are what servers get.
+        All are [values] float32. A weight is the number of values that a sampled one stands for.
+        Sampled are `SAMPLED` values from the middle of each parameter's range, or all of a small
+        one. A float32 learner computes with its masters, so these BF16 values are what servers get.
         """
         nothing = torch.empty(0, device=device.device())  # a rank may own no values
-        masters, rounded = [nothing], [nothing]
+        masters, rounded, weights = [nothing], [nothing], [nothing]
         for parameter in self._part_of:
             master, (start, _) = self.master(parameter), self._range(parameter)
             first = max(0, len(master) - SAMPLED) // 2
@@ -209,7 +211,8 @@ class OptimizerShards:
                 self._round(shown, values, parameter, at)
             masters.append(values)
             rounded.append(shown.float())
-        return torch.cat(masters), torch.cat(rounded)
+            weights.append(torch.full_like(values, len(master) / max(1, len(values))))
+        return torch.cat(masters), torch.cat(rounded), torch.cat(weights)
 
     def gather_master(self, parameter: Tensor) -> Tensor:
         """Return the whole master, in the parameter's shape, on the first rank that shares it.

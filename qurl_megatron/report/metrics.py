@@ -326,8 +326,9 @@ class StepMetrics:
 
     update_shown_fraction: float | None = None
     """How much of the way that the float32 masters have moved since the run's start shows in the
-    BF16 values made of them (`optimizer.rounding`): the length of its projection, over a sample. 1
-    is all of it, up to noise. null while nothing has moved."""
+    BF16 values made of them (`optimizer.rounding`): the length of its projection, estimated from up
+    to 4096 values of each parameter and learner rank, each of which stands for as many as the
+    parameter has of them. 1 is all of it, up to noise. null while nothing has moved."""
 
     turns_mean: float | None = None
     """Agents: mean number of turns of an episode. null without `rollout.agent`."""
