@@ -156,11 +156,6 @@ def policy_objective(
         ValueError: a penalty has no `reference_logprobs`, a bonus no `entropy`, or an objective of
             sequences no `sum_over_sequences`.
     """
-    if kl_coefficient != 0 and reference_logprobs is None:
-        raise ValueError(f"kl_coefficient {kl_coefficient} needs reference_logprobs")
-    if entropy_coefficient != 0 and entropy is None:
-        raise ValueError(f"entropy_coefficient {entropy_coefficient} needs entropy")
-
     # Mask before any arithmetic: NaN * 0 is NaN, both in the loss and in the gradient.
     counted = loss_weights > 0
     current = _where(counted, current_logprobs)
@@ -203,37 +198,69 @@ def policy_objective(
         surrogate = torch.where(advantages < 0, bounded, surrogate)
     if objective == "cispo":
         surrogate = torch.minimum(ratio, upper).detach() * advantages * current
-    gain = weight * surrogate
 
-    kl_reference = torch.zeros_like(rho)
+    rising, falling = advantages > 0, advantages < 0
+    clipped = (rising & (ratio > upper)) | (falling & (ratio < lower))
+    if objective == "cispo":
+        clipped = counted & (ratio > upper)
+    return penalized_loss(
+        weight * surrogate,
+        current,
+        loss_weights,
+        clipped=clipped,
+        dual_clipped=falling & (ratio > (math.inf if dual_clip is None else dual_clip)),
+        acr_widened=rising & (ratio > 1 + eps_high) & ~clipped,
+        kl_coefficient=kl_coefficient,
+        reference_logprobs=reference_logprobs,
+        entropy_coefficient=entropy_coefficient,
+        entropy=entropy,
+        token_staleness=token_staleness,
+    )
+
+
+def penalized_loss(
+    gain: Tensor,
+    current_logprobs: Tensor,
+    loss_weights: Tensor,
+    *,
+    kl_coefficient: float,
+    reference_logprobs: Tensor | None,
+    entropy_coefficient: float,
+    entropy: Tensor | None,
+    token_staleness: Tensor | None,
+    **masks: Tensor,
+) -> ObjectiveOutput:
+    """Return the loss of tokens whose J is `gain`, less the penalty and with the bonus.
+
+    Arguments and stats are those of `policy_objective`. `masks` has the tokens that the stats of
+    these names count; a sum without one is 0.
+
+    Raises:
+        ValueError: a penalty has no `reference_logprobs`, or a bonus no `entropy`.
+    """
+    if kl_coefficient != 0 and reference_logprobs is None:
+        raise ValueError(f"kl_coefficient {kl_coefficient} needs reference_logprobs")
+    if entropy_coefficient != 0 and entropy is None:
+        raise ValueError(f"entropy_coefficient {entropy_coefficient} needs entropy")
+
+    counted = loss_weights > 0
+    gain, kl_reference = _where(counted, gain), torch.zeros_like(loss_weights)
     if reference_logprobs is not None:
-        k3 = _k3(_where(counted, reference_logprobs).detach(), current)
-        kl_reference = k3.clamp(max=MAX_K3_PENALTY)
+        reference = _where(counted, reference_logprobs).detach()
+        kl_reference = _k3(reference, _where(counted, current_logprobs)).clamp(max=MAX_K3_PENALTY)
         gain = gain - kl_coefficient * kl_reference
     if entropy_coefficient and entropy is not None:
         gain = gain + entropy_coefficient * _where(counted, entropy)
     loss = -(_where(counted, loss_weights) * gain).sum()
 
-    with torch.no_grad():
-        rising, falling = advantages > 0, advantages < 0
-        clipped = (rising & (ratio > upper)) | (falling & (ratio < lower))
-        if objective == "cispo":
-            clipped = counted & (ratio > upper)
-        dual_clipped = falling & (ratio > (math.inf if dual_clip is None else dual_clip))
-        widened = rising & (ratio > 1 + eps_high) & ~clipped
-        stats = {
-            "tokens": counted.sum(),
-            "clipped": clipped.sum(),
-            "dual_clipped": dual_clipped.sum(),
-            "acr_widened": widened.sum(),
-            "kl_reference": kl_reference.sum(),
-        }
-        if token_staleness is not None:
-            counts = {"tokens": counted, "clipped": clipped, "acr_widened": widened}
-            for bucket, at_staleness in staleness_masks(token_staleness).items():
-                stats |= {
-                    f"{name}/{bucket}": (at_staleness & of).sum() for name, of in counts.items()
-                }
+    none = dict.fromkeys(("clipped", "dual_clipped", "acr_widened"), torch.zeros_like(counted))
+    counts = {"tokens": counted, **none, **masks}
+    stats = {name: mask.sum() for name, mask in counts.items()}
+    stats["kl_reference"] = kl_reference.detach().sum()
+    if token_staleness is not None:
+        for bucket, at_staleness in staleness_masks(token_staleness).items():
+            for name in ("tokens", "clipped", "acr_widened"):
+                stats[f"{name}/{bucket}"] = (at_staleness & counts[name]).sum()
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
@@ -330,29 +357,24 @@ class PolicyLoss:
         settings = dataclasses.asdict(self.config)
         del settings["aggregation"]  # `loss_weights` contain it
         counted = loss_weights > 0
-        if self.user is not None:
-            # With advantages of 0, only penalty, bonus and the number of tokens are left.
-            settings["objective"] = "on_policy"
-            if self.user.takes_reference:
-                settings["kl_coefficient"] = 0.0
-        output = policy_objective(
-            current_logprobs,
-            batch.proximal_logprobs,
-            batch.behaviour_logprobs,
-            torch.zeros_like(batch.advantages) if self.user else batch.advantages,
-            loss_weights,
-            reference_logprobs=batch.reference_logprobs,
-            entropy=entropy,
-            sum_over_sequences=sum_over_sequences,
-            token_staleness=batch.token_staleness if self.by_staleness else None,
-            **settings,
-        )
-        stats = {
-            **output.stats,
-            "entropy": _where(counted, batch.entropy).sum(dtype=torch.float64),
+        more: dict[str, Any] = {
+            "reference_logprobs": batch.reference_logprobs,
+            "entropy": entropy,
+            "token_staleness": batch.token_staleness if self.by_staleness else None,
         }
-        loss = output.loss
-        if self.user is not None:
+        statistics: dict[str, Tensor] = {}
+        if self.user is None:
+            output = policy_objective(
+                current_logprobs,
+                batch.proximal_logprobs,
+                batch.behaviour_logprobs,
+                batch.advantages,
+                loss_weights,
+                sum_over_sequences=sum_over_sequences,
+                **settings,
+                **more,
+            )
+        else:
             assert sum_over_sequences is not None
             assert batch.rewards is not None and batch.group_means is not None
             gain, statistics = self.user.gains(
@@ -368,9 +390,20 @@ class PolicyLoss:
                 },
                 sum_over_sequences,
             )
-            loss = loss - (_where(counted, loss_weights) * _where(counted, gain)).sum()
-            for name, values in statistics.items():
-                stats[f"{USER}{name}"] = _where(counted, values.detach()).sum(dtype=torch.float64)
+            output = penalized_loss(
+                gain,
+                current_logprobs,
+                loss_weights,
+                kl_coefficient=0.0 if self.user.takes_reference else self.config.kl_coefficient,
+                entropy_coefficient=self.config.entropy_coefficient,
+                **more,
+            )
+        stats = {
+            **output.stats,
+            "entropy": _where(counted, batch.entropy).sum(dtype=torch.float64),
+        }
+        for name, values in statistics.items():
+            stats[f"{USER}{name}"] = _where(counted, values.detach()).sum(dtype=torch.float64)
         masks = {"": counted}
         if self.by_staleness:
             assert batch.token_staleness is not None
@@ -386,7 +419,7 @@ class PolicyLoss:
         for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
             stats[f"tokens/{sign}"] = of_sign.sum(dtype=torch.float64)
             stats[f"log_rho/{sign}"] = _where(of_sign, log_rho).sum(dtype=torch.float64)
-        return loss, stats
+        return output.loss, stats
 
 
 def token_weights(batch: TrainBatch, aggregation: str, longest_completion: int = 1) -> Tensor:

@@ -60,6 +60,7 @@ def gradient_and_stats(
         rewards=torch.tensor([[0.0, 0.0, 3.0, 0.0, -1.0, 9.0]]),
         group_means=torch.tensor([[0.0, 0.0, 1.0, 0.0, 1.0, 9.0]]),
         proximal_logprobs=proximal.detach(),
+        reference_logprobs=proximal.detach() if config.kl_coefficient else None,
         entropy=torch.zeros(1, 6),
     )
     loss = PolicyLoss(config, user=user_objective(config))
@@ -161,12 +162,13 @@ def test_a_sum_over_a_sequence_has_a_gradient(tmp_path: Path) -> None:
 
 
 def test_the_penalty_is_added_unless_the_function_takes_the_reference(tmp_path: Path) -> None:
-    config = own(tmp_path, GSPO, "f", kl_coefficient=0.5)
-    own_one = user_objective(config)
-    assert own_one is not None and not own_one.takes_reference
-    source = HEAD + "reference_logprobs, kl_coefficient): return current_logprobs * advantages"
-    with_reference = user_objective(own(tmp_path, source, "f", kl_coefficient=0.5))
-    assert with_reference is not None and with_reference.takes_reference
+    """At current / reference = 2 the gradient of k3 is 1 - 1 / 2."""
+    takes = HEAD.removesuffix(", ") + "{}): return current_logprobs * advantages"
+    for reference, expected in (("", [2.75, -1.25]), (", reference_logprobs", [3.0, -1.0])):
+        config = own(tmp_path, takes.format(reference), "f", kl_coefficient=0.5)
+        ratio = [2.0] * 5
+        found, _ = gradient_and_stats(config, [1.0] * 5, ratio, [3.0, 3.0, 3.0, -1.0, -1.0])
+        assert found == pytest.approx([expected[0]] * 3 + [expected[1]] * 2 + [0])
 
 
 BODY = "\n    ratio = (current_logprobs - proximal_logprobs).exp()\n    return "
