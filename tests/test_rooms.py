@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import qurl_megatron
-from qurl_megatron.config.extensions import COMMANDS, FOLDER, needed
+from qurl_megatron.config.extensions import BUILT_ON, COMMANDS, FOLDER, needed
 from qurl_megatron.config.schema import ConfigError
 
 PACKAGE = Path(qurl_megatron.__file__).parent
@@ -52,13 +52,10 @@ FENCES = {
     "extensions/agents/openenv": set[str](),
 }
 
-EXTENSIONS = [path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py")]
-# Who imports an extension of another, and why.
-USERS_OF_EXTENSIONS = {
-    ("planning", "colocated"): "it plans layouts whose servers are colocated",
-    ("rehearsal", "planning"): "it plays the subjects of a plan, and prints what the plan says",
-    ("recipes/math_tools", "agents"): "its agent, which only their processes call, has their tools",
-}
+EXTENSIONS = sorted(path.parent.name for path in PACKAGE.glob("extensions/*/__init__.py"))
+# Who imports an extension of another. The recipe's agent, which only their processes call, has the
+# tools of agents.
+USERS_OF_EXTENSIONS = {*BUILT_ON.items(), ("recipes/math_tools", "agents")}
 
 # Folders and files that import no engine, no collectives and no network.
 PURE = {
@@ -195,7 +192,7 @@ def test_no_file_of_the_core_imports_an_extension() -> None:
         for imported in imported_names(path)
     }
     between = {(own, other) for own, other in arrows if other not in ("", own)}
-    assert between == set(USERS_OF_EXTENSIONS)
+    assert between == USERS_OF_EXTENSIONS
 
 
 @pytest.mark.parametrize("extension", EXTENSIONS)

@@ -19,11 +19,16 @@ COMMANDS = {
     "rehearse": "rehearsal",
 }
 """The commands of `qurl` that extensions bring: each is a function of that name in `command.py`."""
+BUILT_ON = {
+    "planning": "colocated",  # it plans layouts whose servers are colocated
+    "rehearsal": "planning",  # it plays the subjects of a plan, and prints what the plan says
+}
+"""Extensions that import another, which must be there too."""
 
 
 def find(extension: str, module: str) -> ModuleType | None:
-    """Return a module of an extension; None if the extension was deleted."""
-    if not _is_there(extension):
+    """Return a module of an extension; None if it was deleted, or one that it is built on."""
+    if _missing(extension):
         return None
     return importlib.import_module(f"{FOLDER}.{extension}.{module}")
 
@@ -32,7 +37,7 @@ def needed(extension: str, module: str, by: str) -> ModuleType:
     """Return a module of an extension, for the field or option `by`.
 
     Raises:
-        ConfigError: the extension was deleted.
+        ConfigError: the extension was deleted, or one that it is built on.
     """
     check(extension, by)
     return importlib.import_module(f"{FOLDER}.{extension}.{module}")
@@ -42,12 +47,15 @@ def check(extension: str, by: str) -> None:
     """Check that an extension is there, for the field or option `by`.
 
     Raises:
-        ConfigError: it was deleted.
+        ConfigError: it was deleted, or one that it is built on.
     """
-    if not _is_there(extension):
-        raise ConfigError(f"{by}: needs qurl_megatron/extensions/{extension}, which was deleted")
+    if missing := _missing(extension):
+        raise ConfigError(f"{by}: needs qurl_megatron/extensions/{missing}, which was deleted")
 
 
-def _is_there(extension: str) -> bool:
+def _missing(extension: str) -> str:
+    """Return the first folder that an extension lacks: its own, or one that it is built on."""
     spec = find_spec(f"{FOLDER}.{extension}")
-    return spec is not None and spec.origin is not None  # else only its __pycache__ is left
+    if spec is None or spec.origin is None:  # only its __pycache__ is left
+        return extension
+    return _missing(BUILT_ON[extension]) if extension in BUILT_ON else ""
