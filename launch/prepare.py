@@ -11,7 +11,6 @@ they neither ask the servers of `rollout.servers_at` nor compare the base under 
 
 import dataclasses
 import difflib
-import math
 import os
 import shutil
 import sys
@@ -28,7 +27,7 @@ from qurl_megatron.config.validate import check_weight_format, validate, validat
 from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
-from qurl_megatron.launch.settle import SETTLED, choose_scale, settle
+from qurl_megatron.launch.settle import SETTLED, choose_scale, settle, settle_steps
 from qurl_megatron.launch.sources import accept_new_places, find_sources, make_paths_absolute
 from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.machine.output import qurl_command
@@ -257,17 +256,15 @@ def _check(
     state = read_json_object(newest / "state.json").get("prompts") if newest else None
     if isinstance(state, dict) and "prompts" in state:
         check_saved(prompts.train, state)
-    weights = [config.data_weights[each.part] for each in prompts.train if config.data_weights]
-    available = min(sum(map(bool, weights)), int(sum(weights))) if weights else len(prompts.train)
+    of_part = config.data_weights
+    weights = [of_part[each.part] if of_part else 1.0 for each in prompts.train]
+    available = min(sum(map(bool, weights)), int(sum(weights)))
     if config.rollout.prompts_per_step > available:
         raise ConfigError(
             f"rollout.prompts_per_step={config.rollout.prompts_per_step}: {config.data} has "
             f"{available} problems to train on; a step must not repeat a prompt"
         )
-    if config.epochs:
-        served = config.epochs * (sum(weights) if weights else available)
-        steps = served / config.rollout.prompts_per_step
-        config.steps = max(1, math.ceil(steps - 1e-6))  # 1.1 x 100 is a little more than 110
+    settle_steps(config, sum(weights))
     return summarize(config, prompts, tokenizer) + of_agent
 
 

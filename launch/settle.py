@@ -1,8 +1,10 @@
 """Decide what a run's fields leave open. What changes a recipe's value is said in a line.
 
-`settle` decides what depends on the model and the machine, once `validate` has accepted the fields.
+`settle` decides what depends on the model and the machine, once `validate` has accepted the fields;
+`settle_steps` what depends on the data.
 """
 
+import math
 import sys
 from collections.abc import Collection
 from datetime import date
@@ -76,3 +78,10 @@ def settle(
         colocated = needed("colocated", "fit", by="rollout.placement=colocated")
         colocated.settle(architecture, config, node)
     return tokenizer
+
+
+def settle_steps(config: Config, prompts_per_epoch: float) -> None:
+    """Give a run of epochs its number of steps."""
+    if config.epochs:
+        steps = config.epochs * prompts_per_epoch / config.rollout.prompts_per_step
+        config.steps = max(1, math.ceil(steps - 1e-6))  # 1.1 x 100 is a little more than 110
