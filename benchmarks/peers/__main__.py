@@ -6,14 +6,16 @@ PEER is an environment of its own, made by:
     PEER/bin/pip install -r benchmarks/peers/requirements.txt
 
 Both start from the model that `benchmarks.objectives` has for seed 0, with the same problems,
-prompts, reward, sequences a batch, optimizer steps, learning rate, temperature and clipping, and
-take turns. Both have two threads: TRL's process has two, and each of ours has one: two ranks and
-two servers take turns. TRL samples in float32 with transformers, we from INT8 servers.
+prompts, reward, sequences a batch, optimizer steps, learning rate, temperature and clipping (of
+each ratio from both sides, and from above where advantages are negative), and take turns. The rate
+is constant after its warm-up, and there is no UAQ, which TRL does not have. Both have two threads:
+TRL's process has two, and each of ours has one: two ranks and two servers take turns. TRL samples
+in float32 with transformers, we from INT8 servers.
 
     --settings quickstart   words of five letters backward, 64 x 8 answers of 6 tokens a batch
     --settings long         rows of 64 digits, 32 x 8
     --settings longest      rows of 256 digits, 32 x 8
-    --settings smollm2      the recipe `smollm2`: a real model, 8 x 8 answers of at most 32 tokens
+    --settings smollm2      the recipe `smollm2`: a real model, 16 x 8 answers of at most 32 tokens
 
 With `--vocabulary 151936`, which is Qwen's, both start from random weights of the quickstart's
 shape, and a batch is 8 x 4 answers, which hardly end. It shows what a step takes, and nothing is
@@ -26,7 +28,8 @@ INT4 base in groups of 32.
 A step is one batch. Seconds and CPU-seconds (of all processes, from the kernel) are those of the
 steps after the first `SKIPPED`; the phases of our steps are medians. Memory is the sum
 of all processes' proportional set sizes after the last step. Accuracy is greedy, of both final
-models in float32, by transformers, on problems that neither has trained on.
+models in float32, by transformers, on problems that neither has trained on. Tokens a second are
+sampled ones over the seconds of sampling, and the reward is the mean over the same steps.
 """
 
 import argparse
@@ -38,7 +41,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import psutil
@@ -61,6 +64,7 @@ CALL = (
 )
 NAMES = ("quickstart", "long", "longest", "smollm2")
 PHASES = ("rollout", "proximal", "update", "publish")
+EQUAL = ["optimizer.schedule=constant", "quantization.uaq.scale=1"]  # as the peer trains
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Measured:
     cpu_s: float
     memory_bytes: int
     accuracy: float
+    tokens_per_s: float  # of the rollout, median
+    reward: float
     phases_s: dict[str, float]  # medians; empty: the peer does not tell
 
 
@@ -94,7 +100,7 @@ def compare(setting: str, arguments: argparse.Namespace) -> None:
     output_dir = arguments.output_dir.absolute()
     directory = output_dir / setting
     start, words = task(SETTINGS[setting], output_dir, directory, arguments.vocabulary)
-    words += [f"model={start}", f"steps={arguments.steps}"]
+    words += [f"model={start}", f"steps={arguments.steps}", *EQUAL]
     words += ["evaluation.problems=0"]
     if arguments.adapters:
         words += adapter_words(arguments.adapters)
@@ -127,8 +133,14 @@ def compare(setting: str, arguments: argparse.Namespace) -> None:
                 reward=config.reward,
             )
             done = subprocess.run(score, env=environment(), check=True, capture_output=True)
-            phases = phases_s(run / lines[name]) if name == "qurl" else {}
-            result = Measured(*figures, accuracy=float(done.stdout), phases_s=phases)
+            steps = read_json_lines(run / lines[name])[SKIPPED:]
+            result = Measured(
+                *figures,
+                accuracy=float(done.stdout),
+                tokens_per_s=median(step["rollout_tokens_per_s"] for step in steps),
+                reward=fmean(step["reward_mean"] for step in steps),
+                phases_s=phases_s(steps) if name == "qurl" else {},
+            )
             measured[name].append(result)
             print(f"{setting}, round {seed}, {name}: {result}", flush=True)
     show(setting, measured)
@@ -207,6 +219,7 @@ def settings(config: Config, directory: Path, run: Path, seed: int) -> dict[str,
         "beta2": optimizer.beta2,
         "eps_low": objective.eps_low,
         "eps_high": objective.eps_high,
+        "dual_clip": objective.dual_clip,
         "seed": seed,
         "adapter_rank": config.adapters.rank,
         "adapter_alpha": config.adapters.alpha,
@@ -263,9 +276,8 @@ def count(lines: Path) -> int:
     return lines.read_bytes().count(b"\n") if lines.exists() else 0
 
 
-def phases_s(metrics: Path) -> dict[str, float]:
-    """Return the median seconds of each phase of a run, after the first `SKIPPED` steps."""
-    steps = read_json_lines(metrics)[SKIPPED:]
+def phases_s(steps: list[Any]) -> dict[str, float]:
+    """Return the median seconds of each phase of a run's steps."""
     return {phase: median(step[f"time_{phase}_s"] for step in steps) for phase in PHASES}
 
 
@@ -293,7 +305,9 @@ def show(setting: str, measured: dict[str, list[Measured]]) -> None:
             f"{machine.spread([each.step_s for each in results])} s, "
             f"{machine.spread([each.cpu_s for each in results])} CPU-s a step, "
             f"{median(each.memory_bytes for each in results) / machine.MIB:.0f} MiB, "
-            f"accuracy {machine.spread([100 * each.accuracy for each in results], '.1f')} %"
+            f"accuracy {machine.spread([100 * each.accuracy for each in results], '.1f')} %, "
+            f"reward {machine.spread([each.reward for each in results], '.3f')}, "
+            f"rollout {machine.spread([each.tokens_per_s for each in results], '.0f')} tokens/s"
         )
     pairs = list(zip(measured["qurl"], measured["trl"], strict=True))
     for phase in PHASES:

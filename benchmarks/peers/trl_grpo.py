@@ -6,6 +6,7 @@ is installed and this project is not.
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,16 @@ def train(
     beta2: float,
     eps_low: float,
     eps_high: float,
+    dual_clip: float | None,
     seed: int,
     adapter_rank: int,
     adapter_alpha: float,
 ) -> None:
     """Train `steps` batches, each with an optimizer step a minibatch; save the model.
 
-    After each batch a line with its mean reward is appended to the file `lines`. With a rank above
-    0, peft's adapters of all linear layers are trained, and merged in the end.
+    After each batch a line with its mean reward and the tokens a second of its rollout is appended
+    to the file `lines`. With a rank above 0, peft's adapters of all linear layers are trained, and
+    merged in the end.
     """
     from datasets import Dataset
     from peft import LoraConfig
@@ -44,6 +47,17 @@ def train(
 
     rows = [json.loads(line) for line in Path(problems).read_text().splitlines()]
     rewards: list[float] = []
+    speeds: list[float] = []
+
+    class Timed(GRPOTrainer):  # type: ignore[misc]
+        """Notes the tokens a second of each rollout."""
+
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            generated = super()._generate_single_turn(*args, **kwargs)
+            tokens = sum(map(len, generated[0]))
+            speeds[:] = [tokens / (time.perf_counter() - start)]
+            return generated
 
     def credit(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         pairs = zip(completions, answer, strict=True)
@@ -56,11 +70,12 @@ def train(
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step % minibatches == 0:
+                line = {"reward_mean": rewards[0], "rollout_tokens_per_s": speeds[0]}
                 with Path(lines).open("a") as file:
-                    file.write(json.dumps({"reward_mean": rewards[0]}) + "\n")
+                    file.write(json.dumps(line) + "\n")
 
     sequences = prompts * completions
-    trainer = GRPOTrainer(
+    trainer = Timed(
         model=model,
         reward_funcs=credit,
         args=GRPOConfig(
@@ -79,6 +94,7 @@ def train(
             loss_type="grpo",  # the mean of each answer, then of all
             epsilon=eps_low,
             epsilon_high=eps_high,
+            delta=dual_clip,  # likewise: no gradient above it
             gradient_checkpointing=False,  # nothing is computed again here
             use_cpu=True,
             bf16=False,
