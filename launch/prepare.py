@@ -36,7 +36,6 @@ from qurl_megatron.memory.host import check_host, check_shared_memory, check_wor
 from qurl_megatron.model import hub
 from qurl_megatron.report.metrics import OF_EVALUATION, StepMetrics, measures
 from qurl_megatron.report.record import check_run, list_checkpoints
-from qurl_megatron.rollout import toolkit
 
 OF_DIRECTORY = ("name", "output_dir", "recipe_file")
 
@@ -287,6 +286,8 @@ def _check_machine(config: Config, num_gpus: int, node: Node | None) -> None:
     placed = place_servers(config, num_gpus)
     if node:
         check_weight_format(config.quantization.format, capabilities())
+        from qurl_megatron.rollout import toolkit
+
         toolkit.environment()
         if config.rollout.placement != "colocated":
             check_shared_gpus(config, placed, node.gpu.memory_bytes)

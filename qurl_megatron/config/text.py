@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import pydantic
 
 from qurl_megatron.config import yaml_text
-from qurl_megatron.config.other_names import our_name
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import write_whole
 
@@ -166,6 +165,8 @@ def _items(value: str) -> list[str]:
 
 def no_such_field(path: str, config: Any) -> str:
     """Return a line about a field that `config` lacks, with the closest fields and meanings."""
+    from qurl_megatron.config.other_names import our_name
+
     meanings = field_meanings(config)
     if inside := [name for name in meanings if name.startswith(f"{path}.")]:
         return f"{path}: has no value of its own; give its fields, such as {inside[0]}"

@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any, Protocol
 
 from qurl_megatron.algorithm.score import Question, texts_of
-from qurl_megatron.data.deepscaler import DeepScaler
 
 TAIL_LENGTH = 300  # the last characters of a text, all that GSM8K's and DAPO's rules read
 PLAIN_LENGTH = 1000  # of an answer's LaTeX; the time to check it grows with its square
@@ -258,12 +257,18 @@ def _shown(answer: str) -> str:
     return repr(answer if len(answer) <= 80 else answer[:77] + "...")
 
 
+def _deepscaler() -> Verifier:
+    from qurl_megatron.data.deepscaler import DeepScaler
+
+    return DeepScaler()
+
+
 VERIFIERS: dict[str, Callable[[], Verifier]] = {
     "math": Math,
     "gsm8k": functools.partial(Gsm8k, flexible=False),
     "gsm8k_flexible": functools.partial(Gsm8k, flexible=True),
     "dapo": Dapo,
-    "deepscaler": DeepScaler,
+    "deepscaler": _deepscaler,
     "reasoning_gym": ReasoningGym,
     "exact": Exact,
 }

@@ -11,14 +11,16 @@ computes, and which `Share` of a minibatch it has. Invariants:
   rounds alike.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -41,9 +43,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
 )
 from qurl_megatron.config.validate import check_layout
-from qurl_megatron.learner.calibration import watching
 from qurl_megatron.learner.cpu_runtime import bfloat16_products, megatron_runtime
-from qurl_megatron.learner.host_memory import HostMemory
 from qurl_megatron.learner.model import (
     PolicyModel,
     Routing,
@@ -61,8 +61,11 @@ from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule
 from qurl_megatron.quantization.rounding import row_keys
-from qurl_megatron.quantization.smoothing import Largest, Maxima, Smoothing
 from qurl_megatron.quantization.uaq import Transform
+
+if TYPE_CHECKING:  # most runs use neither
+    from qurl_megatron.learner.host_memory import HostMemory
+    from qurl_megatron.quantization.smoothing import Largest, Smoothing
 
 LossFunction = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 """A loss: (current_logprobs, entropy, rows, loss_weights, sum_over_sequences) -> (loss, stats).
@@ -149,7 +152,6 @@ class Learner:
                 f"{learner.data_parallel_size}; start {learner.world_size} ranks"
             )
         self._config = learner
-        self._host_memory = HostMemory()
         self._reference: list[Tensor] = []
         self.smoothing: Smoothing | None = None  # of what servers hold of the weights, if quantized
         self._as_served: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -235,6 +237,9 @@ class Learner:
 
         Return the channel that stood out most.
         """
+        from qurl_megatron.learner.calibration import watching
+        from qurl_megatron.quantization.smoothing import Maxima
+
         maxima = Maxima(self.architecture, device.device())
         chunks = [chunk.module for chunk in self.chunks]
         with watching(chunks, self.architecture, maxima):
@@ -290,9 +295,8 @@ class Learner:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self._routing.reset_counts()
-            offload = self._config.offload_optimizer
-            waiting = self._optimizer_shards.storages() if offload else ()
-            with self._host_memory.holding(waiting):
+            offload, storages = self._config.offload_optimizer, self._optimizer_shards.storages
+            with self._host_memory.holding(storages()) if offload else nullcontext():
                 self._run(share.micro_batches, loss, temperature, forward_only=False)
             # Before the update: Megatron's warmup starts at a learning rate of 0.
             self.scheduler.step(increment=1)
@@ -378,6 +382,12 @@ class Learner:
         gradients = [buffer.grad_data for buffer in buffers]
         optimizer = self._optimizer_shards.storages()
         self._host_memory.take([*optimizer, *weights, *self._reference], dropped=gradients)
+
+    @cached_property
+    def _host_memory(self) -> HostMemory:
+        from qurl_megatron.learner.host_memory import HostMemory
+
+        return HostMemory()
 
     def _untrained(self) -> list[Tensor]:
         """Return the weights that Megatron's buffers do not hold, because they are not trained."""

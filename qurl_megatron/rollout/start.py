@@ -32,7 +32,7 @@ from qurl_megatron.machine.processes import LAUNCHER_SIGNALS, start_ticks
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 from qurl_megatron.model.huggingface import served_directory
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
-from qurl_megatron.rollout import preload, toolkit
+from qurl_megatron.rollout import preload
 from qurl_megatron.rollout.server import LOOPBACK, Server, locks, wait_ready
 
 _said_dropped: set[str] = set()
@@ -262,6 +262,8 @@ def environment(spec: ServerSpec, host: str = LOOPBACK) -> dict[str, str]:
             bindings = "|".join(str(rank % cores) for rank in range(num_ranks))
             variables["SGLANG_CPU_OMP_THREADS_BIND"] = bindings
     else:
+        from qurl_megatron.rollout import toolkit
+
         variables |= toolkit.environment()
         # DeepGEMM (fp8-block) would compile 16384 kernels for each shape at the first start,
         # which takes 10 to 20 minutes; with this it compiles 3072.

@@ -40,12 +40,14 @@ Example, on every learner rank:
     converter.write(parameters)           # or write into the servers' parameters
 """
 
+from __future__ import annotations
+
 import functools
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,7 +62,6 @@ from qurl_megatron.model.weight_map import Rule, TensorPart
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import Part, as_integers, checksum_tensor
 from qurl_megatron.quantization.rounding import write_rounded
-from qurl_megatron.quantization.smoothing import Smoothing
 from qurl_megatron.weight_sync.bucket import (
     Bucket,
     Manifest,
@@ -84,6 +85,9 @@ from qurl_megatron.weight_sync.gather import (
     delta_bucket,
     to_rank_zero,
 )
+
+if TYPE_CHECKING:
+    from qurl_megatron.quantization.smoothing import Smoothing
 
 
 class Converter:
