@@ -11,12 +11,10 @@ import pytest
 from distributed import run_ranks
 from learner_memory import activations_of, allocated
 from published import EXPERT_MODELS, HYBRID_MODELS, MODELS, PARAMETERS
-from qurl_megatron.config.gpus import H100
 from qurl_megatron.config.schema import (
     Config,
     LearnerConfig,
     RecomputeMode,
-    ServerConfig,
     WeightFormat,
 )
 from qurl_megatron.config.text import with_overrides
@@ -76,15 +74,6 @@ def test_a_hybrid_has_keys_of_every_fourth_layer_and_states_of_the_others(
     assert memory.state_bytes_per_sequence(model) == state
     assert memory.state_bytes_per_sequence(model, 4) == state // 4
     assert memory.state_bytes_per_sequence(QWEN2) == 0
-
-
-def test_sglang_divides_memory_between_states_and_keys_of_a_hybrid() -> None:
-    """With a cache of prefixes it needs five states a request, without one a single one."""
-    model, server = KNOWN_MODELS["Qwen3.5-27B"], ServerConfig(4, max_running_requests=100)
-    state = memory.state_bytes_per_sequence(model, 4)
-    assert memory.num_states(model, server, 19 * 10**9) == 9 * 10**9 // state - 1
-    without = dataclasses.replace(server, options={"disable_radix_cache": True})
-    assert memory.num_states(model, without, 19 * 10**9) == 100
 
 
 def test_a_stage_of_a_hybrid_has_the_weights_of_its_own_kinds_of_layers() -> None:
@@ -216,23 +205,6 @@ def test_buckets_replace_activations_and_an_offloaded_optimizer_makes_room_for_t
     parts[memory.OFFLOADED] = 6
     assert memory.peaks(parts) == {"kept": 16, "score": 19, "update": 18, "publish": 20}
     assert memory.total_bytes(parts | {"buckets": 7}) == 10 + 6 + 7
-
-
-def test_the_cheapest_recomputation_that_fits_is_chosen() -> None:
-    """Qwen2.5-32B on a learner of 4 x 5 GPUs, with longer and longer completions."""
-    chosen = []
-    for length in (8192, 12288, 16384, 24576, 130048):
-        words = [f"rollout.max_completion_length={length}", "learner.tensor_parallel_size=4"]
-        config = with_overrides(study("", 64, "int8"), words)
-        learner = memory.with_cheapest_recomputation(QWEN2, config, H100.memory_bytes).learner
-        chosen.append((learner.recompute, learner.recompute_layers, learner.offload_optimizer))
-    assert chosen == [
-        (None, None, False),
-        ("selective", None, False),
-        ("selective", None, True),
-        ("full", 6, True),  # of 13 layers
-        ("full", None, True),
-    ]
 
 
 def test_virtual_stages_keep_more_activations() -> None:

@@ -48,18 +48,15 @@ mean length, and at most max_running_requests. SGLang admits more than fit at fu
 retracts some if memory runs out.
 
 In a hybrid only the layers with attention have keys and values. The others have one state per
-sequence, of the same size at any length. SGLang divides what the weights leave between states and
-KV cache in a ratio of 0.9 to 1, and runs as many requests as get `states_per_request` each. Without
-a prefix cache it has as many states as max_running_requests.
+sequence, of the same size at any length.
 """
 
-import bisect
 import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from qurl_megatron.config.gpus import GIB
 from qurl_megatron.config.keep import kept_layers
@@ -81,7 +78,6 @@ from qurl_megatron.quantization import quantize
 RUNTIME_BYTES = 4 * GIB
 SCORED_LOGIT_BYTES = 12  # per logit, in a forward pass
 _ADAPTERS = 7  # per layer: q, k, v, o, gate, up, down; each keeps x A^T of all tokens
-STATES_PART = 0.9 / 1.9  # SGLang's mamba_full_memory_ratio, of what weights leave
 WORKSPACE_BYTES = 2**25  # of Transformer Engine per kind of matrix product, since Hopper
 
 
@@ -361,16 +357,6 @@ def state_bytes_per_sequence(architecture: Architecture, tensor_parallel_size: i
     rule = 4 * linear.value_heads * linear.key_dim * linear.value_dim
     convolution = 2 * (linear.conv_width - 1) * (2 * linear.keys + linear.values)
     return architecture.num_linear_layers * (rule + convolution) // tensor_parallel_size
-
-
-def num_states(architecture: Architecture, server: ServerConfig, free_bytes: int) -> int:
-    """Return how many states a server has, if its weights leave `free_bytes` of a GPU."""
-    per_state = state_bytes_per_sequence(architecture, server.tensor_parallel_size)
-    if not per_state:
-        return 0
-    if server.options.get("disable_radix_cache"):
-        return server.max_running_requests
-    return max(0, int(free_bytes * STATES_PART) // per_state - 1)  # one is padding
 
 
 def layer_activation_bytes(
@@ -669,40 +655,3 @@ def bucket_bytes(architecture: Architecture, config: Config, stage: int) -> int:
     if config.quantization.transport == "direct":
         return largest // ranks
     return 2 * largest if ranks > 1 else min(total, largest + limit)
-
-
-def with_cheapest_recomputation(
-    architecture: Architecture, config: Config, gpu_bytes: int, kept: Collection[str] = ()
-) -> Config:
-    """Return `config` with the least recomputation and offloading that every learner rank fits in.
-
-    It tries, in this order: nothing, `selective`, an offloaded optimizer, both, and whole layers,
-    as few as possible, with an offloaded optimizer. If not even that fits, all layers are
-    recomputed. The learner's fields in `kept` keep their values.
-    """
-    learner = config.learner
-    layers = max(stage_layers(architecture, learner)) // learner.virtual_pipeline_parallel_size
-
-    def changed(recompute: RecomputeMode | None, offload: bool, number: int | None) -> Config:
-        changes: dict[str, Any] = {
-            "recompute": recompute,
-            "recompute_layers": number,
-            "offload_optimizer": offload,
-        }
-        free = {name: value for name, value in changes.items() if name not in kept}
-        return dataclasses.replace(config, learner=dataclasses.replace(learner, **free))
-
-    def fits(candidate: Config) -> bool:
-        return all(
-            total_bytes(learner_memory(architecture, candidate, stage)) <= gpu_bytes
-            for stage in range(learner.pipeline_parallel_size)
-        )
-
-    for offload in (False, True):
-        for candidate in (changed(None, offload, None), changed("selective", offload, None)):
-            if fits(candidate):
-                return candidate
-    number = 1 + bisect.bisect_left(
-        range(1, layers), True, key=lambda number: fits(changed("full", True, number))
-    )
-    return changed("full", True, number if number < layers else None)

@@ -16,6 +16,7 @@ A synchronous step is their sum. With `rollout.max_staleness` the longest of thr
 the learner's four parts, decoding, or the longest completion followed by the learner's four.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -26,7 +27,13 @@ from typing import Any
 
 from qurl_megatron.config.gpus import DGX_H100, GIB, Node
 from qurl_megatron.config.nodes import fit, gpus_of_run, nodes_of_learner, nodes_of_run
-from qurl_megatron.config.schema import Config, ConfigError, LearnerConfig
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    LearnerConfig,
+    RecomputeMode,
+    ServerConfig,
+)
 from qurl_megatron.config.server_options import states_per_request
 from qurl_megatron.config.validate import (
     check_base,
@@ -62,14 +69,14 @@ from qurl_megatron.memory.estimate import (
     kv_bytes_per_token,
     kv_value_bytes,
     learner_memory,
-    num_states,
     rollout_weights,
+    stage_layers,
     state_bytes_per_sequence,
     total_bytes,
-    with_cheapest_recomputation,
 )
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
+STATES_PART = 0.9 / 1.9  # SGLang's mamba_full_memory_ratio, of what weights leave
 REMEDIES = {
     "decoding": "more GPUs for servers shorten it",
     "longest completion": "more GPUs do not shorten it, a larger rollout.max_staleness hides it",
@@ -390,6 +397,57 @@ def _server_memory(
         )
     unused = {"left for graphs and activations": node.gpu.memory_bytes - room}
     return {**weights, **of_states, "KV cache": kv_tokens * per_token, **unused}, kv_tokens, most
+
+
+def num_states(architecture: Architecture, server: ServerConfig, free_bytes: int) -> int:
+    """Return how many states of linear attention a server has.
+
+    SGLang divides the `free_bytes` that the weights leave of a GPU between states and KV cache.
+    Without a prefix cache it has as many states as max_running_requests.
+    """
+    per_state = state_bytes_per_sequence(architecture, server.tensor_parallel_size)
+    if not per_state:
+        return 0
+    if server.options.get("disable_radix_cache"):
+        return server.max_running_requests
+    return max(0, int(free_bytes * STATES_PART) // per_state - 1)  # one is padding
+
+
+def with_cheapest_recomputation(
+    architecture: Architecture, config: Config, gpu_bytes: int, kept: Collection[str] = ()
+) -> Config:
+    """Return `config` with the least recomputation and offloading that every learner rank fits in.
+
+    It tries, in this order: nothing, `selective`, an offloaded optimizer, both, and whole layers,
+    as few as possible, with an offloaded optimizer. If not even that fits, all layers are
+    recomputed. The learner's fields in `kept` keep their values.
+    """
+    learner = config.learner
+    layers = max(stage_layers(architecture, learner)) // learner.virtual_pipeline_parallel_size
+
+    def changed(recompute: RecomputeMode | None, offload: bool, number: int | None) -> Config:
+        changes: dict[str, Any] = {
+            "recompute": recompute,
+            "recompute_layers": number,
+            "offload_optimizer": offload,
+        }
+        free = {name: value for name, value in changes.items() if name not in kept}
+        return dataclasses.replace(config, learner=dataclasses.replace(learner, **free))
+
+    def fits(candidate: Config) -> bool:
+        return all(
+            total_bytes(learner_memory(architecture, candidate, stage)) <= gpu_bytes
+            for stage in range(learner.pipeline_parallel_size)
+        )
+
+    for offload in (False, True):
+        for candidate in (changed(None, offload, None), changed("selective", offload, None)):
+            if fits(candidate):
+                return candidate
+    number = 1 + bisect.bisect_left(
+        range(1, layers), True, key=lambda number: fits(changed("full", True, number))
+    )
+    return changed("full", True, number if number < layers else None)
 
 
 def layouts(

@@ -1,5 +1,6 @@
 """Check which plans are refused and suggested, what `qurl plan` prints, and what limits a step."""
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from published import PARAMETERS
 from qurl_megatron.cli import app
 from qurl_megatron.config.gpus import DGX_H100, GIB, H100, node_of
 from qurl_megatron.config.nodes import nodes_of_run
-from qurl_megatron.config.schema import Config, ConfigError, FormatName
+from qurl_megatron.config.schema import Config, ConfigError, FormatName, ServerConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.extensions.colocated.fit import LEFT_BYTES
 from qurl_megatron.extensions.planning import plan, step_time
@@ -23,7 +24,12 @@ from qurl_megatron.extensions.planning.plan import REMEDIES, Plan, largest_part
 from qurl_megatron.extensions.planning.scaling import planned_row
 from qurl_megatron.extensions.planning.step_time import GLOO_BYTES_PER_S
 from qurl_megatron.launch.placement import smallest_plan
-from qurl_megatron.memory.estimate import published_by_stage, rollout_weights, total_bytes
+from qurl_megatron.memory.estimate import (
+    published_by_stage,
+    rollout_weights,
+    state_bytes_per_sequence,
+    total_bytes,
+)
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.model.weight_map import num_parameters
 from qurl_megatron.recipes import qwen3_5, scaling_32b
@@ -553,3 +559,29 @@ def test_the_page_says_what_was_planned_what_it_costs_and_what_was_left_out() ->
         "6 published steps (dense, long answers; NeMo-RL on H100) took 0.9 to 1.3 times",
     ):
         assert sentence in page
+
+
+def test_sglang_divides_memory_between_states_and_keys_of_a_hybrid() -> None:
+    """With a cache of prefixes it needs five states a request, without one a single one."""
+    model, server = KNOWN_MODELS["Qwen3.5-27B"], ServerConfig(4, max_running_requests=100)
+    state = state_bytes_per_sequence(model, 4)
+    assert plan.num_states(model, server, 19 * 10**9) == 9 * 10**9 // state - 1
+    without = dataclasses.replace(server, options={"disable_radix_cache": True})
+    assert plan.num_states(model, without, 19 * 10**9) == 100
+
+
+def test_the_cheapest_recomputation_that_fits_is_chosen() -> None:
+    """Qwen2.5-32B on a learner of 4 x 5 GPUs, with longer and longer completions."""
+    chosen = []
+    for length in (8192, 12288, 16384, 24576, 130048):
+        words = [f"rollout.max_completion_length={length}", "learner.tensor_parallel_size=4"]
+        config = with_overrides(study("", 64, "int8"), words)
+        learner = plan.with_cheapest_recomputation(QWEN2, config, H100.memory_bytes).learner
+        chosen.append((learner.recompute, learner.recompute_layers, learner.offload_optimizer))
+    assert chosen == [
+        (None, None, False),
+        ("selective", None, False),
+        ("selective", None, True),
+        ("full", 6, True),  # of 13 layers
+        ("full", None, True),
+    ]
