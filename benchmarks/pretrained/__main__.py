@@ -3,6 +3,7 @@
     chapter     what differs between its arms
     rounding    how float32 masters become BF16, supervised training at learning rates of RL
     codes       of what codes are made: masters, or BF16 values of them
+    cost        how masters become BF16, by the seconds that it takes
     smoothing   the format of a served copy, and the exponent of its smoothing
     yardsticks  finer scales than servers have, beside smoothing
     proof       right starts of the recipe `smollm2`, none of which its proof may end
@@ -18,13 +19,14 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.pretrained import codes, proof, rounding, smoothing, yardsticks
+from benchmarks.pretrained import codes, cost, proof, rounding, smoothing, yardsticks
 from qurl_megatron.files import read_json_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "pretrained.jsonl"
 CHAPTERS: dict[str, Any] = {
     "rounding": rounding,
     "codes": codes,
+    "cost": cost,
     "smoothing": smoothing,
     "yardsticks": yardsticks,
     "proof": proof,

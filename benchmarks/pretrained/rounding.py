@@ -54,7 +54,7 @@ def measure(
     optimizer = OptimizerConfig(learning_rate, rounding=rounding)
     scaled = uaq.transform(UaqConfig(scale=scale), is_hybrid=False)
     learner = Learner(model, config, optimizer, transform=scaled)
-    batches = _batches(model)
+    batches = batches_of_sums(model)
     held_out = next(batches)
     before = [weight.clone() for *_, weight in learner.shards()]
     losses: dict[int, float] = {}
@@ -78,7 +78,7 @@ def measure(
     }
 
 
-def _batches(model: Path) -> Any:
+def batches_of_sums(model: Path) -> Any:
     """Yield the held-out batch, then batches to train on: sums and differences in words."""
     tokenizer = load_tokenizer(model)
     draw = random.Random(7)
