@@ -3,6 +3,7 @@
 import json
 import unicodedata
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from qurl_megatron.data.prompts import (
     BINS,
     PromptSet,
     PromptStream,
+    draw,
     length_lines,
     load_prompts,
     set_aside,
@@ -455,6 +457,18 @@ def test_an_epoch_serves_the_prompts_of_each_source_as_often_as_its_weight_says(
     config.data_weights = [1]
     with pytest.raises(DataError, match=r"^data_weights=\[1\]: data has 3 sources; give one weig"):
         load(config)
+
+
+def test_prompts_that_stand_for_all_are_drawn_from_sorted_and_weighted_data() -> None:
+    sorted_ones = [
+        replace(each, part=n // 500) for n, each in enumerate(prompts(*map(str, range(1000))))
+    ]
+    drawn = draw(sorted_ones, seed=0)
+    assert len({prompt.id for prompt in drawn}) == 64 and drawn == draw(sorted_ones, seed=0)
+    assert 16 < sum(prompt.part for prompt in drawn) < 48  # four standard deviations
+    assert draw(sorted_ones, seed=0, count=8) == drawn[:8] != draw(sorted_ones, seed=1)[:8]
+    assert {prompt.part for prompt in draw(sorted_ones, seed=0, weights=[0, 1])} == {1}
+    assert len(draw(sorted_ones[:9], seed=0)) == 9 and draw([], seed=0) == []
 
 
 def test_prompts_whose_last_groups_had_equal_rewards_are_left_out_of_later_epochs() -> None:

@@ -20,6 +20,7 @@ from torch.nn.functional import silu
 from batches import negative_log_likelihood, ragged, score, share_of
 from distributed import run_ranks
 from learner_reference import (
+    CP2,
     DIMS,
     DP2,
     EP2,
@@ -85,9 +86,10 @@ CASES: dict[str, tuple[dict[str, Any], list[Case]]] = {
         [("dense", "fp8-block", 1, 0), ("experts", "int4-g32", 1, A)],
     ),
     "VPP2": (VPP2, [("dense", "int8", 1, 0)]),
+    "CP2": (CP2, [("dense", "int8", 1, A), ("llama", "int4-g32", 1, 0)]),
     "TP2, ETP2": ({**TP2, **ETP2}, [("experts", "int4-g32", 1, A)]),
 }
-SEEN = 4  # rows that smoothing sees: as many in each micro batch, so that no rank adds padding
+SEEN = 3  # rows that smoothing sees: no whole number of micro batches, so that ranks add padding
 
 
 @pytest.fixture(scope="module")

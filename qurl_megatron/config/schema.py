@@ -403,9 +403,9 @@ class QuantizationConfig:
 
     smoothing: Smoothing = 0.0
     """SmoothQuant's exponent: by how much outliers in activations are moved into the weights that
-    multiply them, in the rollout servers. Each input channel has a scale, chosen once from the
-    prompts of the first step. It is a power of two, so that before quantization nothing changes.
-    0.5 is a good value for int8; 0: none."""
+    multiply them, in the rollout servers. Each input channel has a scale, chosen once from 64
+    prompts, drawn from all to train on. It is a power of two, so that before quantization nothing
+    changes. 0.5 is a good value for int8; 0: none."""
 
     @property
     def weight_format(self) -> WeightFormat:

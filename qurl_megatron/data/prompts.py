@@ -32,6 +32,7 @@ from qurl_megatron.data.rewards import is_user_function, of_set, reads_entries
 from qurl_megatron.model.chat_template import TemplateError, knows_developer, render
 from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
 
+DRAWN = 64  # prompts that stand for all, such as those by which smoothing chooses its scales
 BINS = 8
 COMPARED_PROMPTS = 32  # on which transformers' own choice of tokenizer is tried too
 BAR_WIDTH = 40  # characters of the longest bar
@@ -386,6 +387,17 @@ class PromptStream:
         for retired in state.get("retired", [[]]):  # version 0.2 had none
             self._begin(set(retired), 0, state["epoch"], first)
         self.position = first + state["position"]
+
+
+def draw(
+    prompts: list[Prompt], seed: int, weights: Sequence[float] = (), count: int = DRAWN
+) -> list[Prompt]:
+    """Return `count` prompts, or as many as there are, as a shuffled run begins.
+
+    So they stand for all, whether the data is sorted or not. `weights` are those of `PromptStream`.
+    """
+    stream = PromptStream(prompts, seed, weights=weights)
+    return stream.next(min(count, len(prompts)))
 
 
 def check_saved(prompts: Sequence[Prompt], state: Mapping[str, Any]) -> None:

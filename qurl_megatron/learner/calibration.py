@@ -7,10 +7,12 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from qurl_megatron.learner.model import PolicyModel, parameters_of, tensor_parallel_place
 from qurl_megatron.learner.quantized_forward import fused_norm
+from qurl_megatron.learner.shares import MicroBatch
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.smoothing import Maxima
@@ -18,11 +20,15 @@ from qurl_megatron.quantization.smoothing import Maxima
 
 @contextmanager
 def watching(
-    chunks: Sequence[PolicyModel], architecture: Architecture, maxima: Maxima
+    chunks: Sequence[PolicyModel],
+    micro_batches: Sequence[MicroBatch],
+    architecture: Architecture,
+    maxima: Maxima,
 ) -> Iterator[None]:
     """Let `maxima` see this rank's weights, and what they multiply within this context.
 
-    Padding is seen too: it is one more sequence.
+    That is the tokens of `micro_batches`. Padding depends on the layout, so attention and MLPs read
+    0 in its place, and then so do experts.
     """
     watched: dict[torch.nn.Module, list[tuple[str, int]]] = {}  # name, first column
     for chunk in chunks:
@@ -46,7 +52,25 @@ def watching(
         for (name, first_column), own in zip(layers, of_layers, strict=True):
             maxima.add_input(name, own, first_column)
 
+    padding = {id(micro.sequences): micro.index < 0 for micro in micro_batches}
+    of_pass = torch.empty(0)  # [tokens] bool, of the micro batch that a chunk computes
+
+    def begin(_: Any, __: Any, words: dict[str, Any]) -> None:
+        nonlocal of_pass
+        of_pass = padding[id(words["packed_seq_params"])]
+
+    def blank(_: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, *others = inputs
+        ranks = len(of_pass) // len(x)  # among which sequence parallelism divides the tokens
+        own = of_pass.chunk(ranks)[parallel_state.get_tensor_model_parallel_rank() % ranks]
+        return (x.masked_fill(own[:, None, None], 0), *others)
+
     with ExitStack() as stack:
         for module in watched:
             stack.callback(module.register_forward_pre_hook(look).remove)
+        for chunk in chunks:
+            stack.callback(chunk.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            for layer in chunk.decoder.layers:
+                for module in (layer.self_attention, layer.mlp):
+                    stack.callback(module.register_forward_pre_hook(blank).remove)
         yield

@@ -242,7 +242,7 @@ class Learner:
 
         maxima = Maxima(self.architecture, device.device())
         chunks = [chunk.module for chunk in self.chunks]
-        with watching(chunks, self.architecture, maxima):
+        with watching(chunks, share.micro_batches, self.architecture, maxima):
             self.score(share, [], temperature=1.0)
         dist.all_reduce(maxima.values, op=dist.ReduceOp.MAX)
         self.smoothing = maxima.smoothing(exponent)

@@ -14,7 +14,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, Trai
 from qurl_megatron.algorithm.objective import PolicyLoss
 from qurl_megatron.config.extensions import find, needed
 from qurl_megatron.config.schema import OBJECTIVES, Config, Releases, Transport
-from qurl_megatron.data.prompts import PromptSet, load_prompts, set_aside
+from qurl_megatron.data.prompts import PromptSet, draw, load_prompts, set_aside
 from qurl_megatron.data.scoring import scoring
 from qurl_megatron.learner.checkpoint import (
     CheckpointError,
@@ -279,22 +279,24 @@ def write_report(config: Config) -> None:
         pages.write_report([config.run_dir], config.run_dir / "report" / "index.html")
 
 
-def _smooth(config: Config, learner: Learner, prompts: Sequence[Prompt]) -> str:
+def _smooth(config: Config, learner: Learner, prompts: list[Prompt]) -> str:
     """Choose the scales of smoothing; return a line about them. Collective.
 
-    They come from the prompts of a step and the model that the run began with, so before a
-    checkpoint is restored: a run that resumes has the same.
+    They come from prompts that any step and layout would have, and from the model that the run
+    began with, so before a checkpoint is restored: a run that resumes has the same.
     """
     exponent = config.quantization.smoothing
-    first = prompts[: config.rollout.prompts_per_step]
+    drawn = draw(prompts, config.seed, config.data_weights)
     # The last token of a sequence is no input.
     nothing = [Completion([0], [0.0], "", truncated=True, token_versions=[0])]
-    groups = [RolloutGroup(prompt, nothing, [0.0]) for prompt in first]
+    groups = [RolloutGroup(prompt, nothing, [0.0]) for prompt in drawn]
     share = learner.share(pack(groups).only() if groups else TrainBatch.empty())
     largest = learner.smooth(share, exponent)
+    assert learner.smoothing
     return (
-        f"smoothing of {exponent:g} by {len(first)} prompts: the largest outlier is "
-        f"{largest.ratio:,.0f} times its layer's median, in the input of {largest.name}"
+        f"smoothing of {exponent:g} by {len(drawn)} prompts: the largest outlier is "
+        f"{largest.ratio:,.0f} times its layer's median, in the input of {largest.name}; the "
+        f"scales' checksum is {learner.smoothing.checksum:016x}"
     )
 
 

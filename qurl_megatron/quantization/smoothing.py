@@ -47,6 +47,7 @@ from torch import Tensor
 
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.quantization.checksum import checksum
 
 LARGEST_EXPONENT = 24  # of a scale, either way
 
@@ -64,6 +65,11 @@ class Smoothing:
 
     columns: dict[str, Tensor]  # [in] of a tensor that reads channels
     rows: dict[str, Tensor]  # [out] of a tensor that gives channels: 1 / s
+
+    @property
+    def checksum(self) -> int:
+        """A number of 64 bits, from 0, which is that of equal scales alone."""
+        return checksum(torch.cat([*self.columns.values()])) % 2**64
 
     def apply(self, name: str, values: Tensor, offset: tuple[int, int] = (0, 0)) -> Tensor:
         """Return a full tensor, or its part that begins at `offset`, as servers hold it.

@@ -23,7 +23,7 @@ from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.machine.processes import start_ticks
 from qurl_megatron.report.record import list_checkpoints
 
-SMOOTHING = re.compile(r"smoothing of 0.5 by \d+ prompts: the largest outlier .*")
+SMOOTHING = re.compile(r"smoothing of 0.5 by \d+ prompts: the largest outlier .* checksum is .*")
 
 
 def test_a_server_that_does_not_start_ends_the_run_with_its_log(start: Start) -> None:
