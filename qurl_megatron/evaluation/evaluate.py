@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -158,7 +158,7 @@ class EvalConfig(SamplingConfig):
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in any `format`: a run's `quantization.keep`."""
     smoothing: Smoothing = 0.0
-    """A run's `quantization.smoothing`, with scales by the first 64 prompts. The model is then in
+    """A run's `quantization.smoothing`, with scales by 64 of the prompts. The model is then in
     memory once before it is served. 0: none."""
     rounding: Rounding = "unbiased"
     """How float32 values become BF16 where adapters are merged, and where a float32 model is
@@ -206,7 +206,7 @@ def _adapter_files(config: EvalConfig) -> Any:
 
 
 def served_model(
-    config: EvalConfig, model_dir: Path, directory: Path, prompts: Sequence[Prompt]
+    config: EvalConfig, model_dir: Path, directory: Path, prompts: list[Prompt]
 ) -> Path:
     """Return the directory of the weights that are served, which is written if it is another.
 

@@ -6,7 +6,8 @@ temperature of a run. Its mean is what `mismatch.json` of that run estimates. It
 
     tokens        by entropy, position and rank of the sampled token: `split`
     layers        by how far it falls if one layer of a server stays in BF16: `gain`
-    activations   by how coarse the codes of a layer's input are: `quantized_model.ActivationMeter`
+    activations   by how coarse the codes of a layer's input are, and by the error of its result,
+                  with smoothing and without: `quantized_model.ActivationMeter`
 
 `choose` picks the layers to keep in BF16. It sees every other completion, and its effect is
 measured on the rest, because the largest of many noisy gains overstates the true one.
@@ -29,17 +30,18 @@ from rich.table import Table
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.keep import module_of, shortened
+from qurl_megatron.config.keep import fused_layers, kept_layers, module_of, shortened
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     QuantizationConfig,
     RolloutConfig,
+    UaqConfig,
     WeightFormat,
 )
 from qurl_megatron.config.text import from_tree
 from qurl_megatron.data.problems import read_problems
-from qurl_megatron.data.prompts import tokenize
+from qurl_megatron.data.prompts import draw, load_prompts, tokenize
 from qurl_megatron.device import release_memory
 from qurl_megatron.memory.estimate import published_bytes
 from qurl_megatron.model.architecture import Architecture
@@ -174,11 +176,41 @@ class MismatchOptions:
     budget: float = 0.1  # largest growth of a server's weights, as a fraction
     seed: int = 0
     temperature: float = 1.0  # of the run, whose log-probs are of the logits over it
-    smoothing: float = 0.0  # as `quantization.smoothing`, by the same prompts
+    smoothing: float = 0.0  # as `quantization.smoothing`
+    run: Config | None = None  # whose prompts, UAQ and kept layers these are; None: of no run
+
+
+def options_of(
+    run: Config, prompts: int, longest: int, budget: float, seed: int
+) -> MismatchOptions:
+    """Return what to measure of a run that `validate` accepts, in answers of `longest` tokens.
+
+    Raises:
+        ConfigError: its servers multiply what its learner multiplies.
+    """
+    if run.adapters.rank:
+        raise ConfigError(
+            f"adapters.rank={run.adapters.rank}: learner and servers multiply the same codes, so "
+            "there is no distance to measure; set it to 0 to measure that of the base"
+        )
+    if run.quantization.format == "bf16":
+        raise ConfigError("quantization.format=bf16: is not quantized; choose int8, int4 or fp8")
+    return MismatchOptions(
+        Path(run.model),
+        run.data,
+        run.quantization.weight_format,
+        prompts,
+        min(longest, run.rollout.max_completion_length),
+        budget,
+        seed,
+        run.rollout.temperature,
+        run.quantization.smoothing,
+        run,
+    )
 
 
 def read_prompts(options: MismatchOptions) -> list[Prompt]:
-    """Check the options and the model, and return the prompts to answer.
+    """Check the options and the model, and return the prompts to answer, drawn as a run draws.
 
     Raises:
         ArchitectureError, ConfigError, DataError: an input is wrong.
@@ -199,25 +231,41 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
             f"--max-completion {options.max_completion_length}: the model has "
             f"{architecture.max_position_embeddings} positions, for prompt and completion"
         )
-    tokenizer = load_tokenizer(options.model)
-    prompts = tokenize(
-        read_problems(options.data, {}, seed=options.seed),
-        tokenizer,
-        min(longest_prompt, Config().rollout.max_prompt_length),
-        overlong="drop",
-        stops=stop_token_ids(architecture, tokenizer),
-    )[: options.prompts]
+    if run := options.run:
+        template = (run.chat_template_options, run.template_date, run.chat_template)
+        tokenizer = load_tokenizer(options.model, *template)
+        run.rollout.stop_token_ids = _stops(options, architecture, tokenizer)
+        kept = kept_layers(run.quantization.keep, architecture)
+        if all(name in kept for group in fused_layers(architecture) for name in group):
+            raise ConfigError("quantization.keep: keeps every layer, so nothing is quantized")
+        train = load_prompts(run, tokenizer).train
+        prompts = draw(train, run.seed, run.data_weights, options.prompts)
+    else:
+        tokenizer = load_tokenizer(options.model)
+        read = tokenize(
+            read_problems(options.data, {}, seed=options.seed),
+            tokenizer,
+            min(longest_prompt, Config().rollout.max_prompt_length),
+            overlong="drop",
+            stops=_stops(options, architecture, tokenizer),
+        )
+        prompts = draw(read, options.seed, count=options.prompts)
     if len(prompts) < 4:
         raise ConfigError(f"{options.data}: {len(prompts)} prompts; it takes at least 4")
     return prompts
 
 
-def smoothing_by(prompts: Sequence[Prompt], options: MismatchOptions) -> Smoothing | None:
-    """Return the scales of smoothing by the first of these prompts; the model is loaded for it."""
-    smoothing = _load_model(options, prompts[: options.prompts]).smoothing
+def smoothing_by(prompts: list[Prompt], options: MismatchOptions) -> Smoothing | None:
+    """Return the scales of smoothing by some of these prompts; the model is loaded for it."""
+    smoothing = _load_model(options, draw(prompts, options.seed)).smoothing
     gc.collect()  # the model's hooks refer to it
     release_memory()
     return smoothing
+
+
+def _stops(options: MismatchOptions, architecture: Architecture, tokenizer: Any) -> list[int]:
+    own = options.run.rollout.stop_token_ids if options.run else []
+    return own or stop_token_ids(architecture, tokenizer)
 
 
 def _load_model(options: MismatchOptions, prompts: Sequence[Prompt]) -> QuantizedModel:
@@ -227,8 +275,15 @@ def _load_model(options: MismatchOptions, prompts: Sequence[Prompt]) -> Quantize
         from qurl_megatron.extensions.mismatch.quantized_model import QuantizedModel
 
     architecture = Architecture.from_directory(options.model)
-    stops = stop_token_ids(architecture, load_tokenizer(options.model))
-    model = QuantizedModel(options.model, options.weight_format, stops, options.temperature)
+    quantization = options.run.quantization if options.run else QuantizationConfig()
+    model = QuantizedModel(
+        options.model,
+        options.weight_format,
+        _stops(options, architecture, load_tokenizer(options.model)),
+        options.temperature,
+        None if quantization.uaq == UaqConfig() else quantization.uaq,
+        quantization.keep,
+    )
     if options.smoothing:
         model.smooth(prompts, options.smoothing)
     return model
@@ -280,6 +335,8 @@ def measure(
         "format": options.weight_format,
         "smoothing": options.smoothing,
         "temperature": options.temperature,
+        "uaq": options.run.quantization.uaq.scale if options.run else 1.0,
+        "kept": options.run.quantization.keep if options.run else [],
         "completions": len(sampled),
         "tokens": len(measured.kl),
         "kl": float(measured.kl.double().mean()),
@@ -307,7 +364,7 @@ def measure(
         )
         for names, after in zip(model.groups, of_layers, strict=True)
     ]
-    server_bytes = published_bytes(architecture, options.weight_format)
+    server_bytes = published_bytes(architecture, options.weight_format, tuple(result["kept"]))
     chosen = choose(layers, options.budget * server_bytes)
     kept = [name for layer in chosen for name in layer.names]
     after = _compare(model, sampled, batches, [kept])[1][0] if kept else before
@@ -318,7 +375,7 @@ def measure(
         "by_layer": list(map(asdict, layers)),
         "server_bytes": server_bytes,
         "tried": {"names": kept, "gain": fallen, "standard_error": error},
-        "keep": shortened(kept, model.names) if tried.is_significant else [],
+        "keep": shortened([*model.kept, *kept], model.names) if tried.is_significant else [],
         "kl_before": kl,
         "kl_after": kl - fallen if tried.is_significant else kl,
         "added_bytes": tried.added_bytes if tried.is_significant else 0,
@@ -373,6 +430,8 @@ def print_tokens(result: dict[str, Any]) -> None:
     """Print what a measurement says of tokens and activations."""
     console = table_console()
     smoothing = f" with smoothing {result['smoothing']:g}" if result["smoothing"] else ""
+    smoothing += f" with UAQ of {result['uaq']:g}" if result["uaq"] != 1 else ""
+    smoothing += f" without {', '.join(result['kept'])}" if result["kept"] else ""
     console.print(
         f"{result['model']} in {result['format']}{smoothing} at temperature "
         f"{result['temperature']:g}: KL {result['kl']:.3g} nats a token, over "
@@ -407,13 +466,19 @@ def print_layers(result: dict[str, Any]) -> None:
     """Print what a measurement says of layers, and what it recommends."""
     console = table_console()
     layers = sorted(result["by_layer"], key=lambda row: -row["gain"])
-    table = _new_table(
-        "layers: fall of the KL if it stays in BF16", ["nats", "±", "of KL", "+ bytes"]
-    )
+    title = "layers: fall of the KL if it stays in BF16; error of its result"
+    columns = ["nats", "±", "of KL", "+ bytes", "error"]
+    if result["smoothing"]:
+        title, columns = f"{title}, and without smoothing", [*columns, "without"]
+    table = _new_table(title, columns)
+    errors = {_named(row): row for row in result["activations"]}
     for row in layers[:SHOWN]:
+        of_result = errors[_named(row)]
+        names = ("result_error", "result_error_unsmoothed")[: len(columns) - 4]
+        of_results = [f"{of_result[name]:.1%}" for name in names]
         fall, error = f"{row['gain']:.1e}", f"{row['standard_error']:.1e}"
         of_kl = f"{row['gain'] / result['kl']:.0%}" if result["kl"] else ""
-        table.add_row(_named(row), fall, error, of_kl, f"{row['added_bytes']:,}")
+        table.add_row(_named(row), fall, error, of_kl, f"{row['added_bytes']:,}", *of_results)
     console.print(table)
     console.print(_advice(result), soft_wrap=True, markup=False)
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.keep import fused_layers, module_of
-from qurl_megatron.config.schema import WeightFormat
+from qurl_megatron.config.keep import fused_layers, kept_layers, module_of
+from qurl_megatron.config.schema import UaqConfig, WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import transformers_model
-from qurl_megatron.quantization import quantize
+from qurl_megatron.model.huggingface import checkpoint_tensors, transformers_model
+from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.activations import BLOCK, in_groups, quantize_tokens
 from qurl_megatron.quantization.smoothing import Maxima, Smoothing
 from qurl_megatron.sglang_plugin import formats, linear
@@ -47,6 +47,21 @@ class SwitchedLinear(torch.nn.Module):
         quantized = quantize.quantize(self.weight.detach(), self._weight_format)
         self.codes, self.scale = quantized.codes, quantize.engine_scale(quantized)
 
+    @torch.inference_mode()
+    def error(self, x: Tensor, scales: Tensor | None = None) -> tuple[float, float]:
+        """Return the squares of the result for `x` [tokens, in], and of what codes change in it.
+
+        With `scales` [in] the layer computes without smoothing: of x * scales.
+        """
+        weight, codes, scale = self.weight, self.codes, self.scale
+        if scales is not None:
+            x, weight = x * scales.to(x), weight / scales.to(weight)
+            quantized = quantize.quantize(weight, self._weight_format)
+            codes, scale = quantized.codes, quantize.engine_scale(quantized)
+        exact = linear.multiply_unquantized(x, weight, None).double()
+        out = self.method.multiply_cpu(x, codes, scale, None)
+        return float(exact.square().sum()), float((out - exact).square().sum())
+
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., in] bfloat16 to [..., out] bfloat16."""
         if not self.is_quantized:
@@ -63,9 +78,20 @@ class ActivationMeter:
         self._code_dtype = code_dtype
         self._largest = torch.zeros(())
         self._sums = torch.zeros(3, dtype=torch.float64)  # of squares: values, two errors
+        # Of squares: results and their errors, as the layer is and without smoothing.
+        self._results = torch.zeros(2, 2, dtype=torch.float64)
 
-    def add(self, x: Tensor) -> None:
-        """Measure `x` [tokens, channels]."""
+    def add(
+        self, x: Tensor, layer: SwitchedLinear | None = None, scales: Tensor | None = None
+    ) -> None:
+        """Measure `x` [tokens, channels], and what `layer` makes of it if there is one.
+
+        `scales` [channels] are those of smoothing.
+        """
+        if layer and len(x):
+            own = layer.error(x)
+            unsmoothed = own if scales is None else layer.error(x, scales)
+            self._results += torch.tensor([own, unsmoothed], dtype=torch.float64)
         x = x.float()
         self._largest = torch.maximum(x.abs().amax(0).cpu(), self._largest)
         errors = (self._error(x), self._error(in_groups(x, BLOCK)))
@@ -82,18 +108,25 @@ class ActivationMeter:
 
         The outlier is the channel with the largest activation. Its ratio is this activation over
         the median of the channels' largest ones. An error is the norm of the rounding errors over
-        the norm of the values.
+        the norm of the values; it is also given of the layer's result.
         """
         channel = int(self._largest.argmax())
-        squares, per_token, per_block = self._sums.tolist()
+        of_inputs = [_relative(self._sums[[0, error]]) for error in (1, 2)]
         return {
             "outlier_channel": channel,
             "outlier_ratio": float(
                 self._largest[channel] / self._largest.median().clamp(min=1e-30)
             ),
-            "error_per_token": math.sqrt(per_token / squares),
-            "error_per_128_channels": math.sqrt(per_block / squares),
+            "error_per_token": of_inputs[0],
+            "error_per_128_channels": of_inputs[1],
+            "result_error": _relative(self._results[0]),
+            "result_error_unsmoothed": _relative(self._results[1]),
         }
+
+
+def _relative(squares: Tensor) -> float:
+    of_values, of_errors = squares.tolist()
+    return math.sqrt(of_errors / of_values) if of_values else 0.0
 
 
 class Parts(torch.nn.ModuleDict):
@@ -158,8 +191,8 @@ class QuantizedModel:
     """A causal language model with a switch for each linear layer.
 
     `layers` has the linear layers by name, and `groups` the names of the layers that a server holds
-    as one. All logits are over the
-    temperature, as those of a run are, so samples are drawn at it too.
+    as one, without those to `keep` in BF16. All logits are over the temperature, as those of a run
+    are, so samples are drawn at it too.
     """
 
     def __init__(
@@ -168,8 +201,15 @@ class QuantizedModel:
         weight_format: WeightFormat,
         stop_token_ids: list[int],
         temperature: float = 1.0,
+        scaling: UaqConfig | None = None,
+        keep: Sequence[str] = (),
     ) -> None:
-        """Load and quantize the model in a Hugging Face directory that `check_model` accepts."""
+        """Load and quantize the model in a Hugging Face directory that `check_model` accepts.
+
+        Args:
+            scaling: UAQ of the run; None: none.
+            keep: `quantization.keep` of the run.
+        """
         from transformers import GenerationConfig
 
         architecture = Architecture.from_directory(directory)
@@ -180,10 +220,16 @@ class QuantizedModel:
             eos_token_id=stop_token_ids,
             pad_token_id=0,
         )
+        if scaling:
+            scale = uaq.transform(scaling, is_hybrid=architecture.is_hybrid)
+            for name, weight in checkpoint_tensors(self.model):
+                weight.data.copy_(scale(name, weight.data.float()))
         self._architecture = architecture
         self.smoothing: Smoothing | None = None
-        self.groups = fused_layers(architecture)
-        self.names = [name for group in self.groups for name in group]
+        groups = fused_layers(architecture)
+        self.kept = kept_layers(keep, architecture)
+        self.groups = [group for group in groups if group[0] not in self.kept]
+        self.names = [name for group in groups for name in group]
         if architecture.num_experts:
             for number in range(architecture.num_layers):
                 block = self.model.get_submodule(f"model.layers.{number}.mlp")
@@ -206,7 +252,8 @@ class QuantizedModel:
         self.meters = [ActivationMeter(code_dtype) for _ in self.groups]
         for group, meter in zip(self.groups, self.meters, strict=True):
             first_layer = self.model.get_submodule(module_of(group[0]))
-            first_layer.register_forward_pre_hook(functools.partial(self._measure, meter))
+            measure = functools.partial(self._measure, meter, group[0])
+            first_layer.register_forward_pre_hook(measure)
         self.model.lm_head = Float32Head(self.model.lm_head.weight.detach(), temperature)
 
     @torch.inference_mode()
@@ -241,14 +288,18 @@ class QuantizedModel:
 
     def _switch(self, kept: Sequence[str], measures: bool) -> None:
         """Choose the layers that are computed in BF16, and whether inputs are measured."""
-        exact = set(kept)
+        exact = {*kept, *self.kept}
         for name, layer in self.layers.items():
             layer.is_quantized = name not in exact
         self._measures = measures
 
-    def _measure(self, meter: ActivationMeter, _: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _measure(
+        self, meter: ActivationMeter, name: str, _: torch.nn.Module, inputs: tuple[Any, ...]
+    ) -> None:
         if self._measures:
-            meter.add(inputs[0].flatten(0, -2))
+            columns = self.smoothing.columns if self.smoothing else {}
+            scales = columns.get(f"{name}.weight")
+            meter.add(inputs[0].flatten(0, -2), self.layers[name], scales)
 
     @torch.inference_mode()
     def sample(

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,14 +16,21 @@ from typer.testing import CliRunner
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.cli import app
 from qurl_megatron.config.keep import shortened
+from qurl_megatron.config.schema import UaqConfig
 from qurl_megatron.extensions.mismatch.mismatch import (
     KeptLayers,
+    MismatchOptions,
     choose,
     compare,
     gain,
+    read_prompts,
     split,
 )
-from qurl_megatron.extensions.mismatch.quantized_model import ActivationMeter, QuantizedModel
+from qurl_megatron.extensions.mismatch.quantized_model import (
+    ActivationMeter,
+    QuantizedModel,
+    SwitchedLinear,
+)
 from qurl_megatron.memory.estimate import published_bytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.tokenizer import load_tokenizer
@@ -188,6 +197,80 @@ def test_tables_cover_all_tokens(measured: dict[str, Any]) -> None:
         assert sum(share["of_kl"] for share in shares) == pytest.approx(1)
         total = sum(share["tokens"] * share["kl"] for share in shares)
         assert total == pytest.approx(measured["kl"])
+
+
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+
+def test_a_recipe_says_what_its_run_would_do(tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    questions = [{"ask": f"What is {n} + 2?", "answer": f"{n + 2}"} for n in range(40)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(each) + "\n" for each in questions))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    recipe, output = tmp_path / "my.yaml", tmp_path / "mismatch.json"
+    fields = {
+        **{"model": str(model), "data": str(tmp_path / "data.jsonl"), "question_key": "ask"},
+        **{"system_prompt": "Be brief.", "chat_template": str(tmp_path / "template.jinja")},
+        "rollout": {"temperature": 0.6, "max_prompt_length": 100, "max_completion_length": 3},
+        "quantization": {"smoothing": 0.5, "uaq": {"scale": 2}, "keep": ["*.down_proj"]},
+        "evaluation": {"problems": 4},
+    }
+    recipe.write_text(json.dumps(fields))  # which is YAML too
+    read: list[Prompt] = []
+
+    def prompts_of(options: MismatchOptions) -> list[Prompt]:
+        read.extend(read_prompts(options))
+        return read
+
+    words = ["quantization.format=fp8", "--prompts=6", f"--output={output}"]
+    with patch("qurl_megatron.extensions.mismatch.mismatch.read_prompts", prompts_of):
+        result = CliRunner().invoke(app, ["mismatch", str(recipe), *words])
+    assert result.exit_code == 0, result.output
+    texts = [load_tokenizer(model).decode(prompt.token_ids) for prompt in read]
+    assert len(texts) == 6
+    assert all(re.fullmatch(r"<system>Be brief\.<user>What is \d+ \+ 2\?", each) for each in texts)
+    assert texts != sorted(texts, key=lambda each: int(each.split()[3]))  # drawn, not the first
+    wrote = json.loads(output.read_text())
+    assert wrote["tokens"] <= 6 * 3 and "fp8 with smoothing 0.5 with UAQ of 2" in result.stdout
+    measured = {key: wrote[key] for key in ("format", "smoothing", "temperature", "uaq", "kept")}
+    assert [*measured.values()] == ["fp8", 0.5, 0.6, 2, ["*.down_proj"]]
+    layers = {module.rpartition(".")[2] for row in wrote["by_layer"] for module in row["names"]}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+    assert {"error", "without"} <= {*result.stdout.split()}
+
+
+def test_a_models_options_are_no_options_of_a_recipe(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["mismatch", "grpo", "--temperature", "0.6"])
+    assert result.exit_code == 2 and "of a recipe, change the field" in result.output
+
+
+def test_uaq_of_a_power_of_two_scales_the_weights_and_changes_no_logit(tmp_path: Path) -> None:
+    directory = build_tiny_model(tmp_path / "model")
+    models = [
+        QuantizedModel(directory, "int8", [EOS_TOKEN_ID], scaling=scaling)
+        for scaling in (None, UaqConfig(2))
+    ]
+    plain, scaled = (model.layers["model.layers.0.self_attn.q_proj"].weight for model in models)
+    assert torch.equal(scaled * 2, plain)
+    sequences = [([5, 6, 7], [8, 9, 10, 11])]
+    before, after = (model.logits(sequences, model.names) for model in models)
+    assert torch.equal(before, after)
+
+
+def test_smoothing_makes_the_error_of_a_result_smaller_where_an_input_has_an_outlier() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(32, 64, generator=draw).bfloat16()
+    x = torch.randn(20, 64, generator=draw).bfloat16()
+    x[:, 5] *= 512
+    scales = torch.ones(64)
+    scales[5] = 32
+    meter = ActivationMeter(torch.int8)
+    meter.add(x / scales.to(x), SwitchedLinear(weight * scales.to(weight), None, "int8"), scales)
+    row = meter.measured()
+    plain = ActivationMeter(torch.int8)
+    plain.add(x, SwitchedLinear(weight, None, "int8"))
+    assert row["result_error_unsmoothed"] == plain.measured()["result_error"]
+    assert 0 < row["result_error"] < row["result_error_unsmoothed"] / 2
 
 
 def check_kept_layers(directory: Path, dtype: torch.dtype) -> None:
