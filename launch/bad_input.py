@@ -25,7 +25,7 @@ def exit_on_bad_input() -> Iterator[None]:
             from qurl_megatron.config.schema import ConfigError
             from qurl_megatron.data.problems import DataError
             from qurl_megatron.model.architecture import ArchitectureError
-            from qurl_megatron.model.hub import HubError
+            from qurl_megatron.model.repository import HubError
             from qurl_megatron.quantization.quantize import NonFiniteWeight
             from qurl_megatron.rollout.server import ServerFailed
 

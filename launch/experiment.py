@@ -38,7 +38,7 @@ from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.sources import snapshots, sources
 from qurl_megatron.launch.status import JOB_SCRIPT, owner_of, slurm_jobs
 from qurl_megatron.machine.processes import ending_signals
-from qurl_megatron.model import hub
+from qurl_megatron.model.repository import snapshot_of
 
 GPUS_PER_NODE = 8
 SIGNAL_LEAD_S = 600  # from Slurm's signal to the time limit, for a job whose own clock failed
@@ -371,7 +371,7 @@ def _check_mounts(config: Config, options: JobOptions, code: Path) -> None:
         for name in (part, part.partition(":")[0]):  # DIR:SPLIT and FILE.py:NAME count
             if Path(name).exists():  # unlike a generated task
                 # The files of a snapshot are links to others beside it.
-                path = Path(name).parents[1] if hub.snapshot_of(name) else Path(name)
+                path = Path(name).parents[1] if snapshot_of(name) else Path(name)
                 needed.append((what, path))
     for what, path in needed:
         for place in (Path(os.path.abspath(path)), path.resolve()):  # a link, and its target

@@ -9,6 +9,7 @@ from qurl_megatron.config.text import Given
 from qurl_megatron.data.problems import REASONING_GYM, local_data, parts_of
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.model import hub
+from qurl_megatron.model.repository import snapshot_of
 from qurl_megatron.model.tokenizer import read_template
 
 MODELS = ("model", "critic.model")  # the fields
@@ -56,7 +57,7 @@ def snapshots(config: Config) -> list[Given]:
     found = [
         Given(field, source)
         for field, source in sources(config).items()
-        if any(hub.snapshot_of(part.partition(":")[0]) for part in parts_of(source))
+        if any(snapshot_of(part.partition(":")[0]) for part in parts_of(source))
     ]
     template = config.chat_template
     return [*found, Given("chat_template", template)] if template else found

@@ -21,7 +21,8 @@ from qurl_megatron.launch import experiment
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.launch.sources import snapshots
 from qurl_megatron.model.architecture import ArchitectureError
-from qurl_megatron.model.hub import TOKENIZER, HubError, local_model, snapshot_of
+from qurl_megatron.model.hub import TOKENIZER, local_model
+from qurl_megatron.model.repository import HubError, snapshot_of
 from small_hub import SmallHub, serving
 from tiny import build_tiny_model
 

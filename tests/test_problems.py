@@ -31,7 +31,8 @@ from qurl_megatron.data.problems import (
     keep_verifiable,
     read_problems,
 )
-from qurl_megatron.model.hub import HubError, local_model
+from qurl_megatron.model.hub import local_model
+from qurl_megatron.model.repository import HubError
 
 
 def read(tmp_path: Path, *entries: Any, fields: Fields = RECOGNIZED) -> list[Problem]:

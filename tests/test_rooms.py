@@ -100,7 +100,7 @@ HTTP_CLIENTS = {"huggingface_hub", "httpx", "requests", "aiohttp", "urllib", "ur
 HTTP_SPEAKERS = {
     "extensions/agents/endpoint",
     "extensions/agents/openenv",
-    "model/hub",
+    "model/downloads",
     "rollout",
     "extensions/elsewhere/servers",  # reads URLs and statuses; it asks through `rollout`
 }

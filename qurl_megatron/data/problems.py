@@ -74,8 +74,8 @@ from qurl_megatron.config.schema import Config, Unusable
 from qurl_megatron.data.rewards import each_of, names_for, of_set
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import has_other_words, reasoning_gym_tasks
-from qurl_megatron.model import hub
 from qurl_megatron.model.chat_template import read_message
+from qurl_megatron.model.repository import refuse_address, repository_of, snapshot_of
 
 REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
@@ -349,31 +349,33 @@ def local_data(data: str, kept: str = "") -> str:
         HubError: it cannot be downloaded, or is an address.
     """
     directories = [part.partition(":")[0] for part in parts_of(kept)]
-    commits = {known.name: each for each in directories if (known := hub.snapshot_of(each))}
+    commits = {known.name: each for each in directories if (known := snapshot_of(each))}
     return ",".join(_local(part, commits) for part in parts_of(data))
 
 
 def _local(data: str, commits: Mapping[str, str]) -> str:
-    hub.refuse_address(data)
+    refuse_address(data)
     match = _HUB_DATA.fullmatch(data)
     if not match or data.startswith(REASONING_GYM):
         return data
     name, before, names, after = match.groups(default="")
     if _reader(Path(name)) or (before and after):
         return data
+    from qurl_megatron.model import downloads
+
     revision = f"@{before or after}" if before or after else ""
-    known = hub.snapshot_of(f"{name}{revision}")
+    known = snapshot_of(f"{name}{revision}")
     # The files of a snapshot may be only a part of it.
-    if _place(data) and not (known and hub.is_listed(known, "dataset")):
+    if _place(data) and not (known and downloads.is_listed(known, "dataset")):
         return data
-    repository = hub.repository_of(f"{name}{revision}", commits.get(name, ""))
+    repository = repository_of(f"{name}{revision}", commits.get(name, ""))
     if repository is None:
         return data
-    snapshot = hub.download(repository, "dataset", _CARD)
-    commit = hub.snapshot_of(str(snapshot)) or repository
+    snapshot = downloads.download(repository, "dataset", _CARD)
+    commit = snapshot_of(str(snapshot)) or repository
     with tempfile.TemporaryDirectory(prefix="qurl-data-") as scratch:
         # The library finds the files of a config by names alone, so empty files will do.
-        for file in hub.listed(commit, "dataset"):
+        for file in downloads.listed(commit, "dataset"):
             (Path(scratch) / file).parent.mkdir(parents=True, exist_ok=True)
             (Path(scratch) / file).touch()
         for file in _CARD:
@@ -382,8 +384,8 @@ def _local(data: str, commits: Mapping[str, str]) -> str:
         title, splits, rest = _config_files(Path(scratch), names.split(":")[1:], name + revision)
         _choose_split(splits, rest, title)
         files = [os.path.relpath(file, scratch) for split in splits.values() for file in split]
-    hub.download(commit, "dataset", [*_CARD, *map(glob.escape, files)])
-    if not hub.snapshot_of(name):
+    downloads.download(commit, "dataset", [*_CARD, *map(glob.escape, files)])
+    if not snapshot_of(name):
         print(f"qurl: {data} is {snapshot}{names}", file=sys.stderr)
     return f"{snapshot}{names}"
 

@@ -239,6 +239,7 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     from qurl_megatron.model import hub
     from qurl_megatron.model.architecture import trainable
     from qurl_megatron.model.known import KNOWN_MODELS
+    from qurl_megatron.model.repository import repository_of
 
     def shape(model: str) -> Architecture:
         known = KNOWN_MODELS.get(model)
@@ -249,7 +250,7 @@ def plan_input(subject: str, overrides: list[str]) -> tuple[Architecture, Config
     names = recipe_names()
     is_recipe = subject in names or is_file(subject)
     is_model = subject in KNOWN_MODELS or (
-        not is_recipe and (Path(subject).is_dir() or hub.repository_of(subject) is not None)
+        not is_recipe and (Path(subject).is_dir() or repository_of(subject) is not None)
     )
     if is_model:
         overrides = [f"model={subject}", *overrides]
