@@ -384,7 +384,11 @@ def rows_of_digits(digits: int) -> Iterator[dict[str, str]]:
 
 
 def copy_accuracy(run_dir: Path) -> float:
-    """Return the greedy accuracy of the final model's quantized copy on the held-out problems."""
+    """Return the greedy accuracy of the final model's quantized copy on the held-out problems.
+
+    With smoothing its scales are by held-out prompts and the final model, so the run's servers had
+    others.
+    """
     config = load(run_dir / "config.yaml")
     data = max(run_dir.glob("evaluation/step_*/held_out.jsonl"))  # of the last evaluation
     with TemporaryDirectory() as scratch:
