@@ -84,8 +84,8 @@ def validate(config: Config) -> Architecture:
     _refuse_first(_wrong_fields(config))
     architecture = _validate_model(config)
     if config.advantage_estimator == "gae":
-        extensions.check("ppo", by="advantage_estimator=gae")
-        _refuse_first(_wrong_critic(config, architecture))
+        checks = extensions.needed("ppo", "checks", by="advantage_estimator=gae")
+        _refuse_first(checks.wrong_critic(config, architecture))
     return architecture
 
 
@@ -372,7 +372,7 @@ def _checks_of_adapters(config: Config) -> Any:
 def _wrong_fields(config: Config) -> Iterator[str]:
     """Yield what is wrong with fields that must fit each other whatever the model is."""
     rollout, quantization = config.rollout, config.quantization
-    yield from _wrong_schedule(config.optimizer, "optimizer")
+    yield from wrong_schedule(config.optimizer, "optimizer")
     check_rewards_fit(config)
     num_servers = rollout.servers + len(rollout.servers_at)
     if not num_servers:
@@ -551,7 +551,8 @@ def check_sets(config: Any, section: str = "") -> None:
                 )
 
 
-def _wrong_schedule(optimizer: OptimizerConfig, section: str) -> Iterator[str]:
+def wrong_schedule(optimizer: OptimizerConfig, section: str) -> Iterator[str]:
+    """Yield what is wrong with the learning rates of an optimizer."""
     if optimizer.min_learning_rate > optimizer.learning_rate:
         yield (
             f"{section}.min_learning_rate={optimizer.min_learning_rate}: is above "
@@ -604,36 +605,3 @@ def _wrong_for_model(config: Config, architecture: Architecture) -> Iterator[str
             f"learner.recompute_layers={number}: a pipeline stage has {layers} layers; give at "
             "most that many, or leave it out for all"
         )
-
-
-def _wrong_critic(config: Config, policy: Architecture) -> Iterator[str]:
-    """Yield what is wrong with PPO's critic."""
-    critic, rollout = config.critic, config.rollout
-    layout = critic.layout(config.learner)
-    if layout.world_size != config.learner.world_size:
-        yield (
-            f"critic.tensor_parallel_size={layout.tensor_parallel_size}: with "
-            f"{layout.pipeline_parallel_size} pipeline stages it does not divide the policy's "
-            f"{config.learner.world_size} ranks"
-        )
-    yield from _wrong_schedule(critic.optimizer, "critic.optimizer")
-    parts = critic.optimizer.minibatches_per_step * layout.data_parallel_size
-    completions = [rollout.at(first).completions_per_step for first in (1, *rollout.stages)]
-    for uneven in (count for count in completions if count % parts):
-        yield (
-            f"critic.optimizer.minibatches_per_step={critic.optimizer.minibatches_per_step}: a "
-            f"step's {uneven} completions do not divide into minibatches x "
-            f"{layout.data_parallel_size} data-parallel ranks of the critic"
-        )
-    directory = Path(critic.model or config.model)
-    try:
-        architecture = Architecture.from_directory(directory)
-        check_layout(architecture, layout)
-    except ArchitectureError as error:
-        yield f"critic: {error}"
-    else:
-        if architecture.vocab_size != policy.vocab_size:
-            yield (
-                f"critic.model={directory}: has a vocabulary of {architecture.vocab_size} "
-                f"tokens, the policy one of {policy.vocab_size}; they must be equal"
-            )
