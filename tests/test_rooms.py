@@ -7,14 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 import qurl_megatron
-from qurl_megatron.config.extensions import BUILT_ON, COMMANDS, FOLDER, needed
-from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.extensions import BUILT_ON, COMMANDS, FOLDER
 
 PACKAGE = Path(qurl_megatron.__file__).parent
 REPOSITORY = PACKAGE.parent
@@ -79,6 +82,7 @@ PURE = {
     "extensions/colocated/fit",
     "extensions/adapters/checks",
     "extensions/planning",
+    "extensions/ppo/checks",
     "extensions/ppo/values",
     "memory",
     "quantization/activations",
@@ -135,41 +139,54 @@ def is_extension(module: str) -> bool:
 NAMES = {name_of(path): path for path in FILES}
 
 
-@functools.cache
-def imports_and_attributes(path: Path) -> tuple[list[str], set[str]]:
-    """Return what a file imports anywhere in it, `from a import b` as `a` and as `a.b`.
-
-    And every attribute that it uses.
-    """
-    imports, attributes = [], set()
-    for node in ast.walk(ast.parse(path.read_text())):
+def modules_in(nodes: Iterable[ast.AST]) -> list[str]:
+    """Return the modules that these nodes import: `from a import b` as `a` and as `a.b`."""
+    modules = []
+    for node in nodes:
         if isinstance(node, ast.Import):
-            imports += [alias.name for alias in node.names]
+            modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.level == 0, f"line {node.lineno}: relative import"
             assert node.module is not None
-            imports += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        elif isinstance(node, ast.Attribute):
-            attributes.add(node.attr)
-    return imports, attributes
+            modules += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return modules
+
+
+class Source(NamedTuple):
+    """What a file imports, anywhere and at its top level; its attributes; its nodes by kind."""
+
+    imports: list[str]
+    at_once: list[str]
+    attributes: set[str]
+    kinds: Counter[type[ast.AST]]
+
+
+@functools.cache
+def source_of(path: Path) -> Source:
+    top = ast.parse(path.read_text())
+    nodes = [*ast.walk(top)]
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return Source(modules_in(nodes), modules_in(top.body), attributes, Counter(map(type, nodes)))
 
 
 def imported_modules(path: Path) -> list[str]:
-    return imports_and_attributes(path)[0]
+    return source_of(path).imports
+
+
+def files_among(modules: Iterable[str]) -> set[str]:
+    """Return the modules that are files of this repository, as `name_of` names them."""
+    names = (name.replace(".", "/").removeprefix("qurl_megatron/") for name in modules)
+    return {name for name in names if name in NAMES}
 
 
 def imported_names(path: Path) -> set[str]:
-    """Return the files of this repository that a file imports, as `name_of` names them."""
-    names = (
-        name.replace(".", "/").removeprefix("qurl_megatron/") for name in imported_modules(path)
-    )
-    return {name for name in names if name in NAMES} - {name_of(path)}
+    """Return the files of this repository that a file imports."""
+    return files_among(imported_modules(path)) - {name_of(path)}
 
 
 def names_read(path: Path) -> set[str]:
     """Return every attribute a file uses and the last part of every name it imports."""
-    imports, attributes = imports_and_attributes(path)
-    return attributes | {name.rpartition(".")[2] for name in imports}
+    return source_of(path).attributes | {name.rpartition(".")[2] for name in imported_modules(path)}
 
 
 def test_every_folder_has_a_level() -> None:
@@ -195,6 +212,51 @@ def test_no_file_of_the_core_imports_an_extension() -> None:
     assert between == USERS_OF_EXTENSIONS
 
 
+def reached(starts: Iterable[str]) -> set[str]:
+    """Return the files that every run imports which starts with these.
+
+    These are imported at top level, or named by `find`. What `needed` names, or only a function
+    imports, is for some runs; where it is for all, it is one of the starts.
+    """
+    seen, left = set[str](), set(starts)
+    while left:
+        seen |= left
+        modules = []
+        for path in map(NAMES.__getitem__, left):
+            modules += source_of(path).at_once
+            found = re.findall(r'\bfind\("(\w+)", "(\w+)"\)', path.read_text())
+            modules += [f"{FOLDER}.{extension}.{module}" for extension, module in found]
+        left = files_among(modules) - seen
+    return seen
+
+
+def lines_of(names: Iterable[str]) -> int:
+    return sum(len(NAMES[name].read_text().splitlines()) for name in names)
+
+
+# What a plain local run starts with: the command, what prepares it, and its processes.
+STARTS = {
+    *("cli", "launch/prepare", "launch/local", "recipes/quickstart"),
+    *("loop/train", "rollout/preload"),
+    *(f"extensions/{extension}/command" for extension in COMMANDS.values()),
+    *(name for name in NAMES if room_of(name) == "sglang_plugin"),
+}
+# They go down only: lower them when the code does.
+MOST_REACHED_LINES = 31_400
+MOST_PER_1000_LINES = {ast.Raise: 12.4, ast.ExceptHandler: 4.2}
+
+
+def test_a_plain_run_reaches_no_more_than_before() -> None:
+    assert lines_of(reached(STARTS)) <= MOST_REACHED_LINES
+
+
+@pytest.mark.parametrize("kind", MOST_PER_1000_LINES)
+def test_the_core_raises_and_catches_no_more_than_before(kind: type[ast.AST]) -> None:
+    core = [name for name in NAMES if room_of(name) not in ("extensions", "recipes")]
+    found = sum(source_of(NAMES[name]).kinds[kind] for name in core)
+    assert 1000 * found / lines_of(core) <= MOST_PER_1000_LINES[kind]
+
+
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_an_extension_has_its_tests_in_a_folder_of_its_own(extension: str) -> None:
     """So nothing else needs a change when it is deleted, but for benchmarks that measure it."""
@@ -206,41 +268,107 @@ def test_an_extension_has_its_tests_in_a_folder_of_its_own(extension: str) -> No
         assert extension not in found or (extensions == "extensions" and may), path
 
 
-def test_extensions_can_be_deleted(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    for folder in ("qurl_megatron", "recipes", "launch"):
-        shutil.copytree(REPOSITORY / folder, tree / folder, symlinks=True)
-    for extension in EXTENSIONS:
-        deleted = tree / "qurl_megatron" / "extensions" / extension
-        shutil.rmtree(deleted)
-        (deleted / "__pycache__").mkdir(parents=True)  # git leaves it
+START = ["train", "quickstart", "data_options.size=1000", "reward=exact", "--dry-run"]
+# What asks for an extension.
+ASKING = {
+    "adapters": [*START, "adapters.rank=8"],
+    "agents": [*START, "rollout.agent=json:dumps"],
+    "colocated": [*START, "rollout.placement=colocated"],
+    "elsewhere": [*START, "rollout.servers_at=[https://a]"],
+    "mismatch": ["mismatch"],
+    "planning": ["plan"],
+    "ppo": [*START, "advantage_estimator=gae"],
+    "rehearsal": ["plan", "quickstart", "--rehearse"],
+    "report": ["report"],
+    "user_objective": [*START, "objective.objective=json:dumps"],
+}
 
-    start = ["train", "quickstart", "data_options.size=1000", "--dry-run"]
-    missing = (
-        "adapters.rank=8",
-        "rollout.agent=json:dumps",
-        "rollout.placement=colocated",
-        "rollout.servers_at=[https://a]",
-    )
-    commands = [["--help"], ["config"], start, *([*start, word] for word in missing)]
-    program = (
-        "import json, sys\n"
-        "from typer.testing import CliRunner\n"
-        "from qurl_megatron.cli import app\n"
-        "ended = [CliRunner().invoke(app, words) for words in json.loads(sys.argv[1])]\n"
-        "print(json.dumps([[each.exit_code, each.stdout, each.stderr] for each in ended]))"
-    )
-    words = [sys.executable, "-c", program, json.dumps(commands)]
-    ran = subprocess.run(words, cwd=tree, capture_output=True, text=True, check=True)
-    shown, recipes, planned, *refused = json.loads(ran.stdout.splitlines()[-1])
-    assert set(COMMANDS) & set(shown[1].split()) == set()
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the repository from which folders can be moved away."""
+    tree = tmp_path_factory.mktemp("rooms") / "tree"
+    for folder in ("qurl_megatron", "recipes", "launch", "tests", "benchmarks", "docs"):
+        unused = shutil.ignore_patterns("__pycache__", "results")
+        shutil.copytree(REPOSITORY / folder, tree / folder, symlinks=True, ignore=unused)
+    shutil.copy(REPOSITORY / "pyproject.toml", tree)
+    return tree
+
+
+@pytest.fixture(scope="module")
+def program(tree: Path) -> Iterator[subprocess.Popen[str]]:
+    """Yield a program that runs `qurl` in the tree as it is when it is asked."""
+    start = "import runpy; runpy.run_path('tests/deleted_program.py', run_name='__main__')"
+    words = [sys.executable, "-c", start]  # so it imports from this tree
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=tree, stdin=pipe, stdout=pipe, text=True) as program:
+        yield program
+        assert program.stdin is not None
+        program.stdin.close()
+
+
+@contextmanager
+def without(deleted: list[str], tree: Path, kept: Path) -> Iterator[None]:
+    """Delete extensions and their tests from the tree while the context lasts."""
+    places = [tree / place for name in deleted for place in folders_of(name)]
+    for number, place in enumerate(places):
+        place.rename(kept / str(number))
+    yield
+    for number, place in enumerate(places):
+        shutil.rmtree(place, ignore_errors=True)
+        (kept / str(number)).rename(place)
+
+
+@pytest.mark.parametrize("deleted", [*([name] for name in EXTENSIONS), EXTENSIONS], ids=",".join)
+def test_extensions_can_be_deleted(
+    deleted: list[str], tree: Path, program: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    missing = {name for name in EXTENSIONS if {name, *bases_of(name)} & set(deleted)}
+    commands = [["--help"], START, ["config"], *(ASKING[name] for name in sorted(missing))]
+    assert program.stdin is not None and program.stdout is not None
+    with without(deleted, tree, tmp_path):
+        for name in deleted:
+            (tree / folders_of(name)[0] / "__pycache__").mkdir(parents=True)  # git leaves it
+        print(json.dumps(commands), file=program.stdin, flush=True)
+        shown, planned, recipes, *refused = json.loads(program.stdout.readline())
+        lint = [sys.executable, "-m", "ruff", "check", "--no-cache", "--quiet", "."]
+        linted = subprocess.run(lint, cwd=tree, capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
+    listed = re.findall(r"^\W+([a-z]+) ", shown[1], re.MULTILINE)
+    assert set(COMMANDS) - set(listed) == {name for name, of in COMMANDS.items() if of in missing}
     assert "math_tools" in recipes[1]
     assert planned[0] == 0, planned
-    for code, _, said in refused:
-        assert code == 2
-        assert re.fullmatch("qurl: .*: needs .*, which was deleted\n", said)
-    with pytest.raises(ConfigError, match="^--x: needs qurl_megatron/extensions/y, which was del"):
-        needed("y", "page", by="--x")
+    imported = {name for name in files_among(planned[3]) if NAMES[name].name != "__init__.py"}
+    assert imported <= reached(STARTS)
+    lacks = f".*: needs qurl_megatron/extensions/({'|'.join(deleted)}), which was deleted"
+    for code, output, said, _ in refused:
+        assert (code, output) == (2, "")
+        assert re.fullmatch(f"qurl: ({lacks}|No such command .*; see qurl --help)\n", said)
+
+
+@pytest.mark.skipif(
+    not (REPOSITORY / ".mypy_cache").is_dir(), reason="takes minutes before `make lint`"
+)
+def test_types_hold_when_all_extensions_are_deleted(tree: Path, tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / ".mypy_cache", tmp_path / "cache")
+    with without(EXTENSIONS, tree, tmp_path):
+        check = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path / "cache")]
+        checked = subprocess.run(check, cwd=tree, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+
+
+def folders_of(extension: str) -> list[str]:
+    """Return the folders of an extension and its tests."""
+    of_tests = [REPOSITORY / "tests", REPOSITORY / "tests/e2e"]
+    tests = [path / "extensions" / extension for path in of_tests]
+    found = [PACKAGE / "extensions" / extension, *(path for path in tests if path.is_dir())]
+    return [str(path.relative_to(REPOSITORY)) for path in found]
+
+
+def bases_of(extension: str) -> list[str]:
+    """Return the extensions that an extension is built on, the nearest first."""
+    base = BUILT_ON.get(extension)
+    return [base, *bases_of(base)] if base else []
 
 
 @pytest.mark.parametrize("fenced", FENCES)
