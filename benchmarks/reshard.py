@@ -44,6 +44,7 @@ from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.checksum import part_key
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.direct import ServerParameters, describe
+from qurl_megatron.weight_sync.in_place import Writer
 from qurl_megatron.weight_sync.reshard import Converter
 
 FORMATS: tuple[WeightFormat, ...] = ("int8", "fp8")
@@ -168,12 +169,12 @@ def run_paths(arguments: argparse.Namespace) -> None:
     for weight_format in arguments.formats:
         converter = Converter(learner, weight_format, bucket_bytes)
         changing = Converter(learner, weight_format, bucket_bytes, sends_deltas=True)
-        direct = Converter(learner, weight_format, bucket_bytes)
         held, parameters = place_server(converter)
+        direct = Writer(converter, parameters)
         paths: dict[str, Callable[[], Any]] = {
             "quantize first": functools.partial(converter.convert, drop),
             "delta": functools.partial(changing.convert, drop, since=1),
-            "direct": functools.partial(direct.write, parameters),
+            "direct": direct.write,
             "gather first": functools.partial(
                 gather_then_quantize, learner, weight_format, bucket_bytes
             ),

@@ -154,7 +154,7 @@ def send_changes(
     """Write what differs between `held` and `sent` into the ranks, as a publish of a delta does."""
     from qurl_megatron.sglang_plugin.weights import write_bucket
     from qurl_megatron.weight_sync import delta
-    from qurl_megatron.weight_sync.gather import delta_bucket
+    from qurl_megatron.weight_sync.delta_gather import delta_bucket
 
     changes = [delta.compare(name, (0, 0), held[name], sent[name]) for name in sent]
     message = delta.pack([change for change in changes if change], torch.device("cpu"))

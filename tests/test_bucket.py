@@ -9,11 +9,11 @@ from qurl_megatron.weight_sync.bucket import (
     announce,
     announce_delta,
     announce_in_place,
+    changed_version,
     channel_name,
     is_key_frame,
     read_key_frame,
 )
-from qurl_megatron.weight_sync.delta import changed_version
 from sent import packed
 
 TENSORS = {

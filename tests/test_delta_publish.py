@@ -37,7 +37,7 @@ from qurl_megatron.sglang_plugin.weights import write_bucket
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync import publish as publishing
 from qurl_megatron.weight_sync import transport as transports
-from qurl_megatron.weight_sync.bucket import Bucket
+from qurl_megatron.weight_sync.bucket import Bucket, changed_version
 from qurl_megatron.weight_sync.publish import Publisher, PublishError
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.transport import Delivery, Transport
@@ -242,7 +242,7 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
     wrong: list[int] = []  # servers that do not hold what they are sent, each once
 
     def send(index: int, names: Sequence[str]) -> None:
-        since = delta.changed_version(names)
+        since = changed_version(names)
         sent.append((index, "all" if since is None else f"delta of {since}"))
         if since is not None and index in refusing:
             refusing.remove(index)
@@ -252,7 +252,7 @@ def publish_in_turn(model_dir: Path) -> dict[str, list[tuple[int, str]]]:
         send(int(server.url[-1]), names)
 
     def send_over_http(server: Server, header: Any, payload: Tensor) -> float:
-        is_delta = delta.changed_version(header.names) is not None
+        is_delta = changed_version(header.names) is not None
         if not is_delta or not header.num_bytes:  # the end of a delta
             send(int(server.url[-1]), header.names)
         return 1.0

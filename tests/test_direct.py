@@ -50,6 +50,7 @@ def write_all(
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.weight_sync.direct import ServerParameters
+    from qurl_megatron.weight_sync.in_place import Writer
     from qurl_megatron.weight_sync.reshard import Converter
 
     device.initialize_distributed()  # the learners use it in turn
@@ -59,14 +60,15 @@ def write_all(
         learner = Learner(directory / weight_format, layout, OptimizerConfig())
         converter = Converter(learner, weight_format, 40_000)
         parameters = ServerParameters()
+        writer = Writer(converter, parameters)
         machines = dict.fromkeys(servers, socket.gethostname())
         parameters.attach(servers)
         parameters.keep(machines, servers)
-        first = converter.write(parameters)
+        first = writer.write()
         for *_, shard in learner.shards():
             shard.neg_()
         parameters.keep(machines, list(servers)[1:])
-        checksums[weight_format] = [first.checksums, converter.write(parameters).checksums]
+        checksums[weight_format] = [first.checksums, writer.write().checksums]
         learner.close()
     torch.distributed.destroy_process_group()
     return checksums
@@ -156,6 +158,7 @@ def write_on_machines(
     from qurl_megatron import device
     from qurl_megatron.learner.learner import Learner
     from qurl_megatron.weight_sync.direct import ServerParameters
+    from qurl_megatron.weight_sync.in_place import Writer
     from qurl_megatron.weight_sync.reshard import Converter
 
     device.initialize_distributed()
@@ -176,15 +179,16 @@ def write_on_machines(
         learner = Learner(directory / case.model, config, OptimizerConfig())
         converter = Converter(learner, case.weight_format, 40_000)
         parameters = ServerParameters()
+        writer = Writer(converter, parameters)
         machines = {machine: machine for machine in sorted(set(case.machines))}
         parameters.attach({here: handed_out[name][here]})
         parameters.keep(machines, list(machines))
         sent_bytes = 0
-        first, sent = converter.write(parameters), sent_bytes
+        first, sent = writer.write(), sent_bytes
         for *_, shard in learner.shards():
             shard.neg_()
         parameters.keep(machines, list(machines)[1:])
-        results.append((first.checksums, converter.write(parameters).checksums, sent))
+        results.append((first.checksums, writer.write().checksums, sent))
         learner.close()
     dist.destroy_process_group()
     return results

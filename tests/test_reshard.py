@@ -234,7 +234,7 @@ def count_exchanged(
         converter.convert(lambda bucket: None)
         with Exchanged() as exchanged:
             converter.convert(lambda bucket: None)
-        plan = converter._plan(converter.teams[0], changing=False)
+        plan = converter.plan(converter.teams[0], changing=False)
         num_bytes = sum(planned.manifest_on(dist.get_rank()).num_bytes for planned in plan)
         results[name] = dict(exchanged.num_bytes), num_bytes
     learner.close()

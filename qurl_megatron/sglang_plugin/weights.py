@@ -61,13 +61,12 @@ from qurl_megatron.weight_sync.bucket import (
     IN_PLACE,
     Bucket,
     Manifest,
+    changed_version,
     channel_name,
     is_key_frame,
     read_file,
     read_key_frame,
 )
-from qurl_megatron.weight_sync.delta import changed_version, unpack
-from qurl_megatron.weight_sync.direct import describe
 
 # A hung learner holds a server up for this long; PyTorch's own limit is half an hour.
 LEARNER_TIMEOUT_S = 120.0
@@ -266,6 +265,8 @@ def write_bucket(model: torch.nn.Module, bucket: Bucket) -> None:
     """Write a bucket of whole tensors, or of a delta, into a model's parameters."""
     held = held_parts(model)
     if changed_version(bucket.names) is not None:
+        from qurl_megatron.weight_sync.delta import unpack
+
         for change in unpack(bucket.flat):
             for values, row, column in held.get(change.name, ()):
                 change.write_to(values, row, column)
@@ -309,6 +310,8 @@ def handle(
     """
     if action != "parameters":
         return original(checker, action=action, role=role, **options)
+    from qurl_megatron.weight_sync.direct import describe
+
     return {
         "checksums": {key: describe(part.values) for key, part in _parts_by_key(checker).items()},
         "per_gpu_checksum": "",

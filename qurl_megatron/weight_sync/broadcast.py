@@ -20,8 +20,7 @@ from torch import Tensor
 
 from qurl_megatron.device import backend_to, device, rank, surviving_errors
 from qurl_megatron.machine.stores import Store
-from qurl_megatron.weight_sync.bucket import Bucket, channel_name
-from qurl_megatron.weight_sync.delta import changed_version
+from qurl_megatron.weight_sync.bucket import Bucket, changed_version, channel_name
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Transport
 
 _GIVEN_UP = "given up"  # a key of the store

@@ -55,9 +55,9 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.quantization import quantize
-from qurl_megatron.weight_sync.delta import PREFIX, bucket_name
 
 IN_PLACE = "written in place"
+PREFIX = "delta of version "
 FILE_PREFIX = "file:"  # before a file's path, in place of a process group's name
 _MARKER = "bucket of sender "
 _ALONE = re.compile(rf"{IN_PLACE}|{PREFIX}[0-9]{{1,18}}")  # must be the only name of its request
@@ -286,6 +286,18 @@ def channel_name(token: str, sender: int) -> str:
     the groups of all senders.
     """
     return f"{token}.{sender}" if sender else token
+
+
+def bucket_name(version: int) -> str:
+    """Return the name of a bucket of messages that change this version."""
+    return f"{PREFIX}{version}"
+
+
+def changed_version(names: Sequence[str]) -> int | None:
+    """Return the version that a bucket with these names changes; None: it holds whole tensors."""
+    if len(names) != 1 or not names[0].startswith(PREFIX):
+        return None
+    return int(names[0].removeprefix(PREFIX))
 
 
 def announce(senders: Sequence[Sequence[Sequence[Manifest]]]) -> Manifest:

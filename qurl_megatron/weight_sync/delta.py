@@ -49,7 +49,6 @@ ESCAPE = 65535  # a gap word for 65,535 elements without a change after them
 CHUNK_ELEMENTS = 2**23  # compared at once, to bound the memory of positions
 _ALIGNMENT = 8
 _WIDTHS = (4, 2, 1)  # bytes of the values, in their order in a message
-PREFIX = "delta of version "
 _Place = tuple[int, int]
 # Name, offset, shape, bytes of a value, gap words, values, and whether they are relative.
 _ENTRIES = pydantic.TypeAdapter(
@@ -222,15 +221,3 @@ def unpack(flat: Tensor) -> Iterator[Change]:
             gaps = None if words is None else next(streams[2])
             values = next(streams[size])
             yield Change(name, offset, shape, gaps, values, is_relative)
-
-
-def bucket_name(version: int) -> str:
-    """Return the name of a bucket of messages that change this version."""
-    return f"{PREFIX}{version}"
-
-
-def changed_version(names: Sequence[str]) -> int | None:
-    """Return the version that a bucket with these names changes; None: it holds whole tensors."""
-    if len(names) != 1 or not names[0].startswith(PREFIX):
-        return None
-    return int(names[0].removeprefix(PREFIX))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,7 @@ from torch import Tensor
 
 from qurl_megatron.device import device
 from qurl_megatron.quantization.checksum import as_integers
-from qurl_megatron.weight_sync import delta
-from qurl_megatron.weight_sync.bucket import Bucket, Manifest, PlannedBucket
-from qurl_megatron.weight_sync.crossings import Crossings, Transfer
-from qurl_megatron.weight_sync.direct import ServerParameters
+from qurl_megatron.weight_sync.bucket import Bucket, PlannedBucket
 
 T = TypeVar("T")
 
@@ -96,6 +93,16 @@ def to_rank_zero(value: T, senders: Sequence[int]) -> list[T]:
     return values
 
 
+class Sink(Protocol):
+    """Takes the buckets of a team, one after another."""
+
+    def add(self, planned: PlannedBucket, own: Bucket) -> None:
+        """Take this rank's part of a bucket. Collective over the team."""
+
+    def finish(self) -> None:
+        """End the pass, after the last bucket."""
+
+
 class Gatherer:
     """Gathers a team's full buckets from the parts of its ranks; the first rank sends them."""
 
@@ -141,167 +148,8 @@ class Gatherer:
         self._release = None
 
 
-class DeltaGatherer(Gatherer):
-    """Gathers what changed since a version, in few buckets.
-
-    A bucket has changes of at most `bucket_bytes`, or of one larger weight, and their headers.
-    """
-
-    def __init__(
-        self,
-        send: Send,
-        team: Team,
-        kept: list[Bucket],
-        since: int,
-        bucket_bytes: int,
-        *,
-        is_relative: bool,
-    ) -> None:
-        super().__init__(send, team, kept)
-        self._since = since
-        self._bucket_bytes = bucket_bytes
-        self._is_relative = is_relative
-        self._changes: list[delta.Change] = []  # of this rank
-        self._num_bytes = 0  # of all ranks
-
-    def add(self, planned: PlannedBucket, own: Bucket) -> None:
-        """Collect the changes of a bucket; first send the earlier ones if both exceed the limit.
-
-        Collective over the team.
-        """
-        assert self._kept is not None
-        old, new = dict(self._kept[self._number].tensors()), dict(own.tensors())
-        self._keep(own)
-        changes = []
-        for tensor in planned.tensors:
-            name, offset = tensor.name, tensor.offset_on(self._team.rank)
-            change = delta.compare(
-                name, offset, old[name], new[name], is_relative=self._is_relative
-            )
-            changes += [change] if change else []
-        num_bytes = sum(change.num_bytes for change in changes)
-        if self._team.size > 1:
-            # All ranks need the same sum, because `_flush` is collective.
-            total = torch.tensor(num_bytes, device=device())
-            dist.all_reduce(total, group=self._team.group)
-            num_bytes = int(total)
-        if self._num_bytes and self._num_bytes + num_bytes > self._bucket_bytes:
-            self._flush()
-        self._changes += changes
-        self._num_bytes += num_bytes
-
-    def finish(self) -> None:
-        """Send the remaining changes, and wait until their bucket may be released."""
-        self._flush()
-        super().finish()
-
-    def _flush(self) -> None:
-        """Send the collected changes; send nothing if no rank has any. Collective over the team."""
-        changes, num_bytes = self._changes, self._num_bytes
-        self._changes, self._num_bytes = [], 0
-        if not num_bytes:
-            return
-        super().finish()
-        own = delta.pack(changes, device())
-        sizes = [torch.zeros(1, dtype=torch.int64, device=device()) for _ in range(self._team.size)]
-        dist.all_gather(sizes, torch.tensor([len(own)], device=device()), group=self._team.group)
-        flats = gather(own, torch.cat(sizes).tolist(), self._team)
-        if flats is not None:
-            self._release = self._send(delta_bucket(self._since, torch.cat(flats)))
-
-
-@dataclass(frozen=True)
-class PartOfBucket:
-    """A rank's part of a bucket: its tensors, and where each begins in the full tensor."""
-
-    manifest: Manifest
-    offsets: list[tuple[int, int]]
-
-    @classmethod
-    def on(cls, planned: PlannedBucket, rank: int) -> PartOfBucket:
-        """Describe the part that a rank of the team has."""
-        offsets = [tensor.offset_on(rank) for tensor in planned.tensors]
-        return cls(planned.manifest_on(rank), offsets)
-
-
-class ParameterWriter:
-    """Writes a team's buckets into servers' parameters; its methods are those of a `Gatherer`.
-
-    A rank writes its own parts, and the parts that others send to it (`crossings.py`). All ranks go
-    through their buckets in step: the first ones cross, then the second ones, and so on.
-    """
-
-    def __init__(
-        self,
-        parameters: ServerParameters,
-        team: Team,
-        crossings: Crossings,
-        parts: Sequence[Sequence[PartOfBucket]],
-    ) -> None:
-        """Write nothing yet.
-
-        Args:
-            parts: of each rank's buckets, by global rank; not read if nothing crosses.
-        """
-        self._parameters = parameters
-        self._team = team
-        self._parts = parts
-        self._writes = dist.get_rank() in crossings.writers
-        self._transfers: dict[int, list[Transfer]] = {}  # of this rank, by round
-        for transfer in crossings.transfers:
-            if dist.get_rank() in (transfer.sender, transfer.receiver):
-                self._transfers.setdefault(transfer.round, []).append(transfer)
-        self._number = 0  # of the bucket that comes next
-
-    def add(self, planned: PlannedBucket, own: Bucket) -> None:
-        """Write `own`, this rank's part of a bucket, and let parts cross.
-
-        Collective over the ranks that send to each other.
-        """
-        if self._writes:
-            self._write(PartOfBucket.on(planned, self._team.rank), own)
-        self._exchange(own)
-
-    def finish(self) -> None:
-        """Receive the remaining buckets: other ranks may have more than this rank."""
-        senders = [each.sender for some in self._transfers.values() for each in some]
-        while self._number < max((len(self._parts[rank]) for rank in senders), default=0):
-            self._exchange(None)
-
-    def _write(self, part: PartOfBucket, values: Bucket) -> None:
-        for offset, (name, tensor) in zip(part.offsets, values.tensors(), strict=True):
-            self._parameters.write(delta.Change.whole(name, offset, tensor))
-
-    def _exchange(self, own: Bucket | None) -> None:
-        """Send `own` if a transfer says so; receive and write the parts of other ranks."""
-        number, rank = self._number, dist.get_rank()
-        self._number += 1
-        for _, transfers in sorted(self._transfers.items()):  # rounds, in one order on all ranks
-            exchanged, arriving = [], []  # at most one arrives
-            for transfer in transfers:
-                buckets = self._parts[transfer.sender]
-                if number >= len(buckets) or not buckets[number].manifest.num_bytes:
-                    continue
-                if transfer.sender == rank:
-                    assert own is not None
-                    exchanged.append(dist.P2POp(dist.isend, own.flat, transfer.receiver))
-                else:
-                    bucket = Bucket.empty(buckets[number].manifest, device())
-                    arriving.append((buckets[number], bucket))
-                    exchanged.append(dist.P2POp(dist.irecv, bucket.flat, transfer.sender))
-            for work in dist.batch_isend_irecv(exchanged) if exchanged else ():
-                work.wait()
-            for part, bucket in arriving:
-                self._write(part, bucket)
-
-
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
-
-
-def delta_bucket(since: int, flat: Tensor) -> Bucket:
-    """Return a bucket of delta messages, `[bytes]` uint8, that change version `since`."""
-    return Bucket([delta.bucket_name(since)], [flat.dtype], [tuple(flat.shape)], flat)
 
 
 def gather(own: Tensor, sizes: Sequence[int], team: Team) -> list[Tensor] | None:

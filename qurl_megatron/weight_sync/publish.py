@@ -68,7 +68,6 @@ from qurl_megatron.weight_sync.bucket import (
 )
 from qurl_megatron.weight_sync.conversion import Conversion
 from qurl_megatron.weight_sync.gather import to_rank_zero
-from qurl_megatron.weight_sync.in_place import InPlace
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.senders import Senders
 from qurl_megatron.weight_sync.transport import Delivery, Destination, PublishError, Transport
@@ -298,6 +297,8 @@ class Publisher:
 def transport_to(server: Server, *, in_place: bool) -> type[Transport]:
     """Return the transport to a server; with `in_place`, ranks write into its parameters."""
     if in_place:
+        from qurl_megatron.weight_sync.in_place import InPlace
+
         return InPlace
     if server.is_remote:
         http: type[Transport] = needed("elsewhere", "transport", by="rollout.servers_at").Http

@@ -37,16 +37,15 @@ Example, on every learner rank:
     conversion = converter.convert(send)  # each sender calls send(bucket) for each of its buckets
     conversion.checksums                  # the servers' must equal these; complete on global rank 0
     converter.convert(send, since=1)      # only changes since the last pass, which sent version 1
-    converter.write(parameters)           # or write into the servers' parameters
+    Writer(converter, parameters).write()  # or write into the parameters of servers (`in_place.py`)
 """
 
 from __future__ import annotations
 
-import functools
 import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -73,18 +72,7 @@ from qurl_megatron.weight_sync.bucket import (
     scale_shape,
 )
 from qurl_megatron.weight_sync.conversion import Conversion, DriftMeter, Measures
-from qurl_megatron.weight_sync.crossings import find_crossings
-from qurl_megatron.weight_sync.direct import ServerParameters
-from qurl_megatron.weight_sync.gather import (
-    DeltaGatherer,
-    Gatherer,
-    ParameterWriter,
-    PartOfBucket,
-    Send,
-    Team,
-    delta_bucket,
-    to_rank_zero,
-)
+from qurl_megatron.weight_sync.gather import Gatherer, Send, Sink, Team, to_rank_zero
 
 if TYPE_CHECKING:
     from qurl_megatron.quantization.smoothing import Smoothing
@@ -167,7 +155,7 @@ class Converter:
         With `changing`, those of constants are left out.
         """
         return [
-            [each.manifest() for each in self._plan(team, changing)] if team.sends else []
+            [each.manifest() for each in self.plan(team, changing)] if team.sends else []
             for team in self.teams
         ]
 
@@ -186,36 +174,24 @@ class Converter:
                 None: all is sent.
             is_relative: send by how much the bits of an element moved, not its new value.
         """
-        conversions, changing = [], since is not None
-        for team in self.teams:
-            kept = self._kept[team.of_experts] if self._kept else None
-            gatherer = Gatherer(send, team, kept)
-            if kept is not None and since is not None:
-                to_delta = kept, since, self._bucket_bytes
-                gatherer = DeltaGatherer(send, team, *to_delta, is_relative=is_relative)
-            conversions.append(self._convert_team(team, gatherer, changing=changing))
-        if self._kept and since is not None and any(team.sends for team in self.teams):
-            release = send(delta_bucket(since, torch.empty(0, dtype=torch.uint8, device=device())))
-            if release:
-                release()
-        return self._complete(conversions)
+        kept = self._kept or {}
+        gatherer: Callable[..., Gatherer] = Gatherer
+        if kept and since is not None:
+            from qurl_megatron.weight_sync import delta_gather
 
-    def write(self, parameters: ServerParameters, *, since: int | None = None) -> Conversion:
-        """Write the current weights into servers' parameters, and return checksums and drift.
-
-        Collective, as `convert` is. Nothing is gathered. A part crosses between learner ranks only
-        if no rank of a server's machine holds it (`crossings.py`). Servers that hold a version
-        `since` have the constants.
-        """
-        conversions, changing = [], since is not None
-        for team, holders in zip(self.teams, self._holders, strict=True):
-            crossings = find_crossings(self.machines, holders, parameters.machines)
-            parts = self._parts(changing)[team.of_experts] if crossings.transfers else []
-            writer = ParameterWriter(parameters, team, crossings, parts)
-            conversions.append(
-                self._convert_team(team, writer, crossings.converting, changing=changing)
+            gatherer = partial(
+                delta_gather.DeltaGatherer,
+                since=since,
+                bucket_bytes=self._bucket_bytes,
+                is_relative=is_relative,
             )
-        return self._complete(conversions)
+        conversions = []
+        for team in self.teams:
+            sink = gatherer(send, team, kept.get(team.of_experts))
+            conversions.append(self.convert_team(team, sink, changing=since is not None))
+        if kept and since is not None and any(team.sends for team in self.teams):
+            delta_gather.end_delta(send, since)
+        return self.complete(conversions)
 
     def is_quantized(self, rule: Rule, layer: int | None) -> bool:
         """Return whether these weights are sent as codes."""
@@ -295,28 +271,10 @@ class Converter:
         dist.all_gather_object(names, socket.gethostname())
         return names
 
-    @cached_property
-    def _holders(self) -> list[list[tuple[int, ...]]]:
-        """For each team, the `Team.holders` of each rank. Collective at the first call."""
-        by_rank: list[list[tuple[int, ...]]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(by_rank, [team.holders for team in self.teams])
-        return [list(holders) for holders in zip(*by_rank, strict=True)]
-
-    @functools.cache  # noqa: B019  a run has few converters, and keeps them
-    def _parts(self, changing: bool) -> dict[bool, list[list[PartOfBucket]]]:
-        """By `Team.of_experts`, each rank's parts of its buckets. Collective at the first call."""
-        by_team = {}
-        for team in self.teams:
-            parts: list[list[PartOfBucket]] = [[]] * dist.get_world_size()
-            own = [PartOfBucket.on(each, team.rank) for each in self._plan(team, changing)]
-            dist.all_gather_object(parts, own)
-            by_team[team.of_experts] = parts
-        return by_team
-
-    def _convert_team(
+    def convert_team(
         self,
         team: Team,
-        sink: Gatherer | ParameterWriter,
+        sink: Sink,
         converting: Collection[int] = (),
         *,
         changing: bool,
@@ -335,7 +293,7 @@ class Converter:
         meter = self._meters[team.of_experts]
         measures = Measures(meter, self.weight_format)
         of_constants = Measures(DriftMeter(), self.weight_format)
-        for planned in self._plan(team, changing):
+        for planned in self.plan(team, changing):
             own = Bucket.empty(planned.manifest_on(team.rank), device())
             into = of_constants if planned.is_constant else measures
             self._convert_bucket(planned, own, team, into)
@@ -347,12 +305,12 @@ class Converter:
         constants = self._constants.get(team.of_experts, Conversion())
         return Conversion.merged([constants, measures.finish(team)])
 
-    def _complete(self, conversions: list[Conversion]) -> Conversion:
+    def complete(self, conversions: list[Conversion]) -> Conversion:
         """Return the measures of all teams, on rank 0 those of all senders. Collective."""
         own = Conversion.merged(conversions)
         return Conversion.merged(to_rank_zero(own, self.senders) or [own])
 
-    def _plan(self, team: Team, changing: bool) -> Iterable[PlannedBucket]:
+    def plan(self, team: Team, changing: bool) -> Iterable[PlannedBucket]:
         """Return the buckets of a team; planned once, unless each pass makes the weights anew."""
         if not self._source.is_lasting:
             return self._plan_buckets(team)

@@ -1,17 +1,20 @@
 """This rank's ways to the servers: buckets through channels, or codes into parameters."""
 
-import socket
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.conversion import Conversion
-from qurl_megatron.weight_sync.direct import ServerParameters
 from qurl_megatron.weight_sync.gather import to_rank_zero
-from qurl_megatron.weight_sync.in_place import ParametersDestination
 from qurl_megatron.weight_sync.reshard import Converter
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Delivery, Destination
+
+if TYPE_CHECKING:
+    from qurl_megatron.weight_sync.in_place import Writer
 
 
 class Senders:
@@ -21,7 +24,7 @@ class Senders:
         """Send nothing yet."""
         self._converter = converter
         self.channels: dict[str, Channel] = {}  # of a sender, by the destination's token
-        self._parameters = ServerParameters()
+        self._writer: Writer | None = None  # once weights are written in place
 
     def send(
         self, delivery: Delivery, destinations: Sequence[Destination], tokens: Sequence[str]
@@ -58,7 +61,8 @@ class Senders:
     def close(self) -> None:
         """Leave all servers, which keep running."""
         self._open_channels([])
-        self._parameters.keep({}, [])
+        if self._writer:
+            self._writer.close()
 
     def _open_channels(self, destinations: Sequence[ChannelDestination]) -> None:
         """Open channels to these destinations, and close all others."""
@@ -73,10 +77,8 @@ class Senders:
     def _write(
         self, delivery: Delivery, destinations: Sequence[Destination], paused: Sequence[str]
     ) -> Conversion:
-        """Write the weights into the servers' parameters."""
-        held = [each for each in destinations if isinstance(each, ParametersDestination)]
-        here = socket.gethostname()
-        new = {each.token: each.ranks for each in held if each.ranks and each.machine == here}
-        self._parameters.attach(new)
-        self._parameters.keep({each.token: each.machine for each in held}, paused)
-        return self._converter.write(self._parameters, since=delivery.since)
+        from qurl_megatron.weight_sync.direct import ServerParameters
+        from qurl_megatron.weight_sync.in_place import Writer
+
+        self._writer = self._writer or Writer(self._converter, ServerParameters())
+        return self._writer.send(delivery, destinations, paused)

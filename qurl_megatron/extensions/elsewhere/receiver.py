@@ -24,8 +24,14 @@ from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.extensions.elsewhere.wire import BucketHeader, Description
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.wire import LARGEST_HEADER_BYTES, RUN_HEADER, escaped
-from qurl_megatron.weight_sync.bucket import FILE_PREFIX, SentTensor, check_manifest, read_file
-from qurl_megatron.weight_sync.delta import changed_version, unpack
+from qurl_megatron.weight_sync.bucket import (
+    FILE_PREFIX,
+    SentTensor,
+    changed_version,
+    check_manifest,
+    read_file,
+)
+from qurl_megatron.weight_sync.delta import unpack
 
 
 class Claimed(Protocol):

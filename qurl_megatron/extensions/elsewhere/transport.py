@@ -22,8 +22,7 @@ from qurl_megatron.extensions.elsewhere.wire import BucketHeader
 from qurl_megatron.rollout.requests import transfer_s
 from qurl_megatron.rollout.server import Server, UpdateRefused
 from qurl_megatron.rollout.wire import WEIGHTS_PATH, dtype_names, escaped
-from qurl_megatron.weight_sync.bucket import Bucket
-from qurl_megatron.weight_sync.delta import changed_version
+from qurl_megatron.weight_sync.bucket import Bucket, changed_version
 from qurl_megatron.weight_sync.transport import Channel, ChannelDestination, Delivery, Transport
 
 # A core takes about as long to compress and read a delta of a 32B model as a link of this rate

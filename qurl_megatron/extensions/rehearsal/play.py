@@ -43,6 +43,7 @@ from qurl_megatron.rollout.client import LARGEST_MASK
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
 from qurl_megatron.weight_sync.direct import ServerParameters
+from qurl_megatron.weight_sync.in_place import Writer
 from qurl_megatron.weight_sync.reshard import Converter
 
 
@@ -96,11 +97,11 @@ def _play(rehearsal: Rehearsal, rank: int, trace: Trace) -> None:
     )
     forward = config.learner.quantized_forward
     as_trained = partial(learner.as_served, converter, config.rollout.server, forward)
-    parameters = _OwnParameters(trace)
+    writer = Writer(converter, _OwnParameters(trace))
 
     def publish(since: int | None) -> None:
         if config.quantization.transport == "direct":
-            converter.write(parameters)
+            writer.write()
         else:
             converter.convert(_send, since=since)
 

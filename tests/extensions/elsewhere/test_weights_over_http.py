@@ -40,7 +40,7 @@ from qurl_megatron.sglang_plugin.access import AccessControl
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket, SentTensor
 from qurl_megatron.weight_sync.delta import Change
-from qurl_megatron.weight_sync.gather import delta_bucket
+from qurl_megatron.weight_sync.delta_gather import delta_bucket
 from sent import packed
 from tiny import quantized
 
