@@ -439,6 +439,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
         ("accelerator",): {
             "evaluation/evaluate",
             "learner/cpu_runtime",
+            "learner/delta_net",
             "learner/layers",
             "rollout/preload",
             "rollout/start",

@@ -1,6 +1,7 @@
-"""A layer of gated DeltaNet over packed sequences, behind Megatron's attention interface.
+"""The layers of hybrids: gated DeltaNet over packed sequences, and gated attention between them.
 
-Megatron's own layer takes no packed sequences, and needs flash-linear-attention.
+Megatron's own layer of DeltaNet takes no packed sequences, and needs flash-linear-attention. Here
+it has these parts, behind Megatron's attention interface:
 
     in_proj      hidden -> queries, keys, values and z
     conv_weight  a causal convolution over the last tokens of each query, key and value channel
@@ -13,18 +14,27 @@ anew at each sequence. flash-linear-attention (FLA) computes in BF16 on a GPU, t
 elsewhere; `_mix` and `_mix_with_fla` are the only difference.
 """
 
+import copy
 import functools
 import importlib.util
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
@@ -33,14 +43,111 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
+from qurl_megatron.config.schema import LearnerConfig
+from qurl_megatron.device import accelerator
+from qurl_megatron.learner import layers
+from qurl_megatron.learner.layers import RMSNorm, gpt_layer_specs
 from qurl_megatron.learner.sequences import PackedSequences
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.delta_rule import causal_conv, chunk_plan, gated_delta_rule
+
+
+def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """Return Megatron's specification of the layers in one chunk of this pipeline stage."""
+    attention = layers.local_layer(config, ZeroCentredRMSNorm)
+    attention.submodules.sharded_state_dict_keys_map = {}
+    linear = _linear_layer(attention)
+    attention.submodules.self_attention.module = GatedSelfAttention
+    first = get_transformer_layer_offset(config, virtual_stage)
+    number = get_num_layers_to_build(config, virtual_stage)
+    kinds: Any = config.linear_attention_freq  # of all layers: 1 for linear attention, else 0
+    return TransformerBlockSubmodules(
+        layer_specs=[linear if kind else attention for kind in kinds[first : first + number]],
+        layer_norm=ZeroCentredRMSNorm,
+    )
+
+
+def _linear_layer(layer: ModuleSpec) -> ModuleSpec:
+    """Return the specification of a layer with gated DeltaNet in place of attention."""
+    linear = copy.deepcopy(layer)
+    products = layer.submodules.self_attention.submodules
+    linear.submodules.self_attention = ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=products.linear_qkv, out_norm=RMSNorm, out_proj=products.linear_proj
+        ),
+    )
+    return linear
 
 
 @functools.cache
 def has_fla() -> bool:
     """Return whether flash-linear-attention is installed."""
     return importlib.util.find_spec("fla") is not None
+
+
+def transformer_config_fields(learner: LearnerConfig, architecture: Architecture) -> dict[str, Any]:
+    """Return what `layers.transformer_config_fields` does, and what describes linear attention."""
+    hybrid = architecture.delta_net
+    assert hybrid is not None
+    if accelerator() == "cuda" and not has_fla() and dist.get_rank() == 0:
+        print(
+            "qurl: flash-linear-attention is not installed: linear attention takes more time "
+            "and memory; install requirements-gpu.txt",
+            file=sys.stderr,
+        )
+    return {
+        **layers.transformer_config_fields(learner, architecture),
+        "linear_attention_freq": [int(linear) for linear in hybrid.layers],
+        "linear_conv_kernel_dim": hybrid.conv_width,
+        "linear_key_head_dim": hybrid.key_dim,
+        "linear_value_head_dim": hybrid.value_dim,
+        "linear_num_key_heads": hybrid.key_heads,
+        "linear_num_value_heads": hybrid.value_heads,
+        "attention_output_gate": True,
+    }
+
+
+class ZeroCentredRMSNorm(RMSNorm):
+    """An RMSNorm that multiplies by 1 + weight, which it computes in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1 + self.weight.float()
+        normalized = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, scale, self.eps)
+        return normalized.to(x.dtype)
+
+
+class GatedSelfAttention(gpt_layer_specs.SelfAttention):  # type: ignore[name-defined]
+    """Attention with a gate for each channel of its output; q_proj computes the gates too.
+
+    In a key-value head's group, the rows of each query head are followed by those of its gate; then
+    come the key head and the value head. This is the order of the checkpoint. Megatron's own layer
+    has all gates behind all queries, and does not divide them where ranks share a key-value head.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, ...]:
+        """Return queries, keys, values and gates, [tokens, 1, heads on this rank, head_dim]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, ranks = self.config.num_query_groups, self.world_size
+        sharing = max(1, ranks // groups)  # ranks to a key-value head
+        if sharing > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)
+            mixed = mixed.chunk(groups, dim=-1)[self.tp_group.rank() // sharing]
+        heads = mixed.unflatten(
+            -1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head)
+        )
+        gated, key, value = heads.split([heads.shape[-2] - 2, 1, 1], dim=-2)
+        query, gate = (each.flatten(2, 3) for each in gated.unflatten(-2, (-1, 2)).unbind(-2))
+        if sharing > 1:
+            own = self.tp_group.rank() % sharing
+            query, gate = (each.chunk(sharing, dim=2)[own] for each in (query, gate))
+        return self.q_layernorm(query), self.k_layernorm(key.squeeze(3)), value.squeeze(3), gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Gate the output; Megatron's is compiled, which a fork of the launcher cannot do."""
+        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class GatedDeltaNet(MegatronModule):

@@ -1,10 +1,8 @@
 """The transformer layers of the learner: Transformer Engine's on a GPU, torch's elsewhere."""
 
-import copy
 import functools
 import importlib.util
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,19 +12,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import (
     CheckpointWithoutOutput,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer import TransformerConfig, TransformerLayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
@@ -36,7 +31,6 @@ from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.config.validate import check_context_parallel
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.cpu_runtime import import_layer_specs
-from qurl_megatron.learner.delta_net import GatedDeltaNet, has_fla
 from qurl_megatron.learner.packing import zigzag
 from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model.architecture import Architecture, YarnRopeScaling
@@ -53,48 +47,6 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps, device=device(), dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-
-class ZeroCentredRMSNorm(RMSNorm):
-    """An RMSNorm that multiplies by 1 + weight, which it computes in float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = 1 + self.weight.float()
-        normalized = torch.nn.functional.rms_norm(x.float(), self.normalized_shape, scale, self.eps)
-        return normalized.to(x.dtype)
-
-
-class GatedSelfAttention(gpt_layer_specs.SelfAttention):  # type: ignore[name-defined]
-    """Attention with a gate for each channel of its output; q_proj computes the gates too.
-
-    In a key-value head's group, the rows of each query head are followed by those of its gate; then
-    come the key head and the value head. This is the order of the checkpoint. Megatron's own layer
-    has all gates behind all queries, and does not divide them where ranks share a key-value head.
-    """
-
-    def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, ...]:
-        """Return queries, keys, values and gates, [tokens, 1, heads on this rank, head_dim]."""
-        mixed, _ = self.linear_qkv(hidden_states)
-        groups, ranks = self.config.num_query_groups, self.world_size
-        sharing = max(1, ranks // groups)  # ranks to a key-value head
-        if sharing > 1:
-            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed)
-            mixed = mixed.chunk(groups, dim=-1)[self.tp_group.rank() // sharing]
-        heads = mixed.unflatten(
-            -1, (self.num_query_groups_per_partition, -1, self.hidden_size_per_attention_head)
-        )
-        gated, key, value = heads.split([heads.shape[-2] - 2, 1, 1], dim=-2)
-        query, gate = (each.flatten(2, 3) for each in gated.unflatten(-2, (-1, 2)).unbind(-2))
-        if sharing > 1:
-            own = self.tp_group.rank() % sharing
-            query, gate = (each.chunk(sharing, dim=2)[own] for each in (query, gate))
-        return self.q_layernorm(query), self.k_layernorm(key.squeeze(3)), value.squeeze(3), gate
-
-    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Gate the output; Megatron's is compiled, which a fork of the launcher cannot do."""
-        return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
 class _OfWholeSequences:
@@ -322,12 +274,11 @@ def uses_transformer_engine(architecture: Architecture) -> bool:
 def block_spec(config: TransformerConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
     """Return Megatron's specification of the layers in one chunk of this pipeline stage.
 
-    The layers are Transformer Engine's if it is installed and there is a GPU. Otherwise, and in a
-    hybrid, they are Megatron's own, with torch's norms and scaled dot product attention.
+    The layers are Transformer Engine's if it is installed and there is a GPU. Otherwise they are
+    those of `local_layer`.
     """
-    norm: type[torch.nn.Module]
-    linear_layers = config.linear_attention_freq  # of a hybrid: 1 for linear attention, else 0
-    if has_transformer_engine() and linear_layers is None:
+    norm: type[torch.nn.Module] = RMSNorm
+    if has_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
@@ -336,51 +287,43 @@ def block_spec(config: TransformerConfig, virtual_stage: int | None) -> Transfor
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
+        complete_layer(layer, config)
     else:
-        norm = RMSNorm if linear_layers is None else ZeroCentredRMSNorm
-        layer = gpt_layer_specs.get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts,
-            qk_layernorm=config.qk_layernorm,
-            normalization="RMSNorm",
-        )
-        layer.submodules.input_layernorm = norm
-        layer.submodules.pre_mlp_layernorm = norm
-        attention = layer.submodules.self_attention.submodules
-        attention.core_attention = CausalAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = norm
+        layer = local_layer(config, norm)
         # Transformer Engine fuses norms into the products behind them, and checkpoints use its
-        # names. The norm before experts and the norms of a hybrid are not fused, and keep theirs.
+        # names. The norm before experts is not fused, and keeps its own.
         names = layer.submodules.sharded_state_dict_keys_map
         if config.num_moe_experts:
             names = {name: names[name] for name in names if name.startswith("input_layernorm")}
-        layer.submodules.sharded_state_dict_keys_map = {} if linear_layers else names
+        layer.submodules.sharded_state_dict_keys_map = names
+    layers = [layer] * get_num_layers_to_build(config, virtual_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def local_layer(config: TransformerConfig, norm: type[torch.nn.Module]) -> ModuleSpec:
+    """Return Megatron's own layer, with these norms and torch's scaled dot product attention."""
+    layer: ModuleSpec = gpt_layer_specs.get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    layer.submodules.input_layernorm = norm
+    layer.submodules.pre_mlp_layernorm = norm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = norm
+    complete_layer(layer, config)
+    return layer
+
+
+def complete_layer(layer: ModuleSpec, config: TransformerConfig) -> None:
+    """Let a layer see whole sequences, and recompute what is cheap if `config` says so."""
     attention = layer.submodules.self_attention.submodules
     core = attention.core_attention
     attention.core_attention = type(core.__name__, (_OfWholeSequences, core), {})
     if config.recompute_granularity == "selective" and not config.num_moe_experts:
         layer.module = SelectiveLayer
-    layers = [layer] * get_num_layers_to_build(config, virtual_stage)
-    if isinstance(linear_layers, list):
-        layer.submodules.self_attention.module = GatedSelfAttention
-        linear = _linear_layer(layer)
-        first = get_transformer_layer_offset(config, virtual_stage)
-        kinds = linear_layers[first : first + len(layers)]
-        layers = [linear if is_linear else layer for is_linear in kinds]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
-
-
-def _linear_layer(layer: ModuleSpec) -> ModuleSpec:
-    """Return the specification of a layer with gated DeltaNet in place of attention."""
-    linear = copy.deepcopy(layer)
-    products = layer.submodules.self_attention.submodules
-    linear.submodules.self_attention = ModuleSpec(
-        module=GatedDeltaNet,
-        submodules=GatedDeltaNetSubmodules(
-            in_proj=products.linear_qkv, out_norm=RMSNorm, out_proj=products.linear_proj
-        ),
-    )
-    return linear
 
 
 def fuse_gradients(model: torch.nn.Module) -> None:
@@ -402,12 +345,6 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
     """
     if accelerator() == "cuda":
         check_context_parallel(learner, has_transformer_engine())
-        if architecture.delta_net and not has_fla() and dist.get_rank() == 0:
-            print(
-                "qurl: flash-linear-attention is not installed: linear attention takes more time "
-                "and memory; install requirements-gpu.txt",
-                file=sys.stderr,
-            )
     return {
         **_recompute_fields(learner, architecture),
         "use_cpu_initialization": accelerator() == "cpu",

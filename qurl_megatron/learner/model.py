@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,11 +20,7 @@ from torch import Tensor
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig
-from qurl_megatron.learner.layers import (
-    block_spec,
-    fuse_gradients,
-    transformer_config_fields,
-)
+from qurl_megatron.learner import layers
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
 from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model import weight_map
@@ -71,10 +68,9 @@ def build_chunks(
         context_parallel_size=learner.context_parallel_size,
         sequence_parallel=learner.tensor_parallel_size > 1,
         **expert_fields(architecture, learner),
-        **hybrid_fields(architecture),
         calculate_per_token_loss=True,  # no division by micro batches, no average over ranks
         finalize_model_grads_func=_finalize_gradients,
-        **transformer_config_fields(learner, architecture),
+        **_family(architecture).transformer_config_fields(learner, architecture),
     )
     if isinstance(scaling := architecture.rope_scaling, YarnRopeScaling):
         vars(config).update(  # by which Megatron multiplies the rotated channels
@@ -89,7 +85,7 @@ def build_chunks(
         for virtual_stage in (range(num_virtual_stages) if num_virtual_stages else [None])
     ]
     for chunk in chunks:
-        fuse_gradients(chunk)
+        layers.fuse_gradients(chunk)
     for _, rule, _, parameter in parameters_of(chunks, architecture):
         # Megatron marks shards only when it initializes them. The gradient norm would count an
         # unmarked shard on one tensor-parallel rank alone.
@@ -99,6 +95,15 @@ def build_chunks(
             # every rank has all experts, though tensor-parallel ranks give them other tokens.
             parameter.allreduce = False  # type: ignore[attr-defined]
     return chunks
+
+
+def _family(architecture: Architecture) -> ModuleType:
+    """Return the module that has the layers of a model's family, and Megatron's fields of them."""
+    if architecture.delta_net is None:
+        return layers
+    from qurl_megatron.learner import delta_net
+
+    return delta_net
 
 
 def _finalize_gradients(chunks: Any, num_tokens: Tensor | None = None, **options: Any) -> None:
@@ -159,22 +164,6 @@ def expert_fields(architecture: Architecture, learner: LearnerConfig) -> dict[st
     }
 
 
-def hybrid_fields(architecture: Architecture) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig that describe linear attention."""
-    hybrid = architecture.delta_net
-    if hybrid is None:
-        return {}
-    return {
-        "linear_attention_freq": [int(linear) for linear in hybrid.layers],
-        "linear_conv_kernel_dim": hybrid.conv_width,
-        "linear_key_head_dim": hybrid.key_dim,
-        "linear_value_head_dim": hybrid.value_dim,
-        "linear_num_key_heads": hybrid.key_heads,
-        "linear_num_value_heads": hybrid.value_heads,
-        "attention_output_gate": True,
-    }
-
-
 def scaled_frequencies(architecture: Architecture, on: torch.device) -> Tensor:
     """Return the inverse rotary frequencies of a scaled model as transformers computes them.
 
@@ -217,13 +206,13 @@ class PolicyModel(GPTModel):
         config: TransformerConfig,
         architecture: Architecture,
         virtual_stage: int | None,
-        layers: TransformerBlockSubmodules | None = None,
+        block: TransformerBlockSubmodules | None = None,
     ) -> None:
-        """Build the model; `layers` are others than those of `block_spec`."""
+        """Build the model; `block` has other layers than those of its family."""
         stage = {"ignore_virtual": False, "vp_stage": virtual_stage}
         super().__init__(
             config,
-            layers or block_spec(config, virtual_stage),
+            block or _family(architecture).block_spec(config, virtual_stage),
             vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**stage),

@@ -1,8 +1,8 @@
-"""Gated DeltaNet for machines without a GPU: torch in place of the kernels that SGLang calls.
+"""SGLang's gated DeltaNet: the parts of its parameters, and torch in place of its GPU kernels.
 
-SGLang's backend for hybrid models stays as it is, with its pools of states, its prefix cache and
-its bookkeeping. Only its Triton functions are replaced, one by one and with the same arguments
-(`KERNELS`). A sequence has a slot in two pools of each DeltaNet layer:
+Without a GPU, SGLang's backend for hybrid models stays as it is, with its pools of states, its
+prefix cache and its bookkeeping. Only its Triton functions are replaced, one by one and with the
+same arguments (`KERNELS`). A sequence has a slot in two pools of each DeltaNet layer:
 
     convolution   [slots, channels, width - 1]                       inputs of its last tokens
     state         [slots, value heads, value channels, key channels] float32
@@ -12,7 +12,7 @@ one token of each sequence. With `mamba_radix_cache_strategy=extra_buffer`, SGLa
 slots: of prompts at the last multiple of 64 tokens, so completions of one prompt share its state.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,27 @@ from torch import Tensor
 from torch.nn.functional import rms_norm, silu, softplus
 
 from qurl_megatron.model.delta_rule import chunk_plan, gated_delta_rule, step
+from qurl_megatron.quantization.checksum import Part
+
+
+def cut_delta_net(layer: Any, path: str) -> Iterator[tuple[str, Part]]:
+    """Yield the parts of a DeltaNet layer's heads, and of its convolution.
+
+    The convolution's weight is cut as the layer multiplies with it, [channels, width]. Ranks divide
+    each of its three parts: the rows of queries, of keys and of values.
+    """
+    mixer, parts = layer.attn, ("query", "key", "value")  # of the convolution's inputs
+    rows = [mixer.q_dim, mixer.k_dim, mixer.v_dim]
+    tensors = {
+        "A_log": layer.A_log.detach(),
+        "dt_bias": layer.dt_bias.detach(),
+        **{
+            f"conv1d:{part}.weight": values
+            for part, values in zip(parts, mixer.conv_weights.detach().split(rows), strict=True)
+        },
+    }
+    for name, values in tensors.items():
+        yield f"{path}.{name}", Part(values, layer.attn_tp_rank * len(values), 0)
 
 
 def split_projections(

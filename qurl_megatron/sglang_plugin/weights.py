@@ -74,10 +74,9 @@ LEARNER_TIMEOUT_S = 120.0
 _ADAPTERS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}  # and the names that are sent
 # SGLang's Qwen3.5 keeps the modules of full attention in the layer, without `self_attn`.
 _IN_ATTENTION = re.compile(r"(?<=\d)\.(qkv_proj|o_proj|q_norm|k_norm)$")
-_MIXED = ("query", "key", "value")  # the inputs of a DeltaNet layer's convolution, in this order
 _MERGED = {  # the projections that SGLang holds as one
     "gate_up_proj": ("gate_proj", "up_proj"),
-    "in_proj_qkvz": (*(f"in_proj_qkv:{part}" for part in _MIXED), "in_proj_z"),
+    "in_proj_qkvz": (*(f"in_proj_qkv:{part}" for part in ("query", "key", "value")), "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 
@@ -348,31 +347,13 @@ def held_parts(model: torch.nn.Module) -> dict[str, list[Part]]:
 def _parts_of(module: torch.nn.Module, path: str) -> Iterator[HeldPart]:
     """Yield the parts of the parameters of the module at `path`, without its submodules'."""
     if isinstance(getattr(module, "attn", None), RadixLinearAttention):
-        yield from _cut_delta_net(module, path)
+        from qurl_megatron.sglang_plugin.delta_net import cut_delta_net
+
+        yield from cut_delta_net(module, path)
     elif not isinstance(module, RadixLinearAttention) and not path.endswith(".conv1d"):
         path = _IN_ATTENTION.sub(r".self_attn.\1", path)
         for name, parameter in module.named_parameters(recurse=False):
             yield from _cut(module, path, name, parameter.detach())
-
-
-def _cut_delta_net(layer: Any, path: str) -> Iterator[HeldPart]:
-    """Yield the parts of a DeltaNet layer's heads, and of its convolution.
-
-    The convolution's weight is cut as the layer multiplies with it, [channels, width]. Ranks divide
-    each of its three parts: the rows of queries, of keys and of values.
-    """
-    mixer: Any = layer.attn
-    rows = [mixer.q_dim, mixer.k_dim, mixer.v_dim]
-    tensors = {
-        "A_log": layer.A_log.detach(),
-        "dt_bias": layer.dt_bias.detach(),
-        **{
-            f"conv1d:{part}.weight": values
-            for part, values in zip(_MIXED, mixer.conv_weights.detach().split(rows), strict=True)
-        },
-    }
-    for name, values in tensors.items():
-        yield f"{path}.{name}", Part(values, layer.attn_tp_rank * len(values), 0)
 
 
 def _cut(module: torch.nn.Module, path: str, name: str, tensor: Tensor) -> Iterator[HeldPart]:
