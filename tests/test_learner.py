@@ -51,7 +51,8 @@ from learner_reference import (
 )
 from qurl_megatron.config.schema import OptimizerConfig, Rounding
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import CHUNK, Architecture, Family
+from qurl_megatron.model.architecture import Architecture, Family
+from qurl_megatron.model.delta_net import CHUNK
 from qurl_megatron.quantization.rounding import write_rounded
 from tiny import build_tiny_model
 

@@ -70,8 +70,11 @@ PURE = {
     "data/verifiers",
     "learner/packing",
     "model/architecture",
+    "model/config_json",
+    "model/delta_net",
     "model/chat_template",
     "model/delta_rule",
+    "model/rules",
     "model/tokenizer",
     "model/weight_map",
     "extensions/agents/calls",
@@ -242,7 +245,7 @@ STARTS = {
     *(name for name in NAMES if room_of(name) == "sglang_plugin"),
 }
 # They go down only: lower them when the code does.
-MOST_REACHED_LINES = 31_400
+MOST_REACHED_LINES = 30_800
 MOST_PER_1000_LINES = {ast.Raise: 12.4, ast.ExceptHandler: 4.2}
 
 

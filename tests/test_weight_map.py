@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import Architecture, ArchitectureError, DeltaNet
+from qurl_megatron.model.architecture import Architecture, ArchitectureError
+from qurl_megatron.model.delta_net import DeltaNet
 from qurl_megatron.model.weight_map import Rule
 
 # The 12 query heads per 4 key-value heads give an odd ratio. 2 and 4 do not divide the vocabulary.

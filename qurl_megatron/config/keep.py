@@ -34,7 +34,7 @@ def fused_layers(architecture: Architecture) -> list[tuple[str, ...]]:
     for layer in range(architecture.num_layers):
         experts: list[str] = []
         for rule in weight_map.rules(architecture):
-            if rule.quantized and layer in rule.layers(architecture):
+            if rule.quantized and layer in rule.layers(architecture.linear_layers):
                 names = [name.removesuffix(".weight") for name in rule.hugging_face_names(layer)]
                 if rule.of_experts:
                     experts += names

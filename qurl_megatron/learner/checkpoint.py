@@ -356,7 +356,7 @@ def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tupl
         if rule.is_adapter == (config.adapters.rank > 0)
     ]
     groups = {
-        layer: [rule for rule in rules if layer in rule.layers(architecture)]
+        layer: [rule for rule in rules if layer in rule.layers(architecture.linear_layers)]
         for layer in (None, *range(architecture.num_layers))
     }
     sizes = {

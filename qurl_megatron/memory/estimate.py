@@ -69,7 +69,8 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import CHUNK, Architecture, DeltaNet
+from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.model.delta_net import CHUNK, DeltaNet
 from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
 from qurl_megatron.quantization import quantize
 
@@ -167,7 +168,7 @@ def _parameters_of_layers(
             for part in rule.tensors
         )
         if rule.layered:
-            number = len(layers.intersection(rule.layers(architecture)))
+            number = len(layers.intersection(rule.layers(architecture.linear_layers)))
             parameters.append((rule, numel, number * of_layer))
         elif last:  # the final norm
             parameters.append((rule, numel, 1))
@@ -252,7 +253,7 @@ def published_tensors(
                 codes = math.prod(shape) // quantize.packing(weight_format)
                 in_format = codes // ranks + scales
             kept = _kept_in(part, architecture, keep)
-            for layer in rule.layers(architecture):
+            for layer in rule.layers(architecture.linear_layers):
                 tensors.append((rule, layer, count * (in_bf16 if layer in kept else in_format)))
     return tensors
 
@@ -510,7 +511,7 @@ def learner_memory(
     of_layer = functools.partial(
         layer_activation_bytes, architecture, learner, tokens, longest, fused=fused
     )
-    is_linear = architecture.delta_net.layers if architecture.delta_net else [False] * sum(layers)
+    is_linear = architecture.linear_layers
     kinds = Counter(is_linear[layer] for layer in _layers_of_stage(architecture, learner, stage))
     recomputed = recomputed_layers(learner, layers[stage])
     activations, again = 0.0, 0

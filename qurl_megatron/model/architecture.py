@@ -1,8 +1,9 @@
 """The shape of a model, read from its `config.json`, and the parallel layouts it admits.
 
 Everything that builds, plans or reshards a model takes an `Architecture`; only this module reads
-the shape from `config.json`. It accepts the spelling of transformers 5 (`rope_parameters`) and the
-earlier one (`rope_theta`, `rope_scaling`). Of a model of text and images it reads the text part.
+the shape from `config.json`, with `delta_net` for hybrids. It accepts the spelling of transformers
+5 (`rope_parameters`) and the earlier one (`rope_theta`, `rope_scaling`). Of a model of text and
+images it reads the text part.
 
 Divisibility rules live here and nowhere else: `check_layout` for the learner's ranks,
 `check_server_layout` and `check_blocks` for a server's, `stage_layers` for pipeline stages.
@@ -11,19 +12,23 @@ Divisibility rules live here and nowhere else: `check_layout` for the learner's 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from qurl_megatron.model import delta_net
+from qurl_megatron.model.config_json import (
+    ArchitectureError,
+    read_flag,
+    read_json,
+    read_positive,
+    read_size,
+)
+from qurl_megatron.model.delta_net import DeltaNet
+
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
-CHUNK = 64  # tokens that the gated delta rule computes at once, here and in FLA's kernels
 Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen3_5_text", "qwen3_5_moe_text"]
-
-
-class ArchitectureError(ValueError):
-    """A model directory or layout that cannot be used. The message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -116,50 +121,6 @@ ROPE_SCALINGS: dict[str, type[RopeScaling]] = {  # by `rope_type`; others are re
 
 
 @dataclass(frozen=True)
-class DeltaNet:
-    """The layers of gated DeltaNet, a linear attention, in a hybrid model.
-
-    In the layers between them, attention rotates only the first channels of a head, and each
-    channel of its output has a gate. All norms of a hybrid multiply by 1 + weight, except the one
-    after the linear attention.
-    """
-
-    layers: tuple[bool, ...]  # for every layer, whether its attention is linear
-    key_heads: int  # of queries too; each has the same number of value heads
-    value_heads: int
-    key_dim: int  # channels of one head
-    value_dim: int
-    conv_width: int  # tokens that the convolution before the linear attention sees
-    rotary_factor: float  # the share of an attention head's channels that is rotated
-
-    @property
-    def keys(self) -> int:
-        """Channels of all key heads."""
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        """Channels of all value heads."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def projected(self) -> int:
-        """Outputs of a layer's input projections and inputs of its output projection, added up."""
-        return 2 * self.keys + 3 * self.values + 2 * self.value_heads
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of a layer's rule and convolution for one token, in the forward pass.
-
-        They are those of `model.delta_rule`: products of the tokens of a chunk with each other, a
-        triangular solve, and three products with the state.
-        """
-        inside = CHUNK * (5 * self.key_dim + 3 * self.value_dim)
-        rule = self.value_heads * (inside + 6 * self.key_dim * self.value_dim)
-        return rule + 2 * self.conv_width * (2 * self.keys + self.values)
-
-
-@dataclass(frozen=True)
 class Architecture:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
@@ -219,25 +180,26 @@ class Architecture:
             )
         config = text_config(read_json(file), file)
         traits = _traits(config, file)
-        num_layers = _size(config, "num_hidden_layers", file)
+        num_layers = read_size(config, "num_hidden_layers", file)
         for reason in _unsupported(config, num_layers, traits):
             raise ArchitectureError(f"{file}: {reason}")
-        num_heads = _size(config, "num_attention_heads", file)
+        num_heads = read_size(config, "num_attention_heads", file)
         num_key_value_heads = _key_value_heads(config, file, traits, num_heads)
         if num_heads % num_key_value_heads:
             raise ArchitectureError(
                 f"{file}: {num_heads} attention heads do not divide into groups over "
                 f"{num_key_value_heads} key-value heads"
             )
-        hidden_size = _size(config, "hidden_size", file)
-        vocab_size = _size(config, "vocab_size", file)
+        hidden_size = read_size(config, "hidden_size", file)
+        vocab_size = read_size(config, "vocab_size", file)
         head_dim = _head_dim(config, file, traits, hidden_size, num_heads)
         rope_theta, rope_scaling = _rope(config, file, traits)
+        hybrid = DeltaNet.read(config, num_layers, head_dim, file) if traits.is_hybrid else None
         return cls(
             family=traits.family,
             num_layers=num_layers,
             hidden_size=hidden_size,
-            intermediate_size=_size(
+            intermediate_size=read_size(
                 config,
                 "intermediate_size",
                 file,
@@ -247,16 +209,16 @@ class Architecture:
             num_key_value_heads=num_key_value_heads,
             head_dim=head_dim,
             vocab_size=vocab_size,
-            tie_word_embeddings=_flag(config, "tie_word_embeddings", file),
+            tie_word_embeddings=read_flag(config, "tie_word_embeddings", file),
             qkv_bias=traits.qkv_bias,
             qk_norm=traits.qk_norm,
-            rms_norm_eps=_positive(config, "rms_norm_eps", file, 1e-6),
+            rms_norm_eps=read_positive(config, "rms_norm_eps", file, 1e-6),
             rope_theta=rope_theta,
             rope_scaling=rope_scaling,
             max_position_embeddings=_max_positions(config, file, rope_scaling),
             eos_token_ids=_eos_token_ids(config, directory, vocab_size),
             **(_experts(config, file, traits) if traits.has_experts else {}),
-            delta_net=_delta_net(config, num_layers, head_dim, file) if traits.is_hybrid else None,
+            delta_net=hybrid,
         )
 
     @property
@@ -272,6 +234,11 @@ class Architecture:
         return self.delta_net is not None
 
     @property
+    def linear_layers(self) -> tuple[bool, ...]:
+        """For every layer, whether its attention is linear."""
+        return self.delta_net.layers if self.delta_net else (False,) * self.num_layers
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers with attention, and so with keys and values; the others have a state."""
         return self.num_layers - self.num_linear_layers
@@ -279,7 +246,7 @@ class Architecture:
     @property
     def num_linear_layers(self) -> int:
         """Layers with linear attention."""
-        return sum(self.delta_net.layers) if self.delta_net else 0
+        return sum(self.linear_layers)
 
     def padded_vocab_size(self, tensor_parallel_size: int) -> int:
         """Return the embedding rows with padding: the next multiple of `tensor_parallel_size`.
@@ -596,29 +563,12 @@ def refuse_adapters(directory: Path) -> None:
         )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file.
-
-    Raises:
-        ArchitectureError: the file cannot be read as JSON, or holds something else.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
-        reason = " ".join(str(error).split())
-        raise ArchitectureError(f"{file} is not JSON: {reason}") from None
-    if not isinstance(content, dict):
-        raise ArchitectureError(f"{file} holds no JSON object, but {type(content).__name__}")
-    return content
-
-
 def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     """Return config.json as that of a text-only model, which all readers take as the same model.
 
     A quantization that is null is left out. For a model of text and images it is `text_config`,
-    with the fields that are only beside it. For a hybrid it also has two fields that SGLang reads
-    and transformers does not: `full_attention_interval`, and `partial_rotary_factor` outside of
-    `rope_parameters`, where transformers writes 0.25 whatever the factor is.
+    with the fields that are only beside it. For a hybrid it also has those of
+    `delta_net.with_fields`.
 
     Raises:
         ArchitectureError: it contradicts itself.
@@ -647,44 +597,7 @@ def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     traits = SUPPORTED_ARCHITECTURES.get(str(name))
     if traits is None or not traits.is_hybrid:
         return config
-    kinds = config.get("layer_types")
-    every = config.get("full_attention_interval")
-    if every is None and isinstance(kinds, list) and "full_attention" in kinds:
-        every = kinds.index("full_attention") + 1
-    rope = config.get("rope_parameters")
-    factor = config.get("partial_rotary_factor", 0.25)
-    factor = rope.get("partial_rotary_factor", factor) if isinstance(rope, dict) else factor
-    return {
-        **config,
-        "full_attention_interval": 4 if every is None else every,
-        "partial_rotary_factor": factor,
-    }
-
-
-def _size(config: dict[str, Any], name: str, file: Path, default: int | None = None) -> int:
-    """Return a field that is a size; `default` replaces a missing one, if it is not None."""
-    value = default if config.get(name) is None else config[name]
-    if value is None:
-        raise ArchitectureError(f"{file} has no '{name}'")
-    if type(value) is not int or not 0 < value < 2**31:
-        raise ArchitectureError(f"{file}: '{name}' must be a positive integer, not {value!r:.80}")
-    return value
-
-
-def _positive(fields: dict[str, Any], name: str, file: Path, default: float | None = None) -> float:
-    """Return a field that is a positive number; `default` replaces a missing one."""
-    value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
-        raise ArchitectureError(f"{file}: '{name}' must be a positive number, not {value!r:.80}")
-    return float(value)
-
-
-def _flag(config: dict[str, Any], name: str, file: Path) -> bool:
-    """Return a field that is true or false; a missing one is false."""
-    value = config.get(name, False)
-    if not isinstance(value, bool):
-        raise ArchitectureError(f"{file}: '{name}' must be true or false, not {value!r:.80}")
-    return value
+    return delta_net.with_fields(config)
 
 
 def _traits(config: dict[str, Any], file: Path) -> _FamilyTraits:
@@ -727,14 +640,7 @@ def _unsupported(config: dict[str, Any], num_layers: int, traits: _FamilyTraits)
             "(use_sliding_window false)"
         )
     if traits.is_hybrid:
-        for name, *known in (
-            ("attn_output_gate", True),
-            ("output_gate_type", "swish", "silu", None),
-            ("mamba_ssm_dtype", "float32", None),
-            ("norm_topk_prob", True),  # transformers takes it for true, whatever it is
-        ):
-            if name in config and config[name] not in known:
-                yield f"'{name}' must be {known[0]!r}; {config[name]!r:.80} is not supported"
+        yield from delta_net.unsupported(config)
     elif layer_types is not None and layer_types != ["full_attention"] * num_layers:
         yield f"'layer_types' must be 'full_attention' for each of the {num_layers} layers"
     if not traits.has_experts:
@@ -750,38 +656,6 @@ def _unsupported(config: dict[str, Any], num_layers: int, traits: _FamilyTraits)
         )
 
 
-def _delta_net(config: dict[str, Any], num_layers: int, head_dim: int, file: Path) -> DeltaNet:
-    every = _size(config, "full_attention_interval", file)
-    layers = tuple((layer + 1) % every > 0 for layer in range(num_layers))
-    kinds = ["linear_attention" if linear else "full_attention" for linear in layers]
-    if config.get("layer_types") not in (None, kinds):
-        raise ArchitectureError(
-            f"{file}: 'layer_types' must repeat a block of linear_attention that ends with one "
-            f"full_attention; full_attention_interval, or the first of these, says {every} layers"
-        )
-    factor = _positive(config, "partial_rotary_factor", file, 0.25)
-    if factor > 1 or head_dim * factor % 2:
-        raise ArchitectureError(
-            f"{file}: partial_rotary_factor {factor} of a head's {head_dim} channels is not an "
-            "even number"
-        )
-    delta_net = DeltaNet(
-        layers=layers,
-        key_heads=_size(config, "linear_num_key_heads", file, 16),
-        value_heads=_size(config, "linear_num_value_heads", file, 32),
-        key_dim=_size(config, "linear_key_head_dim", file, 128),
-        value_dim=_size(config, "linear_value_head_dim", file, 128),
-        conv_width=_size(config, "linear_conv_kernel_dim", file, 4),
-        rotary_factor=factor,
-    )
-    if delta_net.value_heads % delta_net.key_heads:
-        raise ArchitectureError(
-            f"{file}: {delta_net.value_heads} value heads of linear attention do not divide into "
-            f"groups over {delta_net.key_heads} key heads"
-        )
-    return delta_net
-
-
 def _experts(config: dict[str, Any], file: Path, traits: _FamilyTraits) -> dict[str, Any]:
     """Return the fields of `Architecture` that describe the experts.
 
@@ -789,11 +663,13 @@ def _experts(config: dict[str, Any], file: Path, traits: _FamilyTraits) -> dict[
         ArchitectureError: a token passes through more experts than there are, or the router would
             not be trained.
     """
-    shared = _size(config, "shared_expert_intermediate_size", file, 512) if traits.is_hybrid else 0
+    shared = (
+        read_size(config, "shared_expert_intermediate_size", file, 512) if traits.is_hybrid else 0
+    )
     # transformers 5 writes the second name.
-    num_experts = _size(config, "num_experts", file, config.get("num_local_experts"))
-    experts_per_token = _size(config, "num_experts_per_tok", file)
-    normalize_topk = traits.is_hybrid or _flag(config, "norm_topk_prob", file)
+    num_experts = read_size(config, "num_experts", file, config.get("num_local_experts"))
+    experts_per_token = read_size(config, "num_experts_per_tok", file)
+    normalize_topk = traits.is_hybrid or read_flag(config, "norm_topk_prob", file)
     if experts_per_token > num_experts:
         raise ArchitectureError(
             f"{file}: num_experts_per_tok is {experts_per_token}, but num_experts {num_experts}"
@@ -806,7 +682,7 @@ def _experts(config: dict[str, Any], file: Path, traits: _FamilyTraits) -> dict[
     return {
         "num_experts": num_experts,
         "experts_per_token": experts_per_token,
-        "moe_intermediate_size": _size(config, "moe_intermediate_size", file),
+        "moe_intermediate_size": read_size(config, "moe_intermediate_size", file),
         "normalize_topk": normalize_topk,
         "shared_intermediate_size": shared,
     }
@@ -821,7 +697,7 @@ def _key_value_heads(
         return traits.key_value_heads or num_heads
     if config[name] is None and not (traits.has_experts or traits.is_hybrid):
         return num_heads
-    return _size(config, name, file)
+    return read_size(config, name, file)
 
 
 def _head_dim(
@@ -831,7 +707,7 @@ def _head_dim(
     if config.get("head_dim", 0) is None and traits.family != "llama":
         # transformers then has no number: it refuses the file, or builds no attention.
         raise ArchitectureError(f"{file}: 'head_dim' is null; give the number, or leave it out")
-    head_dim = _size(config, "head_dim", file, traits.head_dim or hidden_size // num_heads)
+    head_dim = read_size(config, "head_dim", file, traits.head_dim or hidden_size // num_heads)
     if head_dim % 2:
         raise ArchitectureError(
             f"{file}: attention heads of {head_dim} channels; rotary positions need an even number"
@@ -845,7 +721,7 @@ def _max_positions(config: dict[str, Any], file: Path, scaling: RopeScaling | No
     With linear scaling `max_position_embeddings` is the length before it, as SGLang takes it. With
     YaRN some files have the length before it there, some the one after it, and Qwen3's neither.
     """
-    positions = _size(config, "max_position_embeddings", file)
+    positions = read_size(config, "max_position_embeddings", file)
     if isinstance(scaling, LinearRopeScaling):
         return int(positions * scaling.factor)
     if isinstance(scaling, YarnRopeScaling):
@@ -867,7 +743,7 @@ def _rope(
         raise ArchitectureError(f"{file}: rope_parameters and rope_scaling must be objects")
     named = [fields for fields in given if fields]
     thetas = {
-        _positive(fields, "rope_theta", file, 10000.0)
+        read_positive(fields, "rope_theta", file, 10000.0)
         for fields in [*named, config]
         if "rope_theta" in fields
     }
@@ -929,13 +805,13 @@ def _rope_scaling(fields: dict[str, Any], file: Path) -> RopeScaling | None:
     if scaling is None:
         return None
     values: dict[str, Any] = {}
-    readers: dict[str, Callable[..., Any]] = {"int": _size, "bool": _flag}
+    readers: dict[str, Callable[..., Any]] = {"int": read_size, "bool": read_flag}
     for field in of_kind:
         name = field.name
         if field.default is dataclasses.MISSING and fields.get(name) is None:
             raise ArchitectureError(f"{file}: {kind} rope scaling has no '{name}'")
         if name in fields:
-            values[name] = readers.get(str(field.type), _positive)(fields, name, file)
+            values[name] = readers.get(str(field.type), read_positive)(fields, name, file)
     if kind == "linear" and isinstance(fields["factor"], int):
         raise ArchitectureError(
             f"{file}: linear rope scaling's 'factor' must be written {values['factor']}; SGLang "

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qurl_megatron.model.architecture import CHUNK
+from qurl_megatron.model.delta_net import CHUNK
 
 _EPS = 1e-6  # of the L2 norm of queries and keys, as in flash-linear-attention
 

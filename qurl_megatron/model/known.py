@@ -7,7 +7,8 @@ own directory.
 import dataclasses
 from typing import Any
 
-from qurl_megatron.model.architecture import Architecture, DeltaNet, Llama3RopeScaling
+from qurl_megatron.model.architecture import Architecture, Llama3RopeScaling
+from qurl_megatron.model.delta_net import DeltaNet
 
 _QWEN2 = Architecture(
     family="qwen2",

@@ -27,10 +27,9 @@ ranks and is called the partition dimension. One that counts hidden or head chan
 An expert's parameters have a rule of their own, made by `Rule.of_expert`. Expert-parallel ranks
 have different experts; the ranks that share one are its tensor-parallel ranks.
 
-A file has the queries, keys and values of a linear attention in one tensor, which ranks divide as
-three. Here they are three full tensors, `in_proj_qkv:query.weight`, `:key` and `:value`; so are the
-rows of the convolution behind them. `in_file` says where a full tensor lies. In a hybrid's
-attention, `q_proj` has the rows of each query head followed by those of its gate.
+`in_file` says where a full tensor lies in a checkpoint. The rules of linear attention are in
+`delta_net.py`. In a hybrid's attention, `q_proj` has the rows of each query head followed by those
+of its gate.
 
 Invariants: `split(merge(parts)) == parts`, and the parts of all ranks, concatenated along the
 partition dimension, are the full tensor, bit for bit. Only shards have vocabulary padding.
@@ -38,104 +37,28 @@ partition dimension, are the full tensor, bit for bit. Only shards have vocabula
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qurl_megatron.model import delta_net
 from qurl_megatron.model.architecture import Architecture
-
-# Tensor parallelism divides these sizes. Every rank has all of any other size.
-_PARTITIONED_SIZES = frozenset(
-    {
-        *("vocabulary", "query_rows", "query", "key_value"),
-        *("linear_keys", "linear_values", "linear_heads"),
-        *("intermediate", "moe_intermediate", "shared_intermediate"),
-    }
+from qurl_megatron.model.rules import (
+    BEFORE_MIXER,
+    BEFORE_MLP,
+    HF_LAYER,
+    LAYER,
+    HuggingFaceTensor,
+    Merge,
+    Rule,
+    rule_of,
 )
-
-
-class Merge(Enum):
-    """The way parts are merged into a shard."""
-
-    SINGLE = "the only part is the shard"
-    STACKED = "the rows of all parts in order: gate rows, then up rows"
-    GROUPED_QKV = "for each key-value head: its query heads, its key head, its value head"
-
-
-@dataclass(frozen=True)
-class HuggingFaceTensor:
-    """Name and symbolic shape of a full tensor in a Hugging Face checkpoint."""
-
-    name: str  # with `{layer}` in place of the layer number; `{expert}` before `Rule.of_expert`
-    sizes: tuple[str, ...]  # symbolic size of each dimension, see `full_shape`
-
-    @property
-    def partition_dim(self) -> int | None:
-        """The dimension divided over tensor-parallel ranks; None if every rank has all of it."""
-        return next((d for d, size in enumerate(self.sizes) if size in _PARTITIONED_SIZES), None)
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One Megatron parameter and the Hugging Face tensors it is made of."""
-
-    megatron_names: tuple[str, ...]  # a norm has two: its own, and Transformer Engine's fused one
-    tensors: tuple[HuggingFaceTensor, ...]
-    merge: Merge = Merge.SINGLE
-    quantized: bool = False  # True for the linear layers inside transformer blocks
-    # Hugging Face name of the norm whose output this layer reads, such as that of q, k, v, gate, up
-    # and a router, which UAQ scales (QuRL Eq. 11). None for all others.
-    fed_by: str | None = None
-    expert: int | None = None  # number of the expert; None: not an expert's, or every expert's
-    is_adapter: bool = False  # A or B of an adapter, see `extensions/adapters`
-    of_linear: bool | None = None  # True: of layers of linear attention only; False: of others
-
-    def layers(self, architecture: Architecture) -> list[int | None]:
-        """Return the layers that have such a parameter; [None] for one outside the layers."""
-        if not self.layered:
-            return [None]
-        hybrid = architecture.delta_net
-        is_linear = hybrid.layers if hybrid else (False,) * architecture.num_layers
-        return [n for n, linear in enumerate(is_linear) if self.of_linear in (None, linear)]
-
-    @property
-    def of_experts(self) -> bool:
-        """True if every expert has its own such parameter."""
-        return "moe_intermediate" in self.tensors[0].sizes
-
-    @functools.cache  # noqa: B019  rules are constants
-    def of_expert(self, expert: int) -> Rule:
-        """Return this rule for one expert, numbered in the whole model; names have its number.
-
-        Megatron's names are those on a single expert-parallel rank.
-        """
-
-        def named(name: str) -> str:
-            return name.replace("{expert}", str(expert))
-
-        return replace(
-            self,
-            megatron_names=tuple(map(named, self.megatron_names)),
-            tensors=tuple(replace(tensor, name=named(tensor.name)) for tensor in self.tensors),
-            expert=expert,
-        )
-
-    @property
-    def layered(self) -> bool:
-        """True if every transformer layer has its own such parameter."""
-        return "{layer}" in self.megatron_names[0]
-
-    def hugging_face_names(self, layer: int | None) -> tuple[str, ...]:
-        """Return the names of `tensors` in one layer; None for tensors outside the layers."""
-        return tuple(tensor.name.format(layer=layer) for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -169,169 +92,111 @@ class TensorPart:
         return (start, 0) if self.dim == 0 else (0, start)
 
 
-def _rule(
-    megatron_names: str | tuple[str, ...],
-    *tensors: tuple[str, tuple[str, ...]],
-    merge: Merge = Merge.SINGLE,
-    quantized: bool = False,
-    fed_by: str | None = None,
-    of_linear: bool | None = None,
-) -> Rule:
-    names = (megatron_names,) if isinstance(megatron_names, str) else megatron_names
-    parts = tuple(HuggingFaceTensor(*tensor) for tensor in tensors)
-    return Rule(names, parts, merge, quantized, fed_by, of_linear=of_linear)
-
-
-_M = "decoder.layers.{layer}."
-_BEFORE_MIXER = _M + "input_layernorm.weight"
-_BEFORE_MLP = _M + "pre_mlp_layernorm.weight"
-_H = "model.layers.{layer}."
-_L = _H + "linear_attn."
-
 RULES: tuple[Rule, ...] = (
-    _rule(
+    rule_of(
         "embedding.word_embeddings.weight",
         ("model.embed_tokens.weight", ("vocabulary", "hidden")),
     ),
-    _rule(
-        (_BEFORE_MIXER, _M + "self_attention.linear_qkv.layer_norm_weight"),
-        (_H + "input_layernorm.weight", ("hidden",)),
+    rule_of(
+        (BEFORE_MIXER, LAYER + "self_attention.linear_qkv.layer_norm_weight"),
+        (HF_LAYER + "input_layernorm.weight", ("hidden",)),
     ),
-    _rule(
-        _M + "self_attention.linear_qkv.weight",
-        (_H + "self_attn.q_proj.weight", ("query_rows", "hidden")),
-        (_H + "self_attn.k_proj.weight", ("key_value", "hidden")),
-        (_H + "self_attn.v_proj.weight", ("key_value", "hidden")),
+    rule_of(
+        LAYER + "self_attention.linear_qkv.weight",
+        (HF_LAYER + "self_attn.q_proj.weight", ("query_rows", "hidden")),
+        (HF_LAYER + "self_attn.k_proj.weight", ("key_value", "hidden")),
+        (HF_LAYER + "self_attn.v_proj.weight", ("key_value", "hidden")),
         merge=Merge.GROUPED_QKV,
         quantized=True,
-        fed_by=_H + "input_layernorm.weight",
+        fed_by=HF_LAYER + "input_layernorm.weight",
         of_linear=False,
     ),
-    _rule(
-        _M + "self_attention.linear_qkv.bias",
-        (_H + "self_attn.q_proj.bias", ("query_rows",)),
-        (_H + "self_attn.k_proj.bias", ("key_value",)),
-        (_H + "self_attn.v_proj.bias", ("key_value",)),
+    rule_of(
+        LAYER + "self_attention.linear_qkv.bias",
+        (HF_LAYER + "self_attn.q_proj.bias", ("query_rows",)),
+        (HF_LAYER + "self_attn.k_proj.bias", ("key_value",)),
+        (HF_LAYER + "self_attn.v_proj.bias", ("key_value",)),
         merge=Merge.GROUPED_QKV,
         of_linear=False,
     ),
-    _rule(
-        _M + "self_attention.q_layernorm.weight",
-        (_H + "self_attn.q_norm.weight", ("head",)),
+    rule_of(
+        LAYER + "self_attention.q_layernorm.weight",
+        (HF_LAYER + "self_attn.q_norm.weight", ("head",)),
         of_linear=False,
     ),
-    _rule(
-        _M + "self_attention.k_layernorm.weight",
-        (_H + "self_attn.k_norm.weight", ("head",)),
+    rule_of(
+        LAYER + "self_attention.k_layernorm.weight",
+        (HF_LAYER + "self_attn.k_norm.weight", ("head",)),
         of_linear=False,
     ),
-    _rule(
-        _M + "self_attention.linear_proj.weight",
-        (_H + "self_attn.o_proj.weight", ("hidden", "query")),
+    rule_of(
+        LAYER + "self_attention.linear_proj.weight",
+        (HF_LAYER + "self_attn.o_proj.weight", ("hidden", "query")),
         quantized=True,
         of_linear=False,
     ),
-    _rule(
-        _M + "self_attention.in_proj.weight",
-        (_L + "in_proj_qkv:query.weight", ("linear_keys", "hidden")),
-        (_L + "in_proj_qkv:key.weight", ("linear_keys", "hidden")),
-        (_L + "in_proj_qkv:value.weight", ("linear_values", "hidden")),
-        (_L + "in_proj_z.weight", ("linear_values", "hidden")),
+    *delta_net.RULES,
+    rule_of(
+        (BEFORE_MLP, LAYER + "mlp.linear_fc1.layer_norm_weight"),
+        (HF_LAYER + "post_attention_layernorm.weight", ("hidden",)),
+    ),
+    rule_of(
+        LAYER + "mlp.linear_fc1.weight",
+        (HF_LAYER + "mlp.gate_proj.weight", ("intermediate", "hidden")),
+        (HF_LAYER + "mlp.up_proj.weight", ("intermediate", "hidden")),
         merge=Merge.STACKED,
         quantized=True,
-        fed_by=_H + "input_layernorm.weight",
-        of_linear=True,
+        fed_by=HF_LAYER + "post_attention_layernorm.weight",
     ),
-    _rule(
-        _M + "self_attention.gates.weight",
-        (_L + "in_proj_b.weight", ("linear_heads", "hidden")),
-        (_L + "in_proj_a.weight", ("linear_heads", "hidden")),
-        merge=Merge.STACKED,
-        fed_by=_H + "input_layernorm.weight",
-        of_linear=True,
-    ),
-    _rule(
-        _M + "self_attention.conv_weight",
-        (_L + "conv1d:query.weight", ("linear_keys", "conv")),
-        (_L + "conv1d:key.weight", ("linear_keys", "conv")),
-        (_L + "conv1d:value.weight", ("linear_values", "conv")),
-        merge=Merge.STACKED,
-        of_linear=True,
-    ),
-    _rule(_M + "self_attention.A_log", (_L + "A_log", ("linear_heads",)), of_linear=True),
-    _rule(_M + "self_attention.dt_bias", (_L + "dt_bias", ("linear_heads",)), of_linear=True),
-    _rule(
-        _M + "self_attention.out_norm.weight",
-        (_L + "norm.weight", ("linear_head",)),
-        of_linear=True,
-    ),
-    _rule(
-        _M + "self_attention.out_proj.weight",
-        (_L + "out_proj.weight", ("hidden", "linear_values")),
-        quantized=True,
-        of_linear=True,
-    ),
-    _rule(
-        (_BEFORE_MLP, _M + "mlp.linear_fc1.layer_norm_weight"),
-        (_H + "post_attention_layernorm.weight", ("hidden",)),
-    ),
-    _rule(
-        _M + "mlp.linear_fc1.weight",
-        (_H + "mlp.gate_proj.weight", ("intermediate", "hidden")),
-        (_H + "mlp.up_proj.weight", ("intermediate", "hidden")),
-        merge=Merge.STACKED,
-        quantized=True,
-        fed_by=_H + "post_attention_layernorm.weight",
-    ),
-    _rule(
-        _M + "mlp.linear_fc2.weight",
-        (_H + "mlp.down_proj.weight", ("hidden", "intermediate")),
+    rule_of(
+        LAYER + "mlp.linear_fc2.weight",
+        (HF_LAYER + "mlp.down_proj.weight", ("hidden", "intermediate")),
         quantized=True,
     ),
-    _rule(
-        _M + "mlp.router.weight",
-        (_H + "mlp.gate.weight", ("experts", "hidden")),
-        fed_by=_H + "post_attention_layernorm.weight",
+    rule_of(
+        LAYER + "mlp.router.weight",
+        (HF_LAYER + "mlp.gate.weight", ("experts", "hidden")),
+        fed_by=HF_LAYER + "post_attention_layernorm.weight",
     ),
-    _rule(
+    rule_of(
         (
-            _M + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-            _M + "mlp.experts.linear_fc1.weight{expert}",
+            LAYER + "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+            LAYER + "mlp.experts.linear_fc1.weight{expert}",
         ),
-        (_H + "mlp.experts.{expert}.gate_proj.weight", ("moe_intermediate", "hidden")),
-        (_H + "mlp.experts.{expert}.up_proj.weight", ("moe_intermediate", "hidden")),
+        (HF_LAYER + "mlp.experts.{expert}.gate_proj.weight", ("moe_intermediate", "hidden")),
+        (HF_LAYER + "mlp.experts.{expert}.up_proj.weight", ("moe_intermediate", "hidden")),
         merge=Merge.STACKED,
         quantized=True,
-        fed_by=_H + "post_attention_layernorm.weight",
+        fed_by=HF_LAYER + "post_attention_layernorm.weight",
     ),
-    _rule(
+    rule_of(
         (
-            _M + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-            _M + "mlp.experts.linear_fc2.weight{expert}",
+            LAYER + "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+            LAYER + "mlp.experts.linear_fc2.weight{expert}",
         ),
-        (_H + "mlp.experts.{expert}.down_proj.weight", ("hidden", "moe_intermediate")),
+        (HF_LAYER + "mlp.experts.{expert}.down_proj.weight", ("hidden", "moe_intermediate")),
         quantized=True,
     ),
-    _rule(
-        _M + "mlp.shared_experts.linear_fc1.weight",
-        (_H + "mlp.shared_expert.gate_proj.weight", ("shared_intermediate", "hidden")),
-        (_H + "mlp.shared_expert.up_proj.weight", ("shared_intermediate", "hidden")),
+    rule_of(
+        LAYER + "mlp.shared_experts.linear_fc1.weight",
+        (HF_LAYER + "mlp.shared_expert.gate_proj.weight", ("shared_intermediate", "hidden")),
+        (HF_LAYER + "mlp.shared_expert.up_proj.weight", ("shared_intermediate", "hidden")),
         merge=Merge.STACKED,
         quantized=True,
-        fed_by=_H + "post_attention_layernorm.weight",
+        fed_by=HF_LAYER + "post_attention_layernorm.weight",
     ),
-    _rule(
-        _M + "mlp.shared_experts.linear_fc2.weight",
-        (_H + "mlp.shared_expert.down_proj.weight", ("hidden", "shared_intermediate")),
+    rule_of(
+        LAYER + "mlp.shared_experts.linear_fc2.weight",
+        (HF_LAYER + "mlp.shared_expert.down_proj.weight", ("hidden", "shared_intermediate")),
         quantized=True,
     ),
-    _rule(
-        _M + "mlp.shared_experts.gate_weight",
-        (_H + "mlp.shared_expert_gate.weight", ("one", "hidden")),
-        fed_by=_H + "post_attention_layernorm.weight",
+    rule_of(
+        LAYER + "mlp.shared_experts.gate_weight",
+        (HF_LAYER + "mlp.shared_expert_gate.weight", ("one", "hidden")),
+        fed_by=HF_LAYER + "post_attention_layernorm.weight",
     ),
-    _rule("decoder.final_layernorm.weight", ("model.norm.weight", ("hidden",))),
-    _rule("output_layer.weight", ("lm_head.weight", ("vocabulary", "hidden"))),
+    rule_of("decoder.final_layernorm.weight", ("model.norm.weight", ("hidden",))),
+    rule_of("output_layer.weight", ("lm_head.weight", ("vocabulary", "hidden"))),
 )
 
 
@@ -377,16 +242,16 @@ def rules(architecture: Architecture) -> list[Rule]:
         absent |= {f"decoder.layers.{{layer}}.mlp.shared_experts.{x}" for x in shared}
     # Transformer Engine does not fuse these: a router reads the norm too, and a hybrid's layers are
     # Megatron's own.
-    unfused = [_BEFORE_MLP] if architecture.num_experts else []
+    unfused = [BEFORE_MLP] if architecture.num_experts else []
     if architecture.delta_net:
-        unfused = [_BEFORE_MIXER, _BEFORE_MLP]
+        unfused = [BEFORE_MIXER, BEFORE_MLP]
     applicable: list[Rule] = []
     for rule in RULES:
         if rule.megatron_names[0] in unfused:
             applicable.append(replace(rule, megatron_names=rule.megatron_names[:1]))
         elif rule.of_experts:
             applicable += map(rule.of_expert, range(architecture.num_experts))
-        elif rule.megatron_names[0] not in absent and rule.layers(architecture):
+        elif rule.megatron_names[0] not in absent and rule.layers(architecture.linear_layers):
             applicable.append(rule)
     if architecture.adapter_rank:
         layers = {rule.megatron_names[0].removesuffix("weight") for rule in applicable}
@@ -400,7 +265,7 @@ def hugging_face_names(architecture: Architecture) -> set[str]:
     """Return the names of all tensors in a checkpoint of this architecture."""
     names: set[str] = set()
     for rule in rules(architecture):
-        for layer in rule.layers(architecture):
+        for layer in rule.layers(architecture.linear_layers):
             names.update(rule.hugging_face_names(layer))
     return names
 
@@ -468,14 +333,7 @@ def full_shape(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> tupl
         "one": 1,
     }
     if hybrid := architecture.delta_net:
-        sizes |= {
-            "query_rows": 2 * query,  # each head has a gate
-            "linear_keys": hybrid.keys,
-            "linear_values": hybrid.values,
-            "linear_heads": hybrid.value_heads,
-            "linear_head": hybrid.value_dim,
-            "conv": hybrid.conv_width,
-        }
+        sizes |= {"query_rows": 2 * query, **hybrid.sizes}  # each query head has a gate
     return tuple(sizes[symbol] for symbol in hf_tensor.sizes)
 
 
@@ -538,7 +396,7 @@ def num_values(hf_tensor: HuggingFaceTensor, architecture: Architecture) -> int:
 def num_parameters(architecture: Architecture) -> int:
     """Return the number of values in a checkpoint."""
     return sum(
-        num_values(hf_tensor, architecture) * len(rule.layers(architecture))
+        num_values(hf_tensor, architecture) * len(rule.layers(architecture.linear_layers))
         for rule in rules(architecture)
         for hf_tensor in rule.tensors
     )

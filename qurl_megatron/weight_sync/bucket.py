@@ -348,7 +348,7 @@ def model_tensors(
     tensors: dict[str, SentTensor] = {}
     nothing = torch.empty(0)  # only names, dtypes and shapes are needed, not a learner's shard
     for rule in weight_map.rules(architecture):
-        for layer in rule.layers(architecture):
+        for layer in rule.layers(architecture.linear_layers):
             for tensor, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True):
                 shape = weight_map.full_shape(tensor, architecture)
                 part = TensorPart(name, nothing, None, None, 0, shape)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.extensions.rehearsal.trace import Trace
-from qurl_megatron.model.architecture import CHUNK
+from qurl_megatron.model.delta_net import CHUNK
 
 
 class _Rule(torch.autograd.Function):

@@ -206,7 +206,7 @@ class _NoWeights:
         self._shapes = {
             name: weight_map.full_shape(tensor, architecture)
             for rule in weight_map.rules(architecture)
-            for layer in rule.layers(architecture)
+            for layer in rule.layers(architecture.linear_layers)
             for tensor, name in zip(rule.tensors, rule.hugging_face_names(layer), strict=True)
         }
 
