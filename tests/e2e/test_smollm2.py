@@ -55,8 +55,8 @@ def test_the_int8_copy_of_a_real_model_differs_as_int8_does(trained: Command) ->
 
 def test_smoothed_servers_of_a_real_model_are_proven(trained: Command) -> None:
     found = re.search(
-        r"smoothing of 0.5 by 4 prompts: the largest outlier is ([\d,]+) times its layer's median, "
-        r"in the input of model.layers.11.mlp.down_proj.weight",
+        r"smoothing of 0.5 by 64 prompts: the largest outlier is ([\d,]+) times its layer's "
+        r"median, in the input of model.layers.11.mlp.down_proj.weight",
         trained.text(),
     )
     assert found and int(found[1].replace(",", "")) > 1000
