@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import minibatches
+from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, StageConfig
 from qurl_megatron.config.text import with_overrides
@@ -31,6 +32,7 @@ class ScriptedClient:
     texts: dict[str, list[str]]  # prompt id -> text of each completion
     asked: list[str] = dataclasses.field(default_factory=list)  # prompt ids, in order
     settings: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # of each
+    is_deterministic: bool = False
 
     def sampling(self, **settings: Any) -> dict[str, Any]:
         """Return the settings as they are."""
@@ -39,10 +41,13 @@ class ScriptedClient:
     async def group(self, prompt: Prompt, settings: dict[str, Any]) -> list[Completion]:
         """Return completions of 3, 4, ... tokens; both say "no" where the script has no texts.
 
-        One that says "and" was cut off, and one that says "fail" comes without a reward.
+        One that says "and" was cut off, and one that says "fail" comes without a reward. A
+        deterministic client has equal ones.
         """
         self.asked.append(prompt.id)
         self.settings.append(settings)
+        if self.is_deterministic:
+            return [Completion([50] * 9, [-1.0] * 9, "no", False, [1] * 9)] * 9
         return [
             Completion(
                 *([50] * length, [-1.0] * length, text, text == "and", [1] * length),
@@ -203,6 +208,19 @@ def test_the_length_penalty_is_that_of_the_steps_stage() -> None:
         of_eight, _ = sampler.sample(step=2, version=1)
     assert advantage_signs(of_four) == [1, -1, 1, -1]
     assert advantage_signs(of_eight) == [0, 0, 0, 0]
+
+
+def test_equal_answers_end_a_run_unless_it_accepts_them() -> None:
+    config = two_prompt_config()
+    config.rollout.completions_per_prompt, config.rollout.max_completion_length = 9, 12
+    client = ScriptedClient({}, is_deterministic=True)
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
+        with pytest.raises(WrongRollouts, match="are the same, .*accept_mismatch=true trains"):
+            sampler.sample(step=1, version=1)
+    config.rollout.accept_mismatch = True
+    with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
+        batch, _ = sampler.sample(step=1, version=1)
+    assert len(batch) == 18
 
 
 def test_failed_verifiers_are_counted_and_one_is_described() -> None:

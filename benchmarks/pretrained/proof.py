@@ -2,9 +2,10 @@
 
 An arm is `qurl train smollm2` with one step and one server. Nothing is wrong with any of them, so
 a run that ends at its proof is a false end. An arm with `resumed` is resumed from the checkpoint of
-its last step. A proof of new servers is then made of a step's own rollouts, whose metrics the row
-has; the prediction is in the log alone. An arm with `rope` changes the model's config.json: the
-learner and the servers have to rotate by it alike. An arm may name another recipe, a toy's.
+its last step. The new servers are then proven by answers that are drawn for this alone, and what
+was found is in the log alone: the row has the metrics of the resumed step. An arm with `rope`
+changes the model's config.json: the learner and the servers have to rotate by it alike. An arm may
+name another recipe, a toy's.
 """
 
 import json
@@ -36,6 +37,7 @@ ARMS: list[dict[str, Any]] = [
     )
     for temperature in (0.3, 0.6, 1)
 ] + [
+    {"words": "quantization.format=fp8-tensor"},
     {"words": "quantization.uaq.scale=1"},
     {"words": "quantization.smoothing=0.5"},
     {"words": "quantization.smoothing=0.5 quantization.format=fp8"},

@@ -156,5 +156,5 @@ def check_differ(groups: Iterable[Sequence[Completion]]) -> None:
             f"all answers to a prompt are the same, for {num_equal} of {num_groups} prompts, which "
             f"by their own log-probs has a probability of 1e{logprob / log(10):.0f}: the servers "
             "do not draw each answer anew. Look for a fixed seed or greedy decoding in the "
-            "servers' options and environment"
+            "servers' options and environment. rollout.accept_mismatch=true trains all the same"
         )

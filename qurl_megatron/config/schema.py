@@ -617,7 +617,7 @@ class RolloutConfig(SamplingConfig):
 
     accept_mismatch: bool = False
     """Train although the servers' log-probs are further from the learner's than the weight format
-    explains. Otherwise the run ends before it trains on them."""
+    explains, or completions of a prompt are equal. Otherwise the run ends before it trains."""
 
     placement: Placement = "separate"
     """Which GPUs the servers have. separate: GPUs of their own, on the learner's nodes or others.

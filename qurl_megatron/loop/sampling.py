@@ -167,7 +167,8 @@ class Sampler:
                 sampled += replacements
                 for row, replacement in zip(rows, replacements, strict=True):
                     chosen[row] = replacement
-            check_differ(group.completions for group in sampled)
+            if not rollout.accept_mismatch:
+                check_differ(group.completions for group in sampled)
             why = _why_untrained(chosen, rollout)
             if not why:
                 break
