@@ -1,6 +1,7 @@
 """Does a run's proof let right servers pass, and does it find wrong ones?
 
     python -m benchmarks.proof MODEL --formats int8 fp8 int4-g32 bf16 --temperatures 0.6 1.0
+    python -m benchmarks.proof --prompts 8 --length 24 --output benchmarks/results/proof.jsonl
 
 MODEL is a Hugging Face directory; without one it is SmolLM2-135M-Instruct from its package. A twin
 of a server draws the tokens: transformers' model, whose linear layers compute what a server's do
@@ -13,6 +14,8 @@ before it trains. Each row is one kind of server:
     uaq           multiplies norms by 1.5, as UAQ does, but has the weights as they were
     stale         one block never received its weights
     swapped       gate and up of each block have each other's scales
+    smoothed      has weights with the scales of smoothing, and norms without
+    rotated       takes positions for a quarter of what they are, as with a wrong rope scaling
 
 It prints the mean difference of log-probs, measured and as the learner predicts it, the mean of
 proximal / behaviour, by how much tokens are likelier than they should be, and the verdict.
@@ -36,6 +39,7 @@ from qurl_megatron.config.schema import (
     ServerConfig,
     WeightFormat,
 )
+from qurl_megatron.files import append_lines
 from qurl_megatron.quantization.activations import activation_dtype
 
 
@@ -45,29 +49,42 @@ class Server:
 
     drawn_at: float = 1.0  # over the run's temperature
     is_raw: bool = False
-    change: Callable[[Any], None] = lambda twin: None
+    change: Callable[[Any, Sequence[Prompt]], None] = lambda twin, prompts: None
 
 
-def _scale_norms(twin: Any) -> None:
+def _scale_norms(twin: Any, _: Sequence[Prompt]) -> None:
     for name, parameter in twin.model.named_parameters():
         if name.endswith("layernorm.weight"):
             parameter.data *= 1.5
 
 
-def _empty_a_block(twin: Any) -> None:
+def _empty_a_block(twin: Any, _: Sequence[Prompt]) -> None:
     blocks = sorted({name.split(".")[2] for name in twin.layers}, key=int)
     for name, layer in twin.layers.items():
         if name.split(".")[2] == blocks[len(blocks) // 2]:
             layer.codes, layer.scale = torch.zeros_like(layer.codes), torch.ones_like(layer.scale)
 
 
-def _swap_scales(twin: Any) -> None:
+def _swap_scales(twin: Any, _: Sequence[Prompt]) -> None:
     for name, gate in twin.layers.items():
         if name.endswith("gate_proj"):
             up = twin.layers[name.replace("gate_proj", "up_proj")]
             gate.scale, up.scale = up.scale, gate.scale
 
 
+def _smooth_weights_alone(twin: Any, prompts: Sequence[Prompt]) -> None:
+    norms = [each for each in twin.model.modules() if "Norm" in type(each).__name__]
+    weights = [norm.weight for norm in norms]
+    twin.smooth(prompts, 0.5)
+    for norm, weight in zip(norms, weights, strict=True):
+        norm.weight = weight
+
+
+def _shrink_positions(twin: Any, _: Sequence[Prompt]) -> None:
+    twin.model.model.rotary_emb.inv_freq /= 4
+
+
+MEANS = ("difference", "predicted", "ratio", "surprise")
 SERVERS = {
     "right": Server(),
     "warm": Server(drawn_at=5 / 3),
@@ -76,6 +93,8 @@ SERVERS = {
     "uaq": Server(change=_scale_norms),
     "stale": Server(change=_empty_a_block),
     "swapped": Server(change=_swap_scales),
+    "smoothed": Server(change=_smooth_weights_alone),
+    "rotated": Server(change=_shrink_positions),
 }
 
 
@@ -109,7 +128,7 @@ def sampled(
     codes = "int8" if is_exact else weight_format
     twin = QuantizedModel(model, codes, stop_token_ids, drawn_at)
     kept = twin.names if is_exact else []
-    server.change(twin)
+    server.change(twin, prompts)
     groups = []
     for prompt, sequence in zip(prompts, twin.sample(prompts, length, 0, kept), strict=True):
         logits = twin.logits([sequence], kept)[0] * (drawn_at if server.is_raw else 1.0)
@@ -156,7 +175,7 @@ def verdicts(
             check_mismatch(
                 "rollout",
                 cast(FormatName, weight_format.removesuffix("-g32")),
-                sums,
+                {kind: sums},
                 quantizes_activations=activation_dtype(weight_format) is not None,
                 has_experts=learner.architecture.num_experts > 0,
             )
@@ -202,7 +221,14 @@ def run(arguments: argparse.Namespace) -> None:
                 stop_token_ids=ends,
             )
             for kind, verdict in zip(arguments.servers, found, strict=True):
-                means = [verdict.mean(n) for n in ("difference", "predicted", "ratio", "surprise")]
+                means = [verdict.mean(name) for name in MEANS]
+                if arguments.output:
+                    row = {"format": weight_format, "temperature": temperature, "server": kind}
+                    row |= {
+                        "tokens": verdict.sums["tokens"],
+                        **dict(zip(MEANS, means, strict=True)),
+                    }
+                    append_lines(arguments.output, [row | {"why": verdict.why}])
                 print(
                     f"{weight_format:8} {temperature:3} {kind:8} {verdict.sums['tokens']:6.0f} "
                     f"{means[0]:9.2e} {means[1]:10.2e} {1 + means[2]:7.3f} {means[3]:9.3f}  "
@@ -219,6 +245,7 @@ def main() -> None:
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--output", type=Path, help="a file to which rows are appended as JSON")
     arguments = parser.parse_args()
     machine.print_machine("torch", "transformers", "megatron-core")
     with machine.real_model(arguments.model) as arguments.model:

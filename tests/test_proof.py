@@ -7,7 +7,14 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Completion, Episode, TrainBatch
-from qurl_megatron.algorithm.proof import WrongRollouts, check_differ, check_mismatch, evidence
+from qurl_megatron.algorithm.proof import (
+    ENOUGH,
+    WrongRollouts,
+    added,
+    check_differ,
+    check_mismatch,
+    evidence,
+)
 
 TEMPERATURE = 0.6
 TOKENS = 250  # eight short answers
@@ -56,14 +63,17 @@ def rollouts(
     )
 
 
+def sums_of(rows: TrainBatch) -> dict[str, float]:
+    return {name: float(value) for name, value in evidence(rows).items()}
+
+
 def check(
     rows: TrainBatch, *, quantizes_activations: bool = True, has_experts: bool = False
 ) -> None:
-    sums = {name: float(value) for name, value in evidence(rows).items()}
     check_mismatch(
         "rollout",
         "int8",
-        sums,
+        {"rollout_0": sums_of(rows)},
         quantizes_activations=quantizes_activations,
         has_experts=has_experts,
     )
@@ -125,6 +135,36 @@ def test_an_engine_may_round_and_routers_explain_more() -> None:
     check(rollouts(0.0, fault=0.1), has_experts=True)
     with pytest.raises(WrongRollouts):
         check(rollouts(0.0, fault=0.1, tokens=1000))
+
+
+def check_servers(servers: list[dict[str, float]]) -> None:
+    by_server = {f"rollout_{index}": sums for index, sums in enumerate(servers)}
+    facts = {"quantizes_activations": True, "has_experts": False}
+    check_mismatch("rollout", "int8", by_server, **facts)
+
+
+def test_a_wrong_server_is_found_among_right_ones_by_its_own_tokens() -> None:
+    """Its mean distance is 3 times the predicted one, and that of all four 1.5 times."""
+    right = [sums_of(rollouts(0.3, seed=seed)) for seed in range(3)]
+    wrong = sums_of(rollouts(0.3, fault=0.8, seed=3))
+    assert wrong["difference"] > 2.9 * wrong["predicted"]
+    check_servers([added([*right, wrong])])
+    with pytest.raises(WrongRollouts, match="server rollout_3's log-probs are not those"):
+        check_servers([*right, wrong])
+    with pytest.raises(WrongRollouts, match="the rollout servers' log-probs are not those"):
+        check_servers([wrong, wrong])
+
+
+def test_too_few_tokens_are_not_judged_and_add_up() -> None:
+    wrong = sums_of(rollouts(0.3, fault=3.0, tokens=ENOUGH // 2))
+    check_servers([wrong])
+    with pytest.raises(WrongRollouts, match="the rollout servers'"):
+        check_servers([wrong, wrong])
+    with pytest.raises(WrongRollouts, match=f"on {ENOUGH} tokens"):
+        check_servers([added([wrong, wrong])])
+    for noise in NOISES:
+        for seed in range(200):
+            check_servers([sums_of(rollouts(noise, tokens=ENOUGH, seed=seed))])
 
 
 def test_a_log_prob_that_is_no_number_is_wrong() -> None:

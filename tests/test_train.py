@@ -9,15 +9,16 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from qurl_megatron.algorithm.batch import Completion, Prompt
+from qurl_megatron.algorithm.batch import Completion, Prompt, pack
 from qurl_megatron.config.schema import SAID_WHY, Config
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.learner.learner import NonFinite
 from qurl_megatron.loop import train
 from qurl_megatron.loop.assemble import Run
-from qurl_megatron.loop.proof import Proof
+from qurl_megatron.loop.proof import ROUNDS, Proof, finding
 from qurl_megatron.loop.sampling import NothingToTrainOn
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.rollout.fleet import FleetTooSmall, Member
@@ -116,18 +117,74 @@ def test_without_a_checkpoint_a_run_that_lost_its_servers_did_not_stop_early(
     assert said[-1] == "stopped early after step 0, with a checkpoint"
 
 
-def test_a_server_that_got_no_prompt_before_training_is_still_to_be_compared() -> None:
+class Servers:
+    """A client of two servers. The second is busy, and the first answers in its place."""
+
+    def __init__(self) -> None:
+        nothing: Any = None
+        servers: list[Any] = ["first", "second"]
+        self.all = [Member(nothing, index, each, "serving") for index, each in enumerate(servers)]
+        self.fleet, self.sampling, self.gather = self, dict, list
+        self.asked: list[Any] = []
+
+    def members(self, *_: str) -> list[Member]:
+        """Return both servers."""
+        return self.all
+
+    def complete(self, *request: Any) -> tuple[list[Completion], Any]:
+        """Note who was to answer; return an answer of 60 tokens, of the first server."""
+        self.asked.append(request[-1])
+        tokens = 60
+        return [Completion([7] * tokens, [-1.0] * tokens, "", False, [1] * tokens)], "first"
+
+
+def test_a_server_is_to_be_compared_until_it_has_answered_enough_tokens() -> None:
     nothing: Any = None
-    members = [Member(nothing, number, nothing, "serving") for number in range(2)]
-
-    def generate(prompts: list[Prompt], **_: Any) -> list[list[Completion]]:
-        members[0].has_answered = True
-        return [[Completion([7], [0.0], "", False, [1])] for _ in prompts]
-
-    client: Any = SimpleNamespace(
-        fleet=SimpleNamespace(members=lambda _: members), generate=generate
-    )
+    client: Any = Servers()
+    first, second = client.all
     prompts = [Prompt("0", "", "", [1])]
     proof = Proof({"rollout": client}, {}, prompts, nothing, Config(), nothing)
-    proof._sample(client)
-    assert proof._proven == {members[0]}
+    scored: Any = SimpleNamespace(collect=lambda _: [torch.full((61,), -1.0)] * 2)
+    assert proof._unproven() == [first, second]
+
+    sampled = proof._sample(client)  # more servers than prompts: each is asked all the same
+    assert client.asked == ["first", "second"] * ROUNDS
+    assert [member for _, member in sampled] == [first, first] * ROUNDS
+    batch = pack([group for group, _ in sampled[:2]])
+    found = proof._by_server("rollout", scored, batch, [first, second])
+    assert {name: sums["tokens"] for name, sums in found.items()} == {
+        "rollout_0": 60,
+        "rollout_1": 60,
+    }
+    found = proof._by_server("rollout", scored, batch, [first, first])
+    assert found["rollout_0"]["tokens"] == 180
+    assert proof._unproven() == [second]
+    assert proof._sample_from_new(client) == []  # the first server's answers are no evidence of it
+    assert client.asked[2 * ROUNDS :] == ["second"] * ROUNDS
+    client.asked.clear()
+    proof._answers(client, [first])
+    assert client.asked == ["first"] * 2  # of 60 tokens
+
+
+def test_a_large_distance_is_told_with_what_it_is_and_what_makes_it_smaller() -> None:
+    def told(kl: float, predicted: float, *words: str) -> str:
+        return finding("rollout", kl, predicted, with_overrides(Config(), list(words)))
+
+    of_int8 = told(4e-2, 4.1e-2, "quantization.format=int8")
+    assert of_int8.startswith(
+        "rollout servers: KL(behaviour, proximal) is 4.0e-02, and 4.1e-02 was"
+    )
+    assert "int8's own distance on this model" in of_int8
+    assert "every objective but naive and on_policy corrects" in of_int8
+    assert "`quantization.smoothing=0.5` makes it smaller at no cost, and layers" in of_int8
+    for words in (
+        ["quantization.format=int8", "quantization.smoothing=0.5"],
+        ["quantization.format=fp8"],
+    ):
+        text = told(4e-2, 4.1e-2, *words)
+        assert "smoothing" not in text and "`qurl mismatch` names" in text
+    as_served = told(6.4e-2, 0.0, "quantization.format=int8", "learner.quantized_forward=all")
+    assert as_served.endswith("is rounding alone: a value between two codes tips either way")
+    assert told(2e-2, 0.0, "quantization.format=bf16").endswith("is rounding alone")
+    assert told(1e-4, 1.1e-4).endswith("is 1.0e-04, and 1.1e-04 was expected")
+    assert "own" not in finding("evaluation", 4e-2, 4e-2, Config())

@@ -14,9 +14,13 @@ have four properties:
 - A token's log-prob is on average minus the entropy of the distribution that it was drawn from,
   which the predicted one has too. This sees the temperature best.
 - Completions of one prompt differ, as often as their own log-probs say.
+
+Each server is judged by its own tokens, because right ones would hide a wrong one in a common mean.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from math import isfinite, log, sqrt
 
 import torch
@@ -32,6 +36,7 @@ ENGINE = 0.05  # on top of it: an engine computes in BF16, in another order
 ENGINE_WITH_EXPERTS = 0.15  # it then chooses other experts for a few tokens
 SMALL = 0.02  # no mean closer to its expected value counts as wrong
 ERRORS = 5.0  # standard errors beyond which chance is no explanation
+ENOUGH = 100  # tokens; the standard error of fewer is itself a matter of chance
 IMPOSSIBLE = 1e-6  # rollouts of a lower probability are taken for wrong
 _LARGEST = 20.0  # of a difference of log-probs
 
@@ -65,26 +70,60 @@ def evidence(rows: TrainBatch) -> dict[str, Tensor]:
     return sums
 
 
+def added(sums: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the total of each sum."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for each in sums:
+        for name, value in each.items():
+            total[name] += value
+    return dict(total)
+
+
 def check_mismatch(
     set_name: str,
     format: FormatName,
-    sums: Mapping[str, float],
+    by_server: Mapping[str, Mapping[str, float]],
     *,
     quantizes_activations: bool,
     has_experts: bool,
 ) -> None:
-    """Check the log-probs that servers report against the learner's.
+    """Check the log-probs that servers report against the learner's: of each, and of all.
+
+    Fewer tokens than `ENOUGH` are not judged, neither those of a server nor those of all.
 
     Args:
         set_name: rollout or evaluation.
         format: of the servers' weights.
-        sums: the `evidence` of all tokens.
+        by_server: the `evidence` of each server's tokens, by its name.
         quantizes_activations: the servers do.
         has_experts: the model is a mixture of experts.
 
     Raises:
         WrongRollouts: the servers do not sample the policy, or report other log-probs.
     """
+    why = partial(
+        _why, set_name, format, quantizes_activations=quantizes_activations, has_experts=has_experts
+    )
+    of_each = [why(f"server {name}'s", sums) for name, sums in by_server.items()]
+    of_all = why(f"the {set_name} servers'", added(by_server.values()))
+    # Some are named; what is wrong with all is said of all.
+    reasons = [of_all, *of_each] if all(of_each) else [*of_each, of_all]
+    if reason := next(filter(None, reasons), None):
+        raise WrongRollouts(reason)
+
+
+def _why(
+    set_name: str,
+    format: FormatName,
+    whose: str,
+    sums: Mapping[str, float],
+    *,
+    quantizes_activations: bool,
+    has_experts: bool,
+) -> str | None:
+    """Return why log-probs are not those of the policy; None if nothing is wrong with them."""
+    if sums["tokens"] < ENOUGH:
+        return None
 
     def mean(name: str) -> tuple[float, float]:
         """Return a mean and its standard error."""
@@ -122,9 +161,9 @@ def check_mismatch(
             f"{set_name}.server.environment changes the temperature or cuts the distribution"
         )
     else:
-        return
-    raise WrongRollouts(
-        f"the {set_name} servers' log-probs are not those of the policy: {why} (measured on "
+        return None
+    return (
+        f"{whose} log-probs are not those of the policy: {why} (measured on "
         f"{sums['tokens']:.0f} tokens). The likeliest cause: {causes}. "
         "rollout.accept_mismatch=true trains all the same"
     )

@@ -1,38 +1,72 @@
 """A run proves its rollouts: it compares the servers' log-probs with those of the learner.
 
 It measures the train-inference mismatch before the first step, after a resume, and before it trains
-on samples of a new server. The run ends there if the weights' format does not explain the mismatch,
-as the learner finds by computing as the servers do.
+on samples of a new server. The run ends there if the weights' format does not explain the mismatch
+of a server, as the learner finds by computing as the servers do. A server that has answered with
+fewer than `ENOUGH` tokens is asked again in the next step, and judged once it has them.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
+from itertools import cycle, islice
 
+import torch
 from torch import Tensor
 
 from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
-from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch, evidence
+from qurl_megatron.algorithm.proof import ENOUGH, WrongRollouts, added, check_mismatch, evidence
 from qurl_megatron.config.schema import Config
 from qurl_megatron.learner.learner import Learner
+from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.sampling import NothingToTrainOn, settings_of
 from qurl_megatron.quantization.activations import activation_dtype
-from qurl_megatron.report.console import KL
+from qurl_megatron.report.console import KL, LARGE
 from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.rollout.client import RolloutClient
 from qurl_megatron.rollout.fleet import Member
 from qurl_megatron.weight_sync.publish import Publisher
 
-LARGE = 1e-2  # KL(behaviour, proximal), in nats a token, from which a run explains it
+Sums = dict[str, float]
+Sampled = tuple[RolloutGroup, Member | None]
+"""One completion and the server that sampled it; None: turns of several servers."""
+
+ROUNDS = 8  # of answers, at most, to get `ENOUGH` tokens of each server at once
 
 
-def statistics_of(sums: dict[str, float]) -> dict[str, float]:
+def statistics_of(sums: Sums) -> dict[str, float]:
     """Return the mismatch of a server set, and what the learner predicts of it."""
     predicted = rollout_statistics(sums, "/predicted")
     return rollout_statistics(sums) | {f"predicted_{key}": each for key, each in predicted.items()}
+
+
+def finding(name: str, kl: float, predicted: float, config: Config) -> str:
+    """Return what a user is told of a server set that passed: its KL, and what a large one means.
+
+    Args:
+        name: rollout or evaluation.
+        kl: KL(behaviour, proximal), in nats a token.
+        predicted: what the learner expects it to be; 0 if it computes as the servers do.
+    """
+    held = config.quantization if name == "rollout" else config.evaluation_quantization
+    is_large = name == "rollout" and kl > LARGE
+    expected = f"and {predicted:.1e} was expected" if predicted else "which is rounding alone"
+    text = f"{name} servers: KL(behaviour, proximal) is {kl:.1e}, {expected}"
+    if not is_large:
+        return text
+    if not predicted:
+        chaotic = activation_dtype(held.format) is not None
+        return f"{text}: a value between two codes tips either way" if chaotic else text
+    smaller = "layers in BF16, which `qurl mismatch` names, make it smaller"
+    if held.format == "int8" and not held.smoothing:
+        smaller = f"`quantization.smoothing=0.5` makes it smaller at no cost, and {smaller} too"
+    return (
+        f"{text}. That is {held.format}'s own distance on this model, which every objective but "
+        f"naive and on_policy corrects for; {smaller}"
+    )
 
 
 class Proof:
@@ -55,10 +89,11 @@ class Proof:
         self._learner = learner
         self._config = config
         self._log = log
-        self._proven: set[Member] = set()  # rollout servers that were compared
+        # Of each server's own tokens so far, on global rank 0.
+        self._evidence: defaultdict[Member, Sums] = defaultdict(dict)
 
     def before_training(self) -> None:
-        """Compare each server set on one completion for each prompt of a step; write mismatch.json.
+        """Compare each server set on completions of a step's prompts; write mismatch.json.
 
         Evaluation servers in BF16 show the noise of the engine alone. Any larger mismatch of the
         rollout servers comes from quantization. All sets hold the learner's weights.
@@ -68,77 +103,114 @@ class Proof:
             WrongRollouts: the format of a set does not explain its mismatch.
         """
         measured = {name: self._measure(name, self._sample) for name in self._clients}
-        self._log.write_mismatch({name: statistics_of(sums) for name, sums in measured.items()})
-        for name, sums in measured.items():
-            self._check(name, sums)
+        self._log.write_mismatch(
+            {name: statistics_of(sums) for name, (sums, _) in measured.items()}
+        )
+        for name, (sums, by_server) in measured.items():
+            self._check(name, name, sums, by_server)
 
     def of_new_servers(self) -> None:
-        """Compare the rollout servers that have begun to serve since the last call, if any.
+        """Compare the rollout servers that serve and have not answered `ENOUGH` tokens, if any.
+
+        mismatch.json then has what was found as `new_servers`.
 
         Raises:
             WrongRollouts: the format does not explain their mismatch.
         """
-        fleet = self._clients["rollout"].fleet
-        if device.from_rank_zero(lambda: self._proven.issuperset(fleet.members("serving"))):
+        if not device.from_rank_zero(lambda: bool(self._unproven())):
             return
-        if sums := self._measure("rollout", self._sample_from_new):
-            self._check("rollout", sums)
+        sums, by_server = self._measure("rollout", self._sample_from_new)
+        if sums:
+            self._log.write_mismatch({"new_servers": statistics_of(sums)})
+            self._check("rollout", "new_servers", sums, by_server)
 
-    def _check(self, name: str, sums: dict[str, float]) -> None:
+    def _unproven(self) -> list[Member]:
+        """Return the rollout servers that serve and have not answered `ENOUGH` tokens."""
+        serving = self._clients["rollout"].fleet.members("serving")
+        return [each for each in serving if self._evidence[each].get("tokens", 0) < ENOUGH]
+
+    def _check(self, name: str, key: str, sums: Sums, by_server: dict[str, Sums]) -> None:
+        """Judge a set's servers, and say what was found; `key` is that of mismatch.json."""
         is_rollout = name == "rollout"
         held = self._config.quantization if is_rollout else self._config.evaluation_quantization
-        format = held.format
+        judge = partial(
+            check_mismatch,
+            name,
+            held.format,
+            by_server,
+            quantizes_activations=activation_dtype(held.format) is not None,
+            has_experts=self._learner.architecture.num_experts > 0,
+        )
+        statistics = statistics_of(sums)
         try:
-            check_mismatch(
-                name,
-                format,
-                sums,
-                quantizes_activations=activation_dtype(format) is not None,
-                has_experts=self._learner.architecture.num_experts > 0,
-            )
+            device.from_rank_zero(judge)
         except WrongRollouts as wrong:
             if not self._config.rollout.accept_mismatch:
                 raise
             self._log.say(f"warning: {wrong}")
+            self._log.write_mismatch({key: statistics | {"accepted": 1.0}})
             return
-        statistics = statistics_of(sums)
-        kl, predicted = statistics[KL], statistics[f"predicted_{KL}"]
-        expected = f"and {predicted:.1e} was expected" if predicted else "which is rounding alone"
-        text = f"{name} servers: KL(behaviour, proximal) is {kl:.1e}, {expected}"
-        if is_rollout and kl > LARGE:
-            text += (
-                f". That is {format}'s own distance on this model, which every objective but naive "
-                "corrects for; `qurl mismatch` names layers to keep in BF16, which make it smaller"
-            )
-        self._log.say(text)
+        self._log.say(finding(name, statistics[KL], statistics[f"predicted_{KL}"], self._config))
 
     def _measure(
-        self, name: str, sample: Callable[[RolloutClient], list[RolloutGroup]]
-    ) -> dict[str, float]:
-        """Return sums over the tokens of rank 0's samples; without samples, nothing."""
-        batches = [TrainBatch.empty()]
+        self, name: str, sample: Callable[[RolloutClient], list[Sampled]]
+    ) -> tuple[Sums, dict[str, Sums]]:
+        """Return sums over the tokens of rank 0's samples; without samples, nothing.
+
+        Returns:
+            What `statistics_of` takes; and on global rank 0 the `evidence` of each server's tokens
+            so far, by its name, or of all episodes.
+        """
+        batches, servers = [TrainBatch.empty()], list[Member | None]()
 
         def work() -> bool:
-            groups = sample(self._clients[name])
-            if groups:
+            sampled = sample(self._clients[name])
+            if sampled:
                 masks = ("mask_sizes", "mask_ids")
-                batches.append(pack(groups).only("behaviour_logprobs", *masks))
-            return bool(groups)
+                batch = pack([group for group, _ in sampled])
+                batches.append(batch.only("behaviour_logprobs", *masks))
+                servers.extend(member for _, member in sampled)
+            return bool(sampled)
 
         publisher, learner, config = self._publishers[name], self._learner, self._config
         if not publisher.while_serving(work):
-            return {}
+            return {}, {}
         share = learner.share(batches[-1])
         score = partial(learner.score, share, temperature=config.rollout.temperature)
         as_served = partial(learner.as_served, publisher.converter, getattr(config, name).server)
         score(["proximal_logprobs"])
         with as_served():
             score(["predicted_logprobs", "entropy"])
-        sums = learner.measure(share, evidence)
+        by_server = self._by_server(name, share, batches[-1], servers)
         if name == "rollout" and config.learner.quantized_forward:
             with as_served(config.learner.quantized_forward):
                 score(["proximal_logprobs"])
-        return sums | learner.measure(share, self._mismatch)
+        return learner.measure(share, self._mismatch), by_server
+
+    def _by_server(
+        self, name: str, share: Share, batch: TrainBatch, servers: list[Member | None]
+    ) -> dict[str, Sums]:
+        """Return the evidence of each server on global rank 0, nothing elsewhere; collective.
+
+        `servers` has the server of each completion of `batch`.
+        """
+        names = ("proximal_logprobs", "predicted_logprobs", "entropy")
+        scores = {each: share.collect(each) for each in names}
+        if not servers:
+            return {}
+        scored = replace(batch, **{each: torch.cat(of_all) for each, of_all in scores.items()})
+        assert batch.completions is not None
+        members = [servers[number] for number in batch.completions.tolist()]
+        by_server = {}
+        for member in dict.fromkeys(members):
+            rows = scored.select([row for row, each in enumerate(members) if each is member])
+            sums = {key: float(value) for key, value in evidence(rows).items()}
+            if member is None:
+                by_server[name] = sums
+                continue
+            self._evidence[member] = added([sums, self._evidence[member]])
+            by_server[f"{name}_{member.index}"] = self._evidence[member]
+        return by_server
 
     def _mismatch(self, rows: TrainBatch) -> dict[str, Tensor]:
         cap = self._config.objective.ratio_cap
@@ -151,8 +223,46 @@ class Proof:
         of_predicted = {f"{key}/predicted": value for key, value in predicted.items()}
         return measured | of_predicted
 
-    def _sample(self, client: RolloutClient) -> list[RolloutGroup]:
-        servers = client.fleet.members("serving")
+    def _sample(self, client: RolloutClient) -> list[Sampled]:
+        if self._config.rollout.agent:
+            sampled: list[Sampled] = [(group, None) for group in self._episodes(client)]
+        else:
+            sampled = self._answers(client, client.fleet.members("serving"))
+        if client is self._clients["rollout"]:
+            self._say_if_all_are_cut(client, [group for group, _ in sampled])
+        return sampled
+
+    def _sample_from_new(self, client: RolloutClient) -> list[Sampled]:
+        """Sample answers from unproven servers; an agent's run needs no episodes for this."""
+        unproven = self._unproven()
+        # Another server answers for a lost or busy one, and is no evidence of it.
+        return [each for each in self._answers(client, unproven) if each[1] in unproven]
+
+    def _answers(self, client: RolloutClient, servers: list[Member]) -> list[Sampled]:
+        """Sample answers of each of `servers`, in rounds, until each has sampled `ENOUGH` tokens.
+
+        A round has an answer to each prompt, in turn from each server, and at least one from each.
+        """
+        by_server = {id(each.server): each for each in client.fleet.members("serving", "lost")}
+        preferred = cycle([each.server for each in servers] or [None])
+        prompts = list(islice(cycle(self._prompts), max(len(self._prompts), len(servers))))
+        sampling = client.sampling(**self._settings)
+        sampled: list[Sampled] = []
+        tokens: Counter[Member | None] = Counter()
+        for _ in range(ROUNDS):
+            answers = client.gather(
+                client.complete(prompt.token_ids, sampling, next(preferred)) for prompt in prompts
+            )
+            for prompt, (completions, server) in zip(prompts, answers, strict=True):
+                member = by_server.get(id(server))
+                sampled.append((RolloutGroup(prompt, completions, [0.0]), member))
+                tokens[member] += completions[0].num_sampled
+            if all(tokens[each] >= ENOUGH for each in servers):
+                break
+        return sampled
+
+    def _episodes(self, client: RolloutClient) -> list[RolloutGroup]:
+        """Sample an episode of each prompt; its turns may be of several servers."""
         completions = client.generate(self._prompts, **self._settings)
         groups = [
             RolloutGroup(prompt, group, [0.0])
@@ -160,29 +270,10 @@ class Proof:
             if not group[0].failure
         ]
         if not groups:
-            why = completions[0][0].failure
             raise NothingToTrainOn(
-                f"every episode before the first step has failed; {why}; mend that and resume"
+                f"every episode before the first step has failed; {completions[0][0].failure}; "
+                "mend that and resume"
             )
-        if client is self._clients["rollout"]:
-            self._proven.update(server for server in servers if server.has_answered)
-            self._say_if_all_are_cut(client, groups)
-        return groups
-
-    def _sample_from_new(self, client: RolloutClient) -> list[RolloutGroup]:
-        """Sample answers from the new servers; an agent's run needs no episodes for this."""
-        new = [each for each in client.fleet.members("serving") if each not in self._proven]
-        by_server = {id(member.server): member for member in new}
-        sampling = client.sampling(**self._settings)
-        answers = client.gather(
-            client.complete(prompt.token_ids, sampling, member.server)
-            for prompt, member in zip(self._prompts, cycle(new), strict=False)
-        )
-        groups = []
-        for prompt, (completions, server) in zip(self._prompts, answers, strict=False):
-            if id(server) in by_server:  # another answers for a lost or busy one
-                groups.append(RolloutGroup(prompt, completions, [0.0]))
-                self._proven.add(by_server[id(server)])
         return groups
 
     def _say_if_all_are_cut(self, client: RolloutClient, groups: Sequence[RolloutGroup]) -> None:

@@ -61,6 +61,7 @@ FINITE = (  # metrics that must be finite
 )
 NOT_FINITE = "not finite"
 KL = "kl_behaviour_proximal_k3"
+LARGE = 1e-2  # of it, in nats a token, from which a run and its report say what it means
 
 
 class _TableConsole(Console):

@@ -3,7 +3,8 @@
     metrics.jsonl     every field of `StepMetrics`, one line per step
     weights.jsonl     measures of every quantized weight, one line per publish
     samples.jsonl     some completions of each step, each a `Sample`
-    mismatch.json     train-inference mismatch before training, by server set
+    mismatch.json     train-inference mismatch before training, by server set; as `new_servers` that
+                      of the servers that were compared last, after a resume or a restart
     evaluation/       every answer of each evaluation
     tensorboard/      the numbers of metrics.jsonl as curves, and samples as tables
     wandb/            the same for Weights & Biases, if `wandb_project` is set
@@ -36,7 +37,7 @@ from rich.table import Table
 from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import leaf_values
-from qurl_megatron.files import append_lines, read_json_lines, write_whole
+from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.report.console import RunConsole, duration
 from qurl_megatron.report.metrics import (
@@ -187,8 +188,9 @@ class RunLog:
             self._wandb.log({"samples": table, "step": samples[0].step})
 
     def write_mismatch(self, mismatch: dict[str, dict[str, float]]) -> None:
-        """Write mismatch.json: the train-inference mismatch before training, by server set."""
-        self._write("mismatch.json", mismatch)
+        """Write the mismatch of server sets to mismatch.json, which keeps that of others."""
+        known = read_json_object(self._config.run_dir / "mismatch.json") if self._writes else {}
+        self._write("mismatch.json", known | mismatch)
 
     def time_is_up(self) -> bool:
         """Return whether RL has taken longer than `Config.time_limit_s`."""

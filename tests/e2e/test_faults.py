@@ -121,6 +121,10 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(
     assert seeds[0] != seeds[1]  # with the first seed the server would repeat its samples
     assert [step["step"] for step in after] == list(range(1, len(after) + 1))
     assert [step["weight_version"] for step in after] == list(range(2, len(after) + 2))
+    # The proof was made again, and the first one is kept.
+    mismatch = json.loads((run.run_dir / "mismatch.json").read_text())
+    assert {"rollout", "new_servers"} <= mismatch.keys()
+    assert 0 < mismatch["new_servers"]["predicted_logprob_abs_diff"] < 0.1
     # The servers had the checkpoint's weights, not the model's, before their first prompt.
     kl = [step["kl_behaviour_proximal_k3"] for step in after]
     assert kl[done] < 2 * kl[done - 1]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.proof import SERVERS, Verdict, prompts_of, verdicts
 from distributed import run_ranks
 from qurl_megatron.algorithm.batch import Prompt
+from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch
 from qurl_megatron.config.schema import WeightFormat
 from qurl_megatron.model.architecture import Family
 from tiny import EOS_TOKEN_ID, build_tiny_model
@@ -51,6 +52,11 @@ def test_a_tiny_model(tmp_path: Path) -> None:
     (by_kind,) = run_ranks(found, 1, model, kinds, 0.6)
     for case, verdict in by_kind.items():
         assert bool(verdict.why) == ("right" not in case), case
+    kinds_of_four = ("right", "right", "right", "swapped")
+    sums = {f"rollout_{n}": by_kind["int8", kind].sums for n, kind in enumerate(kinds_of_four)}
+    facts = {"quantizes_activations": True, "has_experts": False}
+    with pytest.raises(WrongRollouts, match="server rollout_3's log-probs"):
+        check_mismatch("rollout", "int8", sums, **facts)
 
 
 @pytest.mark.parametrize(
