@@ -13,7 +13,7 @@ from typing import Any
 
 from qurl_megatron.extensions.report import plots
 from qurl_megatron.files import check_output, write_whole
-from qurl_megatron.report.console import KL, WINDOW, Watch, rules
+from qurl_megatron.report.console import KL, LARGE, WINDOW, Watch, rules
 from qurl_megatron.report.metrics import KINDS, PHASES, accuracy_and_error, mean_and_error
 from qurl_megatron.report.record import RunRecord, read_run
 
@@ -78,11 +78,22 @@ def advice(run: RunRecord) -> list[str]:
     if len(run.steps) < WINDOW:  # in a short run a rule counts that holds at every step
         held = [dict(rules(run.config, [], step)) for step in run.steps]
         raised = [text for name, text in held[-1].items() if all(name in each for each in held)]
+    if any("accepted" in each for each in run.mismatch.values()):
+        raised.insert(
+            0, "servers failed their proof, and rollout.accept_mismatch let the run go on"
+        )
     kind = "quantized" if run.config.quantization.format != "bf16" else "BF16"
+    verdict = f"No sign that {kind} rollouts harm this run"
+    if run.late(KL) > LARGE:
+        objective = run.config.objective.objective
+        corrects = "does not correct" if objective in ("naive", "on_policy") else "corrects"
+        verdict = f"The {kind} rollouts are far from the policy, which {objective} {corrects} for"
+    predicted = run.mismatch.get("rollout", {}).get(f"predicted_{KL}")
+    expected = f" ({predicted:.1e} was expected before training)" if predicted else ""
     return [f"{line[0].upper()}{line[1:]}." for line in raised] or [
-        f"No sign that {kind} rollouts harm this run: no warning stands at its last step. "
-        f"KL(behaviour, proximal) went from {run.early(KL):.1e} to {run.late(KL):.1e}, and "
-        f"{run.late('tis_truncated_fraction'):.2%} of tokens have a ratio proximal / behaviour "
+        f"{verdict}: no warning stands at its last step. "
+        f"KL(behaviour, proximal) went from {run.early(KL):.1e} to {run.late(KL):.1e}{expected}, "
+        f"and {run.late('tis_truncated_fraction'):.2%} of tokens have a ratio proximal / behaviour "
         "above C."
     ]
 
@@ -189,6 +200,9 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
             run.mismatch.get("evaluation"), KL, ".1e"
         ),
         "KL before training, rollout servers": _if_measured(run.mismatch.get("rollout"), KL, ".1e"),
+        "KL expected of rollout servers": _if_measured(
+            run.mismatch.get("rollout"), f"predicted_{KL}", ".1e"
+        ),
         "largest ratio proximal / behaviour": (
             f"{max(run.series('ratio_proximal_behaviour_max')):.2f}"
         ),

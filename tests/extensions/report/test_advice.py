@@ -37,11 +37,13 @@ def lines(steps: list[dict[str, Any]], config: Config | None = None) -> list[lis
     return told[WINDOW:]
 
 
-def advised(late: dict[str, Any], *words: str) -> str:
+def advised(
+    late: dict[str, Any], *words: str, mismatch: dict[str, dict[str, float]] | None = None
+) -> str:
     """Return the only sentence on a run of 40 steps, of which the last ten differ."""
     steps = [GOOD | (late if number > 30 else {}) | {"step": number} for number in range(1, 41)]
     config = with_overrides(Config(), list(words))
-    (sentence,) = advice(RunRecord("run", config, steps, {}, {}, {}, []))
+    (sentence,) = advice(RunRecord("run", config, steps, {}, {}, mismatch or {}, []))
     return sentence
 
 
@@ -111,6 +113,27 @@ def test_the_report_says_if_nothing_is_wrong() -> None:
     assert "went from 1.0e-04 to 9.0e-04, and 2.00% of tokens" in good
     in_bf16 = advised({"code_flip_fraction": 0.0}, "quantization.format=bf16")
     assert in_bf16.startswith("No sign that BF16 rollouts harm this run: ")
+
+
+def test_the_report_sets_the_mismatch_beside_the_predicted_one() -> None:
+    proof = {
+        "rollout": {"kl_behaviour_proximal_k3": 4e-2, "predicted_kl_behaviour_proximal_k3": 5e-2}
+    }
+    far = [GOOD | {"step": number, "kl_behaviour_proximal_k3": 4e-2} for number in range(1, 41)]
+
+    def verdict(*words: str) -> str:
+        config = with_overrides(Config(), list(words))
+        (sentence,) = advice(RunRecord("run", config, far, {}, {}, proof, []))
+        return sentence
+
+    sentence = verdict()
+    assert sentence.startswith("The quantized rollouts are far from the policy, which acr corrects")
+    assert "went from 4.0e-02 to 4.0e-02 (5.0e-02 was expected before training), and" in sentence
+    assert "which on_policy does not correct for" in verdict("objective.objective=on_policy")
+    near = advised({}, mismatch=proof)
+    assert near.startswith("No sign that quantized") and "(5.0e-02 was expected" in near
+    proof["rollout"]["accepted"] = 1.0
+    assert advised({}, mismatch=proof).startswith("Servers failed their proof, and rollout.accept_")
 
 
 def test_an_update_that_rounding_hides_is_told_only_if_nearest_rounding_was_asked_for() -> None:
