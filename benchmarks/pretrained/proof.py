@@ -1,11 +1,11 @@
 """Does the proof of a run let right servers pass? Starts of the recipe, each in its own way.
 
 An arm is `qurl train smollm2` with one step and one server. Nothing is wrong with any of them, so
-a run that ends at its proof is a false end. An arm with `resumed` is resumed from the checkpoint of
-its last step. The new servers are then proven by answers that are drawn for this alone, and what
-was found is in the log alone: the row has the metrics of the resumed step. An arm with `rope`
-changes the model's config.json: the learner and the servers have to rotate by it alike. An arm may
-name another recipe, a toy's.
+a run that ends at its proof is a false end. An arm with `resumed` is resumed with these words from
+the checkpoint of its last step, for one more step. Its servers are then proven by answers that are
+drawn for this alone. The row has what the last proof found; in older rows, where `resumed` is true,
+it has the metrics of the resumed step. An arm with `rope` changes the model's config.json: the
+learner and the servers have to rotate by it alike. An arm may name another recipe, a toy's.
 """
 
 import json
@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.runs import QURL, complete_run
-from qurl_megatron.files import read_json_lines
 
 SHORT = """steps=1 checkpoint.every_steps=0 evaluation.problems=0 data_options.size=400
     learner.data_parallel_size=1 rollout.servers=1 rollout.prompts_per_step=16
     rollout.completions_per_prompt=2 learner.micro_batch_size=4""".split()
 INT4 = "quantization.format=int4 quantization.group_size=32"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+# A step of the long runs has few prompts; a proof needs tokens.
+RESUMED = "rollout.prompts_per_step=16"
 MANY_STEPS = """steps=200 optimizer.minibatches_per_step=1 rollout.prompts_per_step=1
     rollout.completions_per_prompt=4 rollout.max_completion_length=8"""
 TOY = """steps=1000 data_options.size=10000 rollout.prompts_per_step=32
@@ -51,18 +52,18 @@ ARMS: list[dict[str, Any]] = [
     {"words": f"learner.quantized_forward=weights {INT4}"},
     {"words": "adapters.rank=16 optimizer.learning_rate=2e-4"},
     {"words": f"adapters.rank=16 optimizer.learning_rate=2e-4 {INT4}"},
-    {"words": "steps=8 optimizer.learning_rate=3e-5", "resumed": True},
-    {"words": f"steps=8 optimizer.learning_rate=3e-5 {INT4}", "resumed": True},
+    {"words": "steps=8 optimizer.learning_rate=3e-5", "resumed": RESUMED},
+    {"words": f"steps=8 optimizer.learning_rate=3e-5 {INT4}", "resumed": RESUMED},
     *({"words": f"quantization.format={name}", "rope": YARN} for name in ("bf16", "int8")),
-    {"words": MANY_STEPS, "resumed": True},
-    {"words": TOY, "resumed": True, "recipe": "quickstart"},
+    {"words": MANY_STEPS, "resumed": RESUMED},
+    {"words": TOY, "resumed": RESUMED, "recipe": "quickstart"},
 ]
 
 
 def measure(
     model: Path,
     words: str,
-    resumed: bool = False,
+    resumed: str = "",
     rope: dict[str, Any] | None = None,
     recipe: str = "smollm2",
 ) -> dict[str, Any]:
@@ -78,18 +79,17 @@ def measure(
         try:
             _, (*_, last) = complete_run(run_dir, given)
             if resumed:
-                again = [*QURL, "resume", str(run_dir), f"steps={last['step'] + 1}"]
+                words_again = [f"steps={last['step'] + 1}", *resumed.split()]
+                again = [*QURL, "resume", str(run_dir), *words_again]
                 with log.open("a") as output:
                     subprocess.run(again, check=True, stdout=output, stderr=subprocess.STDOUT)
         except (RuntimeError, subprocess.CalledProcessError):
             row["ended"] = " ".join(
                 log.read_text().splitlines()[-4:]
             )  # the last says how to resume
-        if resumed and not row["ended"]:
-            *_, last = read_json_lines(run_dir / "metrics.jsonl")
-            row |= {name: last[name] for name in MEANS if name in last}
-        elif (file := run_dir / "mismatch.json").exists():
-            row |= json.loads(file.read_text())["rollout"]
+        if (file := run_dir / "mismatch.json").exists():
+            found = json.loads(file.read_text())
+            row |= found.get("new_servers" if resumed else "rollout", {})
     print(words, {name: row.get(name) for name in ("ended", *MEANS)}, flush=True)
     return row
 
