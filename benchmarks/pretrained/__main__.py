@@ -6,6 +6,7 @@
     cost        how masters become BF16, by the seconds that it takes
     smoothing   the format of a served copy, and the exponent of its smoothing
     yardsticks  finer scales than servers have, beside smoothing
+    aware       the format that the learner computes in: time, and how near it can come
     proof       right starts of the recipe `smollm2`, none of which its proof may end
 
 An arm that benchmarks/results/pretrained.jsonl has is not repeated: a chapter can be interrupted.
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import machine
-from benchmarks.pretrained import codes, cost, proof, rounding, smoothing, yardsticks
+from benchmarks.pretrained import aware, codes, cost, proof, rounding, smoothing, yardsticks
 from qurl_megatron.files import read_json_lines
 
 RESULTS = Path(__file__).parents[1] / "results" / "pretrained.jsonl"
@@ -29,6 +30,7 @@ CHAPTERS: dict[str, Any] = {
     "cost": cost,
     "smoothing": smoothing,
     "yardsticks": yardsticks,
+    "aware": aware,
     "proof": proof,
 }
 

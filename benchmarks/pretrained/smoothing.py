@@ -1,5 +1,7 @@
 """How far is a served copy from the model, with smoothing and without it?
 
+An arm may leave activations exact (`what`), or have UAQ of another scale than the recipe's.
+
 The learner computes as a server does, on answers that the model gave: KL(served || exact) of the
 next token over the whole vocabulary, in nats, and the largest ratio of a sampled token's
 probabilities. No server runs.
@@ -13,7 +15,13 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
-from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, ServerConfig, UaqConfig
+from qurl_megatron.config.schema import (
+    LearnerConfig,
+    OptimizerConfig,
+    QuantizedForward,
+    ServerConfig,
+    UaqConfig,
+)
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import tokenize
 from qurl_megatron.extensions.mismatch.mismatch import divergence
@@ -30,16 +38,22 @@ FORMATS = ("int8", "fp8", "int4-g32")
 EXPONENTS = (0, 0.4, 0.5, 0.6)
 
 
-def _arm(weight_format: str, exponent: float, *, keep: str = "", seen: int = 8) -> dict[str, Any]:
-    """Return an arm; smoothing sees the prompts of a step."""
-    return {"format": weight_format, "exponent": exponent, "keep": keep, "prompts": seen}
+def _arm(
+    weight_format: str, exponent: float, *, keep: str = "", seen: int = 8, **others: Any
+) -> dict[str, Any]:
+    """Return an arm; smoothing sees so many prompts."""
+    return {"format": weight_format, "exponent": exponent, "keep": keep, "prompts": seen} | others
 
 
 ARMS: list[dict[str, Any]] = [
     *(_arm(weight_format, exponent) for weight_format in FORMATS for exponent in EXPONENTS),
     *(_arm("int8", exponent, keep="*.down_proj") for exponent in (0, 0.5)),
     _arm("int8", 0.5, seen=64),
+    *(_arm(weight_format, 0, what="weights") for weight_format in ("int8", "fp8")),
+    *(_arm(weight_format, 0, scale=1) for weight_format in FORMATS),
+    _arm("int8", 0.5, scale=1),
 ]
+UAQ = 1.5  # of all other arms
 
 
 class _WholeDistribution(PolicyModel):
@@ -52,19 +66,27 @@ class _WholeDistribution(PolicyModel):
         return (logits.log_softmax(-1)[None],)
 
 
-def measure(model: Path, format: Any, exponent: float, keep: str, prompts: int) -> dict[str, Any]:
+def measure(
+    model: Path,
+    format: Any,
+    exponent: float,
+    keep: str,
+    prompts: int,
+    what: QuantizedForward = "all",
+    scale: float = UAQ,
+) -> dict[str, Any]:
     """Return the KL, its median and the largest ratio, over all tokens of the answers."""
-    learner, *_ = parts(model)
-    outlier = smooth(model, exponent, prompts)
+    learner = learner_of(model, scale)
+    outlier = smooth(model, learner, exponent, prompts)
     converter = Converter(learner, format, 2**26, keep=[keep] if keep else [])
-    row = distance(model, converter)
-    print(format, exponent, keep, prompts, f"{row['kl']:.2e}", flush=True)
+    row = distance(model, learner, converter, what)
+    print(format, exponent, keep, prompts, what, scale, f"{row['kl']:.2e}", flush=True)
     return row | {"outlier": outlier}
 
 
-def smooth(model: Path, exponent: float, prompts: int = 8) -> str:
+def smooth(model: Path, learner: Learner, exponent: float, prompts: int = 8) -> str:
     """Let the learner smooth what it sends; return by how much the worst outlier stands out."""
-    learner, _, others = parts(model)
+    _, others = asked(model)
     learner.smoothing = None
     if not exponent:
         return ""
@@ -73,13 +95,15 @@ def smooth(model: Path, exponent: float, prompts: int = 8) -> str:
     return f"{largest.ratio:.0f} in {largest.name}"
 
 
-def distance(model: Path, served: Served) -> dict[str, Any]:
+def distance(
+    model: Path, learner: Learner, served: Served, what: QuantizedForward = "all"
+) -> dict[str, Any]:
     """Return how far a served copy is from the learner, over all tokens of the answers."""
-    learner, answers, _ = parts(model)
+    answers, _ = asked(model)
     share = learner.share(pack(answers).only())
-    exact = _scored(learner, share)
-    with learner.as_served(served, ServerConfig()):
-        copied = _scored(learner, share)
+    exact = scored(learner, share)
+    with learner.as_served(served, ServerConfig(), what):
+        copied = scored(learner, share)
     kl = divergence(copied, exact)
     sampled = torch.tensor([t for group in answers for t in group.completions[0].token_ids])
     ratio = (copied - exact).gather(1, sampled[:, None]).abs().max().exp()
@@ -93,8 +117,8 @@ def distance(model: Path, served: Served) -> dict[str, Any]:
 
 
 @functools.cache
-def parts(model: Path) -> tuple[Learner, list[RolloutGroup], list[Prompt]]:
-    """Return a learner with UAQ, answers to some prompts of the recipe, and its other prompts."""
+def asked(model: Path, answered: int = ANSWERED) -> tuple[list[RolloutGroup], list[Prompt]]:
+    """Return answers to the first prompts of the recipe, and prompts that no arm answers."""
     from transformers import AutoModelForCausalLM
 
     config = smollm2.recipe()
@@ -105,17 +129,28 @@ def parts(model: Path) -> tuple[Learner, list[RolloutGroup], list[Prompt]]:
     torch.manual_seed(0)
     end = tokenizer.eos_token_id
     groups = []
-    for prompt in read[:ANSWERED]:
+    for prompt in read[:answered]:
         given = torch.tensor([prompt.token_ids])
         settings = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         row = policy.generate(given, max_new_tokens=LENGTH, eos_token_id=end, **settings)[0]
         groups.append(_answered(prompt, row[given.shape[1] :].tolist()))
-    transform = uaq.transform(UaqConfig(1.5), is_hybrid=False)
-    layout = LearnerConfig(dtype="float32", threads_per_rank=torch.get_num_threads())
-    learner = Learner(
-        model, layout, OptimizerConfig(), transform=transform, model=_WholeDistribution
-    )
-    return learner, groups, read[ANSWERED:]
+    return groups, read[ANSWERED:]
+
+
+def learner_of(model: Path, scale: float = UAQ) -> Learner:
+    """Return the learner with UAQ of this scale, and close one with another."""
+    for other in [each for each in _learners if each != scale]:
+        _learners.pop(other).close()
+    if scale not in _learners:
+        transform = uaq.transform(UaqConfig(scale), is_hybrid=False)
+        layout = LearnerConfig(dtype="float32", threads_per_rank=torch.get_num_threads())
+        _learners[scale] = Learner(
+            model, layout, OptimizerConfig(), transform=transform, model=_WholeDistribution
+        )
+    return _learners[scale]
+
+
+_learners: dict[float, Learner] = {}  # by UAQ's scale; one exists at a time
 
 
 def _answered(prompt: Prompt, token_ids: list[int]) -> RolloutGroup:
@@ -130,7 +165,7 @@ def _unanswered(prompt: Prompt) -> RolloutGroup:
     return _answered(prompt, [0])
 
 
-def _scored(learner: Learner, share: Any) -> Tensor:
+def scored(learner: Learner, share: Any) -> Tensor:
     """Return the log-probs of all tokens at each sampled one: [sampled, vocabulary]."""
     learner.score(share, ["proximal_logprobs"], temperature=1.0)
     return torch.cat([micro.rows.proximal_logprobs[0] for micro in share.micro_batches])
@@ -138,12 +173,22 @@ def _scored(learner: Learner, share: Any) -> Tensor:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
-    header = ["format", "in BF16", "exponent", "prompts", "KL", "its median", "largest ratio"]
+    header = [
+        "format",
+        "in BF16",
+        "exponent",
+        "prompts",
+        "UAQ",
+        "KL",
+        "its median",
+        "largest ratio",
+    ]
     lines = [header, ["---"] * len(header)]
     for row in rows:
         arm = row["arm"]
         seen = f"{arm['prompts']}" if arm["exponent"] else ""
-        cells = [arm["format"], arm["keep"].strip("*."), f"{arm['exponent']:g}", seen]
+        kept = arm["keep"].strip("*.") if "what" not in arm else "activations"
+        cells = [arm["format"], kept, f"{arm['exponent']:g}", seen, f"{arm.get('scale', UAQ):g}"]
         error = f"{row['kl']:.2e} ± {row['kl_error']:.0e}"
         cells += [error, f"{row['kl_median']:.1e}", f"{row['largest_ratio']:.1f}"]
         lines.append(cells)

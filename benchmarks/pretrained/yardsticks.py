@@ -35,20 +35,20 @@ ARMS: list[dict[str, Any]] = [
 
 def measure(model: Path, format: Any, scales: str, exponent: float) -> dict[str, Any]:
     """Return the distance of a copy whose activations or weights have other scales."""
-    learner, *_ = smoothing.parts(model)
-    smoothing.smooth(model, exponent)
+    learner = smoothing.learner_of(model)
+    smoothing.smooth(model, learner, exponent)
     if format == "int8":
         converter = Converter(learner, format, 2**26)
         if scales == "a token":
-            row = smoothing.distance(model, converter)
+            row = smoothing.distance(model, learner, converter)
         else:
             columns = int(scales.split()[0])
             # What a rank of a server shares a scale over is asked of this method alone.
             layer = quantized_forward.QuantizedLayer
             with patch.object(layer, "_scales", lambda *_: (columns, None)):
-                row = smoothing.distance(model, converter)
+                row = smoothing.distance(model, learner, converter)
     else:
-        row = smoothing.distance(model, _Int4(scales, learner, format, 2**26))
+        row = smoothing.distance(model, learner, _Int4(scales, learner, format, 2**26))
     print(format, scales, exponent, f"{row['kl']:.2e}", flush=True)
     return row
 
