@@ -4,6 +4,7 @@ UAQ takes weights off BF16's grid, unless its scale is a power of two. Rates tha
 as the scale tell what of it is the size of a step.
 """
 
+import gc
 import os
 import random
 import time
@@ -48,6 +49,7 @@ def measure(
 
     `scale` is UAQ's.
     """
+    gc.collect()  # the learner of the arm before has cycles, and no object count to be noticed by
     threads = len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     config = LearnerConfig(dtype=dtype, threads_per_rank=threads)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,7 +36,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     """Yield a finished run of two steps."""
     directory = tmp_path_factory.mktemp("smollm2")
     (directory / "mine.py").write_text(REWARD)
-    words = ["steps=2", "quantization.smoothing=0.5", *SHORT]
+    words = ["steps=2", "quantization.smoothing=0.5", *SHORT, "checkpoint.every_steps=2"]
     run = Command(directory, "train", "smollm2", "name=run", *words)
     try:
         assert run.exit_code() == 0, run.text()
@@ -83,6 +84,25 @@ def test_the_trained_model_has_the_same_tensors_and_tokens(trained: Command) -> 
     assert num_moved
     for name in ("tokenizer.json", "chat_template.jinja"):
         assert (model / name).read_bytes() == (final / name).read_bytes()
+
+
+def test_its_checkpoint_is_exported_and_its_model_quantized(
+    trained: Command, start: Start, tmp_path: Path
+) -> None:
+    (checkpoint,) = (trained.run_dir / "checkpoints").glob("step_*")
+    final = trained.run_dir / "final_model"
+    assert start("export", checkpoint, "exported").exit_code() == 0
+    weights = weights_of(final)
+    exported = weights_of(tmp_path / "exported")
+    assert exported.keys() == weights.keys()
+    assert all(exported[name].equal(weight) for name, weight in weights.items())
+    assert start("quantize", final, "quantized").exit_code() == 0
+    quantized = weights_of(tmp_path / "quantized")
+    for name in (name for name in weights if name.endswith("_proj.weight")):
+        codes, scales = quantized[name], quantized[f"{name}_scale"]
+        assert codes.dtype == torch.int8
+        off = (codes.float() * scales.view(-1, 1) - weights[name].float()).abs()
+        assert (off <= 0.51 * scales.view(-1, 1)).all(), name
 
 
 def test_the_trained_model_answers_questions_in_int8(trained: Command, start: Start) -> None:
