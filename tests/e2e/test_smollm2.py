@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from e2e.running import Command, Start, metrics_of
+from qurl_megatron.report.record import list_checkpoints
 
 SHORT = [
     "data_options.size=200",
@@ -89,7 +90,7 @@ def test_the_trained_model_has_the_same_tensors_and_tokens(trained: Command) -> 
 def test_its_checkpoint_is_exported_and_its_model_quantized(
     trained: Command, start: Start, tmp_path: Path
 ) -> None:
-    (checkpoint,) = (trained.run_dir / "checkpoints").glob("step_*")
+    checkpoint = max(list_checkpoints(trained.run_dir))
     final = trained.run_dir / "final_model"
     assert start("export", checkpoint, "exported").exit_code() == 0
     weights = weights_of(final)
