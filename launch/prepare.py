@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import H100, Node
@@ -67,14 +68,9 @@ def prepare_new(
             f"name={config.name}: {config.run_dir} exists; choose another name, or resume that "
             f"run: {qurl_command('resume', config.run_dir)}"
         )
-    find_sources(config, Config())
-    if said := choose_scale(config, read.given):
-        print(f"qurl: {said}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as scratch:
-        built, train = Path(scratch) / "model", None
-        if not config.model and config.model_builder:
-            train = run_function(config.model_builder, built, config.seed)
-            config.model = str(built)
+        built = Path(scratch) / "model"
+        train = find_or_build(read, built)
         data_summary = _check(config, read.given, num_gpus, node, asks_servers)
         if writes:
             if num_gpus == 0:
@@ -90,6 +86,21 @@ def prepare_new(
             make_paths_absolute(config)
             _write(config, data_summary)
     return config, data_summary
+
+
+def find_or_build(read: Recipe, built: Path) -> Any:
+    """Find what a new run reads, with its model built at `built` if the recipe builds one.
+
+    Return what teaches a built model, if it must be taught. UAQ's scale is chosen by the model.
+    """
+    config = read.config
+    find_sources(config, Config())
+    if said := choose_scale(config, read.given):
+        print(f"qurl: {said}", file=sys.stderr)
+    if config.model or not config.model_builder:
+        return None
+    config.model = str(built)
+    return run_function(config.model_builder, built, config.seed)
 
 
 def prepare_resume(

@@ -151,22 +151,13 @@ def mismatch(
 
 def _run_of(recipe: str, words: list[str], built: Path) -> tuple[Config, Any]:
     """Return a recipe's fields, with a model built at `built` if it builds one, and its lesson."""
-    import sys
-
-    from qurl_megatron.config.schema import Config
     from qurl_megatron.config.validate import validate
-    from qurl_megatron.launch.recipe import load_recipe, run_function
-    from qurl_megatron.launch.settle import choose_scale
-    from qurl_megatron.launch.sources import find_sources
+    from qurl_megatron.launch.prepare import find_or_build
+    from qurl_megatron.launch.recipe import load_recipe
 
     read = load_recipe(recipe, words)
-    run, teach = read.config, None
-    find_sources(run, Config())
-    if said := choose_scale(run, read.given):
-        print(f"qurl: {said}", file=sys.stderr)
-    if not run.model and run.model_builder:
-        teach = run_function(run.model_builder, built, run.seed)
-        run.model = str(built)
+    run = read.config
+    teach = find_or_build(read, built)
     validate(run)
     run.model = found_model(run.model)
     return run, teach
