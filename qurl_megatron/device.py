@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qurl_megatron.machine.gpus import installed_gpus
-from qurl_megatron.machine.memory import memory_limits, trim_heap
+from qurl_megatron.machine.memory import keep_heap, memory_limits, trim_heap
 from qurl_megatron.machine.stores import Store
 
 T = TypeVar("T")
@@ -189,6 +189,8 @@ def initialize_distributed() -> None:
         # queue to keep that order. CUDA reads this when it begins.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(device())
+    else:
+        keep_heap()
     # SGLang sets this in its servers. If the two sides differ, NCCL's weight transfers fail.
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):

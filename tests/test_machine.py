@@ -244,6 +244,30 @@ def test_memory_that_was_freed_between_pieces_in_use_goes_back_to_the_kernel() -
     assert kept - trimmed > 0.8 * number * size / 2
 
 
+KEEPING = """
+import ctypes, resource
+from qurl_megatron.machine.memory import keep_heap, trim_heap
+libc, size = ctypes.CDLL(None), 2**26
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    piece = libc.malloc(size)
+    ctypes.memset(piece, 1, size)
+    libc.free(piece)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize()
+mapped = [pages(), pages()]
+keep_heap()
+kept = [pages(), pages()]
+trim_heap()
+print([round(each / size) for each in (*mapped, *kept, pages())])
+"""
+
+
+def test_a_process_that_keeps_its_heap_gets_no_cleared_pages_for_the_next_tensor() -> None:
+    ran = subprocess.run([sys.executable, "-c", KEEPING], stdout=PIPE, check=True, text=True)
+    assert ran.stdout == "[1, 1, 1, 0, 1]\n"
+
+
 @pytest.mark.parametrize(
     ("cgroups", "files"),
     [

@@ -244,9 +244,9 @@ STARTS = {
     *(f"extensions/{extension}/command" for extension in COMMANDS.values()),
     *(name for name in NAMES if room_of(name) == "sglang_plugin"),
 }
-# Lower them when the code does. To raise one needs a reason: the last was that each server proves
-# its own rollouts, for right ones hid a wrong one.
-MOST_REACHED_LINES = 30_950
+# Lower them when the code does. To raise one needs a reason: the last was that a learner on a CPU
+# keeps its heap, which takes a fifth off its time.
+MOST_REACHED_LINES = 30_961
 MOST_PER_1000_LINES = {ast.Raise: 12.4, ast.ExceptHandler: 4.2}
 
 
