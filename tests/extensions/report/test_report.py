@@ -33,21 +33,42 @@ def at_staleness(kl: float, fraction: float) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the page on one GRPO run."""
-    directory = tmp_path_factory.mktemp("one_run")
-    write_report([write_run(directory / "run")], directory / "index.html")
-    return directory / "index.html"
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Write a GRPO run, and a PPO run whose last steps have stale tokens."""
+    directory = tmp_path_factory.mktemp("runs")
+    words = ["model=/a/model", "data=train.jsonl", "optimizer.learning_rate=3e-6"]
+    grpo = with_overrides(Config(), [*words, "quantization.format=fp8"])
+    ppo = with_overrides(Config(), ["advantage_estimator=gae"])
+    staleness = {
+        "0": at_staleness(1e-4, 0.5),
+        "1": at_staleness(1e-3, 0.4),
+        "3-4": at_staleness(6e-3, 0.1),
+    }
+    late = {"stale_token_fraction": 0.5, "by_staleness": staleness}
+    return [
+        write_run(directory / "grpo", config=grpo),
+        write_run(directory / "ppo", config=ppo, late=late),
+    ]
+
+
+def reported(runs: list[Path]) -> Path:
+    """Return the page that `qurl report` writes on these runs."""
+    shown = CliRunner().invoke(app, ["report", *map(str, runs)])
+    page, is_ready, _ = shown.stdout.partition(" is ready\n")
+    assert is_ready, shown.output
+    return Path(page)
 
 
 @pytest.fixture(scope="module")
-def two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the page on a GRPO run and a PPO run."""
-    directory = tmp_path_factory.mktemp("two_runs")
-    ppo = with_overrides(Config(), ["advantage_estimator=gae"])
-    runs = [write_run(directory / "grpo"), write_run(directory / "ppo", config=ppo)]
-    write_report(runs, directory / "pages" / "index.html")
-    return directory / "pages" / "index.html"
+def one_run(runs: list[Path]) -> Path:
+    """Write the page on the GRPO run."""
+    return reported(runs[:1])
+
+
+@pytest.fixture(scope="module")
+def two_runs(runs: list[Path]) -> Path:
+    """Write the page on both runs."""
+    return reported(runs)
 
 
 def test_a_page_on_two_runs_shows_both_and_loads_nothing(two_runs: Path) -> None:
@@ -149,26 +170,15 @@ def test_a_browser_renders_the_page_in_light_and_dark_colours(
 
 
 def test_drift_and_quantization_are_told_apart_only_if_a_run_has_stale_tokens(
-    tmp_path: Path,
+    one_run: Path, two_runs: Path
 ) -> None:
-    synchronous = write_run(tmp_path / "synchronous")
-    staleness = {
-        "0": at_staleness(1e-4, 0.5),
-        "1": at_staleness(1e-3, 0.4),
-        "3-4": at_staleness(6e-3, 0.1),
-    }
-    asynchronous = write_run(
-        tmp_path / "asynchronous", late={"stale_token_fraction": 0.5, "by_staleness": staleness}
-    )
-    write_report([synchronous], tmp_path / "one.html")
-    page = Page((tmp_path / "one.html").read_text())
+    page = Page(one_run.read_text())
     assert "Drift and quantization" not in page.text
     assert not [caption for caption in page.captions if "staleness" in caption]
 
-    write_report([synchronous, asynchronous], tmp_path / "two.html")
-    page = Page((tmp_path / "two.html").read_text())
+    page = Page(two_runs.read_text())
     assert [caption for caption in page.captions if "staleness" in caption] == [
-        f"{title}: asynchronous" for title in plots.STALENESS_PLOTS
+        f"{title}: ppo" for title in plots.STALENESS_PLOTS
     ]
     assert page.cells["stale tokens, last tenth of steps"] == ["none", "50.0%"]
     # (0.4 x 1e-3 + 0.1 x 6e-3) / 0.5
@@ -201,11 +211,8 @@ def test_the_grid_of_layers_averages_experts_and_leaves_layers_in_bf16_empty() -
     assert shown[1][columns].filled(-1).tolist() == pytest.approx([0.25, -1, -1])
 
 
-def test_a_page_begins_with_what_was_trained_on_what_and_how(tmp_path: Path) -> None:
-    words = ["model=/a/model", "data=train.jsonl", "optimizer.learning_rate=3e-6"]
-    config = with_overrides(Config(), [*words, "quantization.format=fp8"])
-    write_report([write_run(tmp_path / "run", config=config)], tmp_path / "index.html")
-    cells = Page((tmp_path / "index.html").read_text()).cells
+def test_a_page_begins_with_what_was_trained_on_what_and_how(one_run: Path) -> None:
+    cells = Page(one_run.read_text()).cells
     assert [*cells][1:6] == [
         "model", "data", "learning rate", "completions per step", "longest completion"
     ]  # fmt: skip
@@ -226,10 +233,10 @@ def test_a_curve_of_zeros_has_an_axis_from_0_to_1_and_another_its_own(tmp_path: 
         assert limits or axes.get_ylim()[0] > 0.5
 
 
-def test_a_comparison_replaces_no_report_of_its_runs(tmp_path: Path) -> None:
-    runs = [str(write_run(tmp_path / name)) for name in ("a", "b")]
-    for given, name in ((runs[:1], "index.html"), (runs, "comparison.html")):
-        shown = CliRunner().invoke(app, ["report", *given])
-        assert shown.stdout == f"{tmp_path}/a/report/{name} is ready\n"
-    assert [*(tmp_path / "b").glob("report")] == []
-    assert "<title>a</title>" in (tmp_path / "a" / "report" / "index.html").read_text()
+def test_a_comparison_replaces_no_report_of_its_runs(
+    runs: list[Path], one_run: Path, two_runs: Path
+) -> None:
+    reports = runs[0] / "report"
+    assert (one_run, two_runs) == (reports / "index.html", reports / "comparison.html")
+    assert not (runs[1] / "report").exists()
+    assert "<title>grpo</title>" in one_run.read_text()
