@@ -15,6 +15,7 @@ from subprocess import PIPE
 import psutil
 import pytest
 
+from distributed import run_ranks
 from qurl_megatron import device
 from qurl_megatron.machine import environment as surroundings
 from qurl_megatron.machine import memory, network
@@ -167,41 +168,30 @@ def test_a_scratch_directory_whose_owner_was_killed_is_removed_and_no_other(
     owners[1].communicate()
 
 
-def test_a_store_listens_on_the_address_it_is_reached_at_and_on_no_other(tmp_path: Path) -> None:
+def listened_at() -> list[str]:
+    """Return the addresses at which a rank listens, also one that has another store."""
+    import torch.distributed as dist
+
+    from qurl_megatron.device import initialize_distributed
+    from qurl_megatron.machine.stores import Store
+
+    def listening() -> set[str]:
+        connections = psutil.Process().net_connections("inet")
+        return {each.laddr.ip for each in connections if each.status == "LISTEN"}
+
+    initialize_distributed()
+    addresses = listening()
+    dist.barrier()
+    store = Store("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    other = Store("127.0.0.1", store.port, 1, wait_for_workers=False)
+    store.set("key", "value")
+    assert other.get("key") == b"value"
+    return sorted(addresses | listening())
+
+
+def test_a_store_listens_on_the_address_it_is_reached_at_and_on_no_other() -> None:
     """Two ranks meet as in a run; the second connects through the address of the first."""
-    program = (
-        "import psutil, torch.distributed as dist\n"
-        "from qurl_megatron.device import initialize_distributed\n"
-        "from qurl_megatron.machine.stores import Store\n"
-        "def listening():\n"
-        "    connections = psutil.Process().net_connections('inet')\n"
-        "    return {each.laddr.ip for each in connections if each.status == 'LISTEN'}\n"
-        "initialize_distributed()\n"
-        "addresses = listening()\n"
-        "dist.barrier()\n"
-        "store = Store('127.0.0.1', 0, 1, is_master=True, wait_for_workers=False)\n"
-        "other = Store('127.0.0.1', store.port, 1, wait_for_workers=False)\n"
-        "store.set('key', 'value')\n"
-        "assert other.get('key') == b'value'\n"
-        "print(sorted(addresses | listening()))"
-    )
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**environment, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    shown = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
-    assert shown == ["['127.0.0.1']"] * 2
+    assert run_ranks(listened_at, 2) == [["127.0.0.1"]] * 2
 
 
 @pytest.mark.parametrize(
