@@ -21,7 +21,7 @@ from qurl_megatron.sglang_plugin.formats import (
     QurlConfig,
 )
 
-EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 128
+EXPERTS, HIDDEN, INTERMEDIATE = 3, 256, 128
 CONFIGS: dict[str, type[QurlConfig]] = {
     "int8": Int8Config,
     "int4-g32": Int4Group32Config,
