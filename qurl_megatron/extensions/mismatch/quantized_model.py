@@ -23,6 +23,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import checkpoint_tensors, transformers_model
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.activations import BLOCK, in_groups, quantize_tokens
+from qurl_megatron.quantization.products import kept
 from qurl_megatron.quantization.smoothing import Maxima, Smoothing
 from qurl_megatron.sglang_plugin import formats, linear
 
@@ -184,7 +185,8 @@ class Float32Head(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map `x` [..., hidden] bfloat16 to logits [..., vocabulary] float32."""
-        return torch.nn.functional.linear(x.float(), self.weight.float()) / self.temperature
+        weight = kept(self.weight, Tensor.float)
+        return torch.nn.functional.linear(x.float(), weight) / self.temperature
 
 
 class QuantizedModel:

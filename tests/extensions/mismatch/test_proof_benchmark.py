@@ -17,13 +17,13 @@ from tiny import EOS_TOKEN_ID, build_tiny_model
 
 
 def found(
-    model: Path, kinds: dict[WeightFormat, list[str]], temperature: float
+    model: Path, kinds: dict[WeightFormat, list[str]], temperature: float, num_prompts: int
 ) -> dict[tuple[str, str], Verdict]:
     """Return the verdict by format and kind of server."""
     generator = torch.Generator().manual_seed(0)
     prompts = [
         Prompt(str(n), "", "", torch.randint(2, 200, (6,), generator=generator).tolist())
-        for n in range(24)
+        for n in range(num_prompts)
     ]
     settings: Any = {"temperature": temperature, "stop_token_ids": [EOS_TOKEN_ID]}
     return {
@@ -49,7 +49,7 @@ def test_a_tiny_model(tmp_path: Path) -> None:
         "fp8": ["right", "raw"],
         "bf16": ["right", "warm"],
     }
-    (by_kind,) = run_ranks(found, 1, model, kinds, 0.6)
+    (by_kind,) = run_ranks(found, 1, model, kinds, 0.6, 12)
     for case, verdict in by_kind.items():
         assert bool(verdict.why) == ("right" not in case), case
     kinds_of_four = ("right", "right", "right", "swapped")
@@ -66,13 +66,13 @@ def test_experts_and_hybrids_that_are_right(
     tmp_path: Path, family: Family, weight_format: WeightFormat
 ) -> None:
     model = build_tiny_model(tmp_path / "model", family)
-    (by_kind,) = run_ranks(found, 1, model, {weight_format: ["right", "warm"]}, 1.0)
+    (by_kind,) = run_ranks(found, 1, model, {weight_format: ["right", "warm"]}, 1.0, 24)
     for case, verdict in by_kind.items():
         assert bool(verdict.why) == ("right" not in case), case
 
 
 def of_smollm2(model: Path) -> list[Verdict]:
-    kinds, prompts = ["right", "raw"], prompts_of(model, 8)
+    kinds, prompts = ["right", "raw"], prompts_of(model, 6)
     return list(verdicts(model, "int8", kinds, prompts, stop_token_ids=[2]))
 
 
