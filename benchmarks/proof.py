@@ -9,8 +9,8 @@ of a server draws the tokens: transformers' model, whose linear layers compute w
 before it trains. Each row is one kind of server:
 
     right         nothing is wrong
-    warm, cold    draws at a temperature of 5/3 or 3/5 of the run's
     raw           reports log-probs without the temperature
+    warm, cold    draws at a temperature of 5/3 or 3/5 of the run's
     uaq           multiplies norms by 1.5, as UAQ does, but has the weights as they were
     stale         one block never received its weights
     swapped       gate and up of each block have each other's scales
@@ -87,9 +87,9 @@ def _shrink_positions(twin: Any, _: Sequence[Prompt]) -> None:
 MEANS = ("difference", "predicted", "ratio", "surprise")
 SERVERS = {
     "right": Server(),
+    "raw": Server(is_raw=True),
     "warm": Server(drawn_at=5 / 3),
     "cold": Server(drawn_at=3 / 5),
-    "raw": Server(is_raw=True),
     "uaq": Server(change=_scale_norms),
     "stale": Server(change=_empty_a_block),
     "swapped": Server(change=_swap_scales),
@@ -110,7 +110,11 @@ class Verdict:
         return self.sums[name] / self.sums["tokens"]
 
 
-def sampled(
+Drawn = list[tuple[Prompt, list[int], torch.Tensor]]
+"""Of each completion its prompt, its token ids and their logits [tokens, vocabulary]."""
+
+
+def draw(
     model: Path,
     weight_format: WeightFormat,
     server: Server,
@@ -119,21 +123,28 @@ def sampled(
     length: int,
     temperature: float,
     stop_token_ids: list[int],
-) -> TrainBatch:
-    """Return one completion to each prompt, with the log-probs that a server reports."""
+) -> Drawn:
+    """Draw one completion to each prompt, with logits over the temperature, as a server does."""
     from qurl_megatron.extensions.mismatch.quantized_model import QuantizedModel
 
     is_exact = weight_format == "bf16"
-    drawn_at = temperature * server.drawn_at
     codes = "int8" if is_exact else weight_format
-    twin = QuantizedModel(model, codes, stop_token_ids, drawn_at)
+    twin = QuantizedModel(model, codes, stop_token_ids, temperature)
     kept = twin.names if is_exact else []
     server.change(twin, prompts)
+    sequences = twin.sample(prompts, length, 0, kept)
+    return [
+        (prompt, sequence[1], twin.logits([sequence], kept)[0])
+        for prompt, sequence in zip(prompts, sequences, strict=True)
+    ]
+
+
+def reported(drawn: Drawn, factor: float) -> TrainBatch:
+    """Return completions with the log-probs that a server reports, of `factor` times the logits."""
     groups = []
-    for prompt, sequence in zip(prompts, twin.sample(prompts, length, 0, kept), strict=True):
-        logits = twin.logits([sequence], kept)[0] * (drawn_at if server.is_raw else 1.0)
-        ids = sequence[1]
-        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None].to(logits.device))
+    for prompt, ids, logits in drawn:
+        logprobs = (logits * factor).log_softmax(-1)
+        logprobs = logprobs.gather(1, torch.tensor(ids)[:, None].to(logits.device))
         completion = Completion(ids, logprobs.flatten().tolist(), "", False, [1] * len(ids))
         groups.append(RolloutGroup(prompt, [completion], [0.0]))
     return pack(groups).only("behaviour_logprobs")
@@ -155,18 +166,15 @@ def verdicts(
 
     learner = Learner(model, LearnerConfig(dtype="float32"), OptimizerConfig())
     converter = Converter(learner, weight_format, 2**26)
+    settings: Any = {"length": length, "stop_token_ids": stop_token_ids}
+    drawn: dict[Any, Drawn] = {}  # by the last server
     for kind in kinds:
-        share = learner.share(
-            sampled(
-                model,
-                weight_format,
-                SERVERS[kind],
-                prompts,
-                length=length,
-                temperature=temperature,
-                stop_token_ids=stop_token_ids,
-            )
-        )
+        server = SERVERS[kind]
+        drawn_at, how = temperature * server.drawn_at, (server.drawn_at, server.change)
+        if how not in drawn:  # a raw server draws what a right one does
+            of_server = weight_format, server, prompts
+            drawn = {how: draw(model, *of_server, temperature=drawn_at, **settings)}
+        share = learner.share(reported(drawn[how], drawn_at if server.is_raw else 1.0))
         learner.score(share, ["proximal_logprobs"], temperature=temperature)
         with learner.as_served(converter, ServerConfig()):
             learner.score(share, ["predicted_logprobs", "entropy"], temperature=temperature)
