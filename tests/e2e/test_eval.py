@@ -99,7 +99,7 @@ def test_a_signal_while_it_samples_ends_it_with_one_line_and_the_same_command_co
 ) -> None:
     """`tests/signals.py` sends every signal in every phase."""
     model_dir = build_tiny_model(tmp_path / "model")
-    problems = [{"question": f"What is {n} + 1?", "answer": "2"} for n in range(40)]
+    problems = [{"question": f"What is {n} + 1?", "answer": "2"} for n in range(16)]
     (tmp_path / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)) + "\n")
     words = ["reward=exact", "k=8", f"output={tmp_path / 'eval'}", "max_prompt_length=32"]
     words += ["max_completion_length=200", "server.max_running_requests=8"]
@@ -118,7 +118,7 @@ def test_a_signal_while_it_samples_ends_it_with_one_line_and_the_same_command_co
     kept = read_answers(answers)
     assert 0 < len(kept) < len(problems)
     run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
-    run.wait_for(f"{answers}: {len(kept)} of 40 problems have their answers")
+    run.wait_for(f"{answers}: {len(kept)} of 16 problems have their answers")
     assert wait_until(lambda: len(read_answers(answers)) > len(kept), 300)
     run.find("sglang::scheduler").kill()
     assert run.exit_code() == 1, run.text()
@@ -128,4 +128,4 @@ def test_a_signal_while_it_samples_ends_it_with_one_line_and_the_same_command_co
     run = start("eval", model_dir, tmp_path / "problems.jsonl", *words)
     assert run.exit_code() == 0, run.text()
     results = read_answers(answers)
-    assert list(results) == list(range(40)) and kept.items() <= results.items()
+    assert list(results) == list(range(16)) and kept.items() <= results.items()
