@@ -27,11 +27,13 @@ DIMS: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "head_dim": 12,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
 }
+FOUR_LAYERS = {"num_hidden_layers": 4}  # for stages of several layers, or in parts
 EXPERTS: dict[str, Any] = {**DIMS, "moe_intermediate_size": 40, "num_experts": 8}
 HYBRID: dict[str, Any] = {
     **DIMS,
+    **FOUR_LAYERS,  # the last has attention, the others linear attention
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 8,

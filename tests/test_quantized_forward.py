@@ -26,6 +26,7 @@ from learner_reference import (
     EP2,
     ETP2,
     EXPERTS,
+    FOUR_LAYERS,
     FULL,
     HYBRID,
     PP2,
@@ -52,6 +53,7 @@ from tiny import build_tiny_model
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"architecture": "qwen3", **DIMS, **GROUPS},
+    "four layers": {"architecture": "qwen3", **DIMS, **FOUR_LAYERS, **GROUPS},
     "llama": {"architecture": "llama", "tied": True, **DIMS, **GROUPS},
     "experts": {"architecture": "qwen3_moe", **EXPERTS, **GROUPS, "moe_intermediate_size": 64},
     "hybrid": {
@@ -85,7 +87,7 @@ CASES: dict[str, tuple[dict[str, Any], list[Case]]] = {
         {**DP2, **EP2},
         [("dense", "fp8-block", 1, 0), ("experts", "int4-g32", 1, A)],
     ),
-    "VPP2": (VPP2, [("dense", "int8", 1, 0)]),
+    "VPP2": (VPP2, [("four layers", "int8", 1, 0)]),
     "CP2": (CP2, [("dense", "int8", 1, A), ("llama", "int4-g32", 1, 0)]),
     "TP2, ETP2": ({**TP2, **ETP2}, [("experts", "int4-g32", 1, A)]),
 }

@@ -28,6 +28,7 @@ from learner_reference import (
     DP2,
     EP2,
     EXPERTS,
+    FOUR_LAYERS,
     FULL,
     ONE_LAYER,
     PP2,
@@ -71,7 +72,9 @@ CASES = {
     "DP2": Case("fp8", {**DP2, **BUDGET}, 2, "llama"),
     "one layer computed again": Case("int8", ONE_LAYER, 1),
     "TP2xPP2, cheap parts computed again": Case("int8", {**TP2, **PP2, **SELECTIVE}, 4),
-    "PP2 in 2 parts, all computed again": Case("int4-g32", {**VPP2, **BUDGET, **FULL}, 2),
+    "PP2 in 2 parts, all computed again": Case(
+        "int4-g32", {**VPP2, **BUDGET, **FULL}, 2, dims=FOUR_LAYERS
+    ),
     "CP2xDP2": Case("int8", {**CP2, **DP2, **BUDGET}, 4, "qwen2", tied=True),
     "TP4, fewer key-value heads": Case(
         "int8", {"tensor_parallel_size": 4}, 4, dims={"num_attention_heads": 8}
