@@ -125,7 +125,7 @@ class Case:
 
 MODELS: dict[str, tuple[Family, dict[str, Any]]] = {
     "uneven": ("qwen2", UNEVEN | {"tied": True, "num_hidden_layers": 4}),
-    "blocks": ("qwen3", UNEVEN_BLOCKS | {"num_hidden_layers": 4}),
+    "blocks": ("qwen3", UNEVEN_BLOCKS),
     "experts": ("qwen3_moe", {"num_key_value_heads": 4}),
 }
 TP4: dict[str, Any] = {"tensor_parallel_size": 4}
@@ -134,16 +134,16 @@ PP4: dict[str, Any] = {"pipeline_parallel_size": 4}
 EP4: dict[str, Any] = {"expert_parallel_size": 4}
 CASES = {
     "TP2xPP2, a stage on each": Case("uneven", "int8", {**TP2, **PP2}, "aabb", 2, 1),
-    "TP2xPP2, a rank on each": Case("blocks", "fp8-block", {**TP2, **PP2}, "abcd", 4, 3),
+    "TP2xPP2, a rank on each": Case("blocks", "fp8-block", {**TP2, **PP2}, "abcd", 2, 3),
     "TP4": Case("uneven", "fp8-tensor", TP4, "aabb", 1, 1),
     "PP2 in 2 parts, DP2, a stage on each": Case("uneven", "bf16", {**VPP2, **DP2}, "aabb", 4, 1),
     "PP2 in 2 parts, DP2, a replica on each": Case("uneven", "int8", {**VPP2, **DP2}, "abab", 2, 0),
     "PP2xCP2, a rank on each": Case("blocks", "int8", {**PP2, **CP2}, "abcd", 1, 2),
     "PP4, three ranks on one": Case("uneven", "int8", PP4, "aaab", 2, 1),
-    "DP4": Case("uneven", "int8", DP4, "abcd", 2, 0),
+    "DP4": Case("uneven", "int8", DP4, "abcd", 1, 0),
     "TP2xDP2, one machine": Case("blocks", "fp8-block", {**TP2, **DP2}, "aaaa", 4, 0),
-    "experts, PP2xTP2, EP2": Case("experts", "int8", {**PP2, **TP2, **EP2}, "aabb", 2, 1),
-    "experts, TP2xDP2, EP4": Case("experts", "bf16", {**TP2, **DP2, **EP4}, "abcd", 4, 2, 3),
+    "experts, PP2xTP2, EP2": Case("experts", "int8", {**PP2, **TP2, **EP2}, "aabb", 4, 1),
+    "experts, TP2xDP2, EP4": Case("experts", "bf16", {**TP2, **DP2, **EP4}, "abcd", 2, 2, 3),
     "experts, DP4, EP2": Case("experts", "fp8", {**DP4, **EP2}, "abba", 1, 0),
 }
 
