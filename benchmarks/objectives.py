@@ -357,7 +357,7 @@ def recipe(output_dir: Path, setting: Setting) -> list[str]:
     return [
         "quickstart",
         f"data={path}",
-        "data_options={}",
+        "prompts.options={}",
         "reward=exact",
         "rollout.max_prompt_length=4",
         f"rollout.max_completion_length={setting.digits + 1}",
@@ -395,7 +395,7 @@ def copy_accuracy(run_dir: Path) -> float:
         output = Path(scratch) / "copy"
         words = [
             *[str(run_dir / "final_model"), str(data), f"output={output}"],
-            *["question_key=question", f"reward={config.reward}"],
+            *["prompts.question_key=question", f"reward={config.reward}"],
             f"format={config.quantization.format}",
             f"group_size={config.quantization.group_size}",
             f"smoothing={config.quantization.smoothing:g}",

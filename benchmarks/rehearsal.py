@@ -53,7 +53,7 @@ LAYOUTS = {
     "few experts a rank": """Qwen3-30B-A3B 1 0 learner.tensor_parallel_size=2
         learner.data_parallel_size=4 learner.expert_parallel_size=8""",
     "critic": """Qwen2.5-32B 2 0 learner.tensor_parallel_size=8 learner.data_parallel_size=2
-        advantage_estimator=gae quantization.format=int4""",
+        objective.advantage_estimator=gae quantization.format=int4""",
     "hybrid": """Qwen3.5-27B 4 0 learner.tensor_parallel_size=4 learner.data_parallel_size=2
         learner.tokens_per_micro_batch=9216 optimizer.minibatches_per_step=1""",
     "hybrid, last stage": """Qwen3.5-27B 8 4 learner.tensor_parallel_size=4
@@ -76,7 +76,7 @@ def rehearsal(name: str, layers: int | None = None) -> Rehearsal:
     model, few_layers, rank, *words = LAYOUTS[name].split()
     architecture = first_layers(KNOWN_MODELS[model], layers or int(few_layers))
     recipe = qwen3_moe if architecture.num_experts else scaling_32b
-    recipe = gsm8k_ppo if "advantage_estimator=gae" in words else recipe
+    recipe = gsm8k_ppo if "objective.advantage_estimator=gae" in words else recipe
     config = with_overrides(recipe.recipe(), [f"model={model}", *PLAIN.split(), *words])
     return Rehearsal(architecture, config, Node(), [int(rank)], transformer_engine.find())
 

@@ -71,7 +71,7 @@ def copies(config: Config, place: Path) -> list[Given]:
         for field, names in functions.items()
     }
     by_name = {
-        "source_rewards": config.source_rewards,
+        "scoring.by_source": config.scoring.by_source,
         "evaluation.reward_of": config.evaluation.reward_of,
     }
     for field, rewards in by_name.items():
@@ -107,7 +107,7 @@ def _functions(config: Config) -> dict[str, list[str]]:
     """Return the names in each field that may name functions of the user's own."""
     return {
         "reward": config.rewards,
-        "source_rewards": [*config.source_rewards.values()],
+        "scoring.by_source": [*config.scoring.by_source.values()],
         "evaluation.reward_of": [*config.evaluation.reward_of.values()],
         "objective.objective": [config.objective.objective],
         "rollout.agent": [config.rollout.agent],

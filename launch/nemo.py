@@ -20,6 +20,7 @@ from typing import Any
 import nemo_run as run
 import yaml
 
+from qurl_megatron.config.older import tree_now
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import from_tree, with_overrides
 from qurl_megatron.launch.bad_input import exit_on_bad_input
@@ -85,7 +86,7 @@ def read_export(path: Path) -> tuple[str, Config]:
         load_recipe(str(tree["recipe"]))
         if others := tree.keys() - {"recipe", "config"}:
             raise ConfigError(f"it has {', '.join(map(str, others))} beside recipe and config")
-        return tree["recipe"], from_tree(Config, tree["config"], extra="forbid")
+        return tree["recipe"], from_tree(Config, tree_now(tree["config"]), extra="forbid")
     except RecursionError:
         raise ConfigError(f"--yaml {path}: refers to itself, or is nested too deeply") from None
     except (ConfigError, KeyError, TypeError, OSError, UnicodeError, yaml.YAMLError) as error:

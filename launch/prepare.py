@@ -257,7 +257,7 @@ def _check(
     if config.rollout.agent:
         checks = needed("agents", "checks", by="rollout.agent")
         of_agent = checks.load(config.rollout, config.model, tokenizer, "rollout.")
-    if config.advantage_estimator == "gae" and config.critic.model:
+    if config.objective.advantage_estimator == "gae" and config.critic.model:
         check_model(Path(hub.local_model(config.critic.model)))
     check_disk(config)
     if asks_servers and config.rollout.servers_at:
@@ -266,7 +266,7 @@ def _check(
     state = read_json_object(newest / "state.json").get("prompts") if newest else None
     if isinstance(state, dict) and "prompts" in state:
         check_saved(prompts.train, state)
-    of_part = config.data_weights
+    of_part = config.prompts.weights
     weights = [of_part[each.part] if of_part else 1.0 for each in prompts.train]
     available = min(sum(map(bool, weights)), int(sum(weights)))
     if config.rollout.prompts_per_step > available:

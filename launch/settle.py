@@ -69,9 +69,8 @@ def settle(
     cores = use_cores(config, given) if num_gpus == 0 and not resumes else ""
     for said in filter(None, (cores, choose_placement(config, given, num_gpus or 0))):
         print(f"qurl: {said}", file=sys.stderr)
-    config.template_date = config.template_date or date.today().isoformat()
-    template = (config.chat_template_options, config.template_date, config.chat_template)
-    tokenizer = load_tokenizer(Path(config.model), *template)
+    config.prompts.template_date = config.prompts.template_date or date.today().isoformat()
+    tokenizer = load_tokenizer(Path(config.model), *config.prompts.template)
     stops = config.rollout.stop_token_ids
     config.rollout.stop_token_ids = stops or stop_token_ids(architecture, tokenizer)
     if config.rollout.placement == "colocated":

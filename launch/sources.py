@@ -49,7 +49,8 @@ def find_sources(config: Config, saved: Config) -> None:
         return source if field in DIRECTORIES else local_data(source, before.get(field, ""))
 
     _change_sources(config, find)
-    config.chat_template = read_template(config.chat_template, Path(config.model))
+    prompts = config.prompts
+    prompts.chat_template = read_template(prompts.chat_template, Path(config.model))
 
 
 def snapshots(config: Config) -> list[Given]:
@@ -59,8 +60,8 @@ def snapshots(config: Config) -> list[Given]:
         for field, source in sources(config).items()
         if any(snapshot_of(part.partition(":")[0]) for part in parts_of(source))
     ]
-    template = config.chat_template
-    return [*found, Given("chat_template", template)] if template else found
+    template = config.prompts.chat_template
+    return [*found, Given("prompts.chat_template", template)] if template else found
 
 
 def make_paths_absolute(config: Config) -> None:
@@ -73,7 +74,7 @@ def make_paths_absolute(config: Config) -> None:
     _change_sources(config, change)
     config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
     config.reward = ",".join(map(absolute, config.rewards))
-    for by_name in (config.source_rewards, config.evaluation.reward_of):
+    for by_name in (config.scoring.by_source, config.evaluation.reward_of):
         by_name.update({name: absolute(reward) for name, reward in by_name.items()})
     config.model_builder = absolute(config.model_builder)
     config.objective.objective = absolute(config.objective.objective)

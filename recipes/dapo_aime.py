@@ -30,6 +30,7 @@ from qurl_megatron.config.schema import (
     OptimizerConfig,
     QuantizationConfig,
     RolloutConfig,
+    ScoringConfig,
     UaqConfig,
 )
 
@@ -37,7 +38,7 @@ from qurl_megatron.config.schema import (
 def recipe() -> Config:
     return Config(
         reward="dapo",
-        reward_wrong=-1.0,
+        scoring=ScoringConfig(wrong=-1.0),
         steps=200,
         learner=LearnerConfig(tensor_parallel_size=4, data_parallel_size=2, micro_batch_size=4),
         optimizer=OptimizerConfig(learning_rate=1e-6, minibatches_per_step=16),

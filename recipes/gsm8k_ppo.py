@@ -39,12 +39,12 @@ def recipe() -> Config:
     return Config(
         reward="gsm8k",
         steps=435,
-        advantage_estimator="gae",
         learner=LearnerConfig(micro_batch_size=16),
         optimizer=OptimizerConfig(learning_rate=1e-5, minibatches_per_step=4),
         critic=CriticConfig(optimizer=OptimizerConfig(learning_rate=1e-5, minibatches_per_step=4)),
         objective=ObjectiveConfig(
             objective="acr",
+            advantage_estimator="gae",
             eps_low=0.2,
             eps_high=0.2,
             ratio_cap=2.0,

@@ -25,6 +25,7 @@ from qurl_megatron.config.schema import (
     LearnerConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    PromptsConfig,
     QuantizationConfig,
     RolloutConfig,
     ServerConfig,
@@ -58,7 +59,7 @@ def recipe() -> Config:
     return Config(
         model_builder="qurl_megatron.recipes.quickstart:build_taught_model",
         data="reasoning_gym:spell_backward",
-        data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
+        prompts=PromptsConfig(options={"min_word_len": 5, "max_word_len": 5, "size": 10000}),
         reward="reasoning_gym",
         steps=40,
         learner=LearnerConfig(

@@ -16,6 +16,7 @@ from qurl_megatron.config.schema import (
     LearnerConfig,
     ObjectiveConfig,
     OptimizerConfig,
+    PromptsConfig,
     QuantizationConfig,
     RolloutConfig,
     ServerConfig,
@@ -33,7 +34,7 @@ def recipe() -> Config:
     return Config(
         model_builder="qurl_megatron.recipes.quickstart:build_model",
         data="reasoning_gym:spell_backward",  # its words number the games
-        data_options={"min_word_len": 5, "max_word_len": 5, "size": 10000},
+        prompts=PromptsConfig(options={"min_word_len": 5, "max_word_len": 5, "size": 10000}),
         steps=60,
         learner=LearnerConfig(
             # Two ranks, except on a single GPU: NCCL does not allow two ranks on one.

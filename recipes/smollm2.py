@@ -41,7 +41,7 @@ def recipe() -> Config:
     config = grpo.recipe()
     config.model_builder = "qurl_megatron.model.smollm2:write"
     config.data = "reasoning_gym:basic_arithmetic"
-    config.data_options = {
+    config.prompts.options = {
         "min_terms": 2,
         "max_terms": 2,
         "min_digits": 1,

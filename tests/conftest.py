@@ -156,7 +156,7 @@ def short_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def recipe() -> Config:
         config = whole()
-        config.data_options["size"] = 2000
+        config.prompts.options["size"] = 2000
         config.reward = "exact"
         config.model_builder = "qurl_megatron.recipes.quickstart:build_model"
         return config

@@ -37,7 +37,7 @@ SIGNALS = ("INT", "TERM", "USR1", "HUP", "QUIT", "PIPE")
 FROM_TERMINALS = ("INT", "HUP", "QUIT")
 AT_ONCE_S = 3.0  # for a command without a run to end; the machine may be busy
 # A run as short as a phase permits: no evaluation, unless that is the phase.
-RUN = """quickstart name=run steps=3 data_options.size=500 reward=exact evaluation.problems=0
+RUN = """quickstart name=run steps=3 prompts.options.size=500 reward=exact evaluation.problems=0
     rollout.prompts_per_step=8 rollout.completions_per_prompt=4 checkpoint.every_steps=1
     model_builder=qurl_megatron.recipes.quickstart:build_model""".split()
 RUNS_OF_PHASES = {"evaluation": ["evaluation.problems=8"], "end": ["steps=1"]}

@@ -12,7 +12,7 @@ import pytest
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.proof import WrongRollouts
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, ScoringConfig
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation.avg_at_k import (
@@ -52,7 +52,7 @@ def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
     tmp_path: Path,
 ) -> None:
     client: Any = ScriptedClient("\\boxed{42}", "\\boxed{41}", "9" * 100_000, "")
-    with Scorer(Config(reward="math", reward_wrong=-1), workers=1) as scorer:
+    with Scorer(Config(reward="math", scoring=ScoringConfig(wrong=-1)), workers=1) as scorer:
         results = measure(client, scorer.submit, [PROMPT], 64, k=4, temperature=0.6, top_p=0.95)
     greedy, sampled = client.settings
     assert (greedy["completions_per_prompt"], greedy["temperature"]) == (1, 0.0)

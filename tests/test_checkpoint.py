@@ -136,7 +136,7 @@ def test_a_resumed_learner_repeats_the_steps_of_an_uninterrupted_one(
     assert read_state(checkpoints / "step_000002").prompts == {"position": 2}
     # The estimate of the disk that a checkpoint takes: no more than it does, and no less by far.
     config = config_of(tmp_path, dtype, TP2)
-    config.advantage_estimator = "gae"
+    config.objective.advantage_estimator = "gae"
     estimate = checkpoint_bytes(Architecture.from_directory(tmp_path / "model"), config)
     files = (checkpoints / "step_000002" / "megatron").iterdir()
     assert 0.9 < sum(path.stat().st_size for path in files) / estimate < 1.2

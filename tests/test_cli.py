@@ -85,7 +85,8 @@ def test_every_recipe_is_ready_to_start(
     if config.quantization.format == "bf16":
         given.quantization.uaq = UaqConfig(scale=1)
     assert config.rollout.stop_token_ids == [EOS_TOKEN_ID]
-    given.rollout.stop_token_ids, given.template_date = [EOS_TOKEN_ID], config.template_date
+    given.rollout.stop_token_ids = [EOS_TOKEN_ID]
+    given.prompts.template_date = config.prompts.template_date
     if config.rollout.placement == "colocated":  # of which `auto` is decided
         given.rollout.server.releases = config.rollout.server.releases
         given.evaluation.server.releases = config.evaluation.server.releases
@@ -160,17 +161,18 @@ def test_run_directory_keeps_the_summary_of_its_data(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_keeps_its_stop_tokens_and_its_day(tmp_path: Path) -> None:
-    words = [*grpo_words(tmp_path, good_problems()), "name=first", "template_date=2024-02-29"]
+    words = [*grpo_words(tmp_path, good_problems()), "name=first"]
+    words += ["prompts.template_date=2024-02-29"]
     config, _ = prepare_new("grpo", words)
     generation = Path(config.model) / "generation_config.json"
     generation.write_text('{"eos_token_id": 7}')
     resumed, _ = prepare_resume(config.run_dir, [])
     assert resumed.rollout.stop_token_ids == [EOS_TOKEN_ID]
-    assert resumed.template_date == "2024-02-29"
+    assert resumed.prompts.template_date == "2024-02-29"
     given = [*words[:-2], "name=second", "rollout.stop_token_ids=[9,8]"]
     config, summary = prepare_new("grpo", given)
     assert config.rollout.stop_token_ids == [9, 8]
-    assert config.template_date == date.today().isoformat()
+    assert config.prompts.template_date == date.today().isoformat()
     assert "\nan answer ends with: '(' (9), \"'\" (8)\n" in summary
 
 
@@ -230,12 +232,12 @@ def test_a_command_reads_and_writes_utf_8_whatever_the_locale(tmp_path: Path) ->
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     done = subprocess.run(
         [sys.executable, "-c", "from qurl_megatron.cli import main; main()"]
-        + ["config", "grpo", "system_prompt=R\u00e9ponds en \u4e2d"],
+        + ["config", "grpo", "prompts.system_prompt=R\u00e9ponds en \u4e2d"],
         env=environment,
         capture_output=True,
     )
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["system_prompt"] == "R\u00e9ponds en \u4e2d"
+    assert yaml.safe_load(done.stdout)["prompts"]["system_prompt"] == "R\u00e9ponds en \u4e2d"
     assert done.stderr == b""
 
 

@@ -6,8 +6,10 @@
 import dataclasses
 import importlib.util
 import itertools
+import json
 import math
 import re
+import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +23,14 @@ from hypothesis import strategies as st
 
 from command_configs import COMMAND_CONFIGS
 from qurl_megatron.config.gpus import H100
+from qurl_megatron.config.older import MOVED
 from qurl_megatron.config.other_names import OTHER_NAMES
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     CriticConfig,
     LearnerConfig,
+    PromptsConfig,
     ServerConfig,
 )
 from qurl_megatron.config.text import (
@@ -40,6 +44,7 @@ from qurl_megatron.config.text import (
     with_overrides,
 )
 from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
+from qurl_megatron.evaluation.evaluate import EvalConfig
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.model.architecture import ArchitectureError
@@ -78,13 +83,13 @@ def test_overrides_take_the_type_of_their_field() -> None:
 
 
 def test_a_dict_is_replaced_as_a_whole_or_key_by_key() -> None:
-    config = Config(data_options={"size": 10, "mode": "easy"})
-    assert with_overrides(config, ["data_options={}"]).data_options == {}
-    words = ["data_options={size: 3, words: [1, b]}", "data_options.size=4"]
+    config = Config(prompts=PromptsConfig(options={"size": 10, "mode": "easy"}))
+    assert with_overrides(config, ["prompts.options={}"]).prompts.options == {}
+    words = ["prompts.options={size: 3, words: [1, b]}", "prompts.options.size=4"]
     words += ["quantization.uaq.layer_scales.3=1.25", "rollout.server.options={dtype: half}"]
     words += ["evaluation.data.aime24=/data/aime", "evaluation.data.gsm8k=/data/gsm8k:test"]
     config = with_overrides(config, words)
-    assert config.data_options == {"size": 4, "words": [1, "b"]}
+    assert config.prompts.options == {"size": 4, "words": [1, "b"]}
     assert config.quantization.uaq.layer_scales == {3: 1.25}
     assert config.rollout.server.options == {"dtype": "half"}
     assert config.evaluation.data == {"aime24": "/data/aime", "gsm8k": "/data/gsm8k:test"}
@@ -128,12 +133,66 @@ def test_a_file_of_version_0_2_loads_and_what_is_gone_is_refused(tmp_path: Path)
             load(path)
 
 
+# A value of each field that version 0.2 had at the top.
+OF_0_2 = """
+    question_key: ask
+    answer_key: info.answer
+    incomplete: drop
+    ignore_media: true
+    system_prompt: Think.
+    chat_template: "{{ messages }}"
+    chat_template_options: {enable_thinking: false}
+    template_date: 2024-02-29
+    data_options: {size: 7}
+    data_weights: [1, 2]
+    overlong_prompts: refuse
+    shuffle: false
+    reward_right: 2
+    reward_wrong: -1
+    reward_partial: true
+    reward_weights: [1]
+    source_rewards: {gsm8k: exact}
+    reward_timeout_s: 5
+    reward_import_timeout_s: 7
+    scoring_workers: 3
+    advantage_estimator: rloo
+"""
+
+
+def test_names_of_version_0_2_are_read_as_those_of_now(tmp_path: Path) -> None:
+    """In words, in a user's file, in a saved config.yaml and by `qurl eval`."""
+    path, values = tmp_path / "config.yaml", yaml.safe_load(OF_0_2)
+    values["template_date"] = str(values["template_date"])
+    assert values.keys() == MOVED.keys()
+    path.write_text(textwrap.dedent(OF_0_2))
+    config = load(path)
+    leaves, defaults = leaf_values(config), leaf_values(Config())
+    assert {field for field in leaves if leaves[field] != defaults[field]} == {*MOVED.values()}
+    assert all(leaves[now] == values[old] for old, now in MOVED.items())
+    assert load_recipe(str(path)).config == config
+    words = [f"{old}={value}" for old, value in values.items()]
+    assert with_overrides(Config(), words) == config
+    of_eval = with_overrides(EvalConfig(), ["data_options.size=7", "scoring_workers=3"])
+    assert (of_eval.prompts.options, of_eval.scoring.workers) == ({"size": 7}, 3)
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_file_with_both_names_of_a_field_is_refused(tmp_path: Path, old: str) -> None:
+    path, (section, _, name) = tmp_path / "config.yaml", MOVED[old].partition(".")
+    value = json.dumps(yaml.safe_load(OF_0_2)[old], default=str)
+    path.write_text(f"{old}: {value}\n{section}: {{{name}: {value}}}\n")
+    with pytest.raises(ConfigError, match=f"^{path}: {old}: is {MOVED[old]} now, which is given"):
+        load(path)
+    with pytest.raises(ConfigError, match=f"^{path}, line 2: {MOVED[old]} is given twice, also"):
+        load_recipe(str(path))
+
+
 def test_a_day_in_a_file_needs_no_quotes(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("template_date: 2024-02-29\n")
-    assert load(file).template_date == "2024-02-29"
+    file.write_text("prompts: {template_date: 2024-02-29}\n")
+    assert load(file).prompts.template_date == "2024-02-29"
     save(load(file), file)
-    assert load(file).template_date == "2024-02-29"
+    assert load(file).prompts.template_date == "2024-02-29"
 
 
 @pytest.mark.parametrize("text", ["", "- steps\n", "steps\n"])
@@ -152,7 +211,7 @@ def test_a_recipe_is_valid_field_by_field_and_loads_back_equal_from_yaml(
     as_yaml = yaml.safe_dump(dataclasses.asdict(recipe))
     with_types = yaml.safe_dump(dataclasses.asdict(with_overrides(recipe, [])))
     assert with_types == as_yaml  # 1 where 1.0 belongs would differ here
-    words = ["name=first", "data_options.words=[1, b]", "time_limit_s=60", *STAGES]
+    words = ["name=first", "prompts.options.words=[1, b]", "time_limit_s=60", *STAGES]
     config = with_overrides(recipe, words)
     path = tmp_path / "config.yaml"
     save(config, path)
@@ -195,7 +254,9 @@ def test_blocks_of_experts_must_lie_on_one_rank_of_a_server() -> None:
 
 def test_fields_that_fit_each_other_and_the_model_are_accepted(model_dir: Path) -> None:
     assert validate(runnable(model_dir)).family == "qwen2"
-    validate(runnable(model_dir, "advantage_estimator=gae", "rollout.completions_per_prompt=1"))
+    validate(
+        runnable(model_dir, "objective.advantage_estimator=gae", "rollout.completions_per_prompt=1")
+    )
     for objective in ("naive", "decoupled", "tis", "acr", "sequence_tis"):
         words = ["rollout.max_staleness=2", f"objective.objective={objective}"]
         validate(runnable(model_dir, *words))
@@ -215,11 +276,10 @@ def test_critic_has_its_own_layout_on_the_policy_ranks() -> None:
 # Words that change what must not change when a run resumes: one or more for each prefix of _FIXED.
 FIXED = """
     model=other learner.dtype=float32 critic.model=other quantization.uaq.scale=2
-    quantization.uaq.through_up=true advantage_estimator=gae data=other.jsonl data_options.size=7
-    data_weights=2 checkpoint.best_by=aime
-    question_key=text answer_key=text overlong_prompts=refuse rollout.max_prompt_length=9 seed=1
-    shuffle=false incomplete=drop system_prompt=Think. chat_template_options.enable_thinking=false
-    ignore_media=true template_date=2024-02-29
+    quantization.uaq.through_up=true objective.advantage_estimator=gae data=other.jsonl seed=1
+    prompts.options.size=7 prompts.weights=2 prompts.system_prompt=Think. prompts.shuffle=false
+    prompts.chat_template_options.enable_thinking=false rollout.max_prompt_length=9
+    checkpoint.best_by=aime
     evaluation.held_out_fraction=0.3 evaluation.data.aime=FILE name=other evaluation.quantized=true
     output_dir=elsewhere evaluation.problems=0 evaluation.problems=9 adapters.rank=8
 """.split()
@@ -228,7 +288,7 @@ FIXED = """
 def test_resume_refuses_changes_that_contradict_the_checkpoints() -> None:
     saved = Config(data="problems.jsonl")
     validate_resume(saved, with_overrides(saved, ["learner.tensor_parallel_size=2", "steps=7"]))
-    validate_resume(saved, with_overrides(saved, ["advantage_estimator=rloo"]))
+    validate_resume(saved, with_overrides(saved, ["objective.advantage_estimator=rloo"]))
     validate_resume(saved, with_overrides(saved, ["model_builder=models.py:build"]))
     targeted = with_overrides(saved, ["adapters.rank=8", "adapters.targets=[q_proj, v_proj]"])
     validate_resume(targeted, with_overrides(targeted, ["adapters.targets=[v_proj, q_proj]"]))
@@ -414,15 +474,15 @@ def test_the_values_of_one_configuration_turn_another_into_it() -> None:
     words = [
         "steps=7",
         "time_limit_s=3",
-        "data_options.size=100",
-        "data_options.words=[1, b]",
+        "prompts.options.size=100",
+        "prompts.options.words=[1, b]",
         "quantization.uaq.layer_scales.3=2",
         "quantization.format=fp8",
         "rollout.servers_at=[http://10.0.0.1:30000, 'https://host/a']",
         "learner.layers_in_last_pipeline_stage=2",
         *STAGES,
     ]
-    config = Config(data_options={"size": 10})
+    config = Config(prompts=PromptsConfig(options={"size": 10}))
     changed = with_overrides(config, words)
     for before, after in ((config, changed), (changed, config)):
         given = [Given(*each) for each in leaf_values(after).items()]

@@ -15,7 +15,7 @@ from rich.console import Console
 from logs import run_log
 from qurl_megatron import device
 from qurl_megatron.algorithm.proof import WrongRollouts
-from qurl_megatron.config.schema import ConfigError, RolloutConfig
+from qurl_megatron.config.schema import ConfigError, PromptsConfig, RolloutConfig, ScoringConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.evaluation.avg_at_k import read_answers
 from qurl_megatron.evaluation.evaluate import EvalConfig, check_output, run, unfinished
@@ -55,7 +55,7 @@ def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: 
     assert refusal() == ""  # it has no answers
     interrupt(config)
     (output / "answers_0.jsonl").touch()
-    assert refusal() == refusal(scoring_workers=3, output=f"{tmp_path}/eval/.") == ""
+    assert refusal() == refusal(scoring=ScoringConfig(workers=3), output=f"{tmp_path}/eval/.") == ""
     assert "k=8: " in refusal(k=8) and "with k=4; give that" in refusal(k=8)
     assert "data=['a=" in refusal(data=dict(sorted(files.items())))  # whose answers are whose?
     interrupt(config)
@@ -91,7 +91,7 @@ def test_the_command_continues_where_its_server_was_lost(
     def evaluate() -> None:
         config = EvalConfig(model=str(model), k=2, output=str(output))
         config.data = {str(data): str(data), "more": str(data)}
-        config.reward, config.reward_weights = "exact, dapo", [1, 3]
+        config.reward, config.scoring.weights = "exact, dapo", [1, 3]
         config.k_of, config.reward_of = {"more": 0}, {"more": "gsm8k_flexible"}
         config.max_prompt_length = config.max_completion_length = 64
         check_output(config)
@@ -133,10 +133,11 @@ def test_a_run_ends_with_commands_for_its_curves_and_for_its_data_as_it_read_the
     options = {"enable_thinking": False}
     rollout = RolloutConfig(agent="a.py:play", max_turns=3, max_prompt_length=7)
     rollout.max_completion_length = 9
-    fields: dict[str, Any] = {"question_key": "text", "chat_template_options": options}
-    fields["data_options"] = {"min_digits": 1, "operators": ["+", "-"]}
-    fields |= {"reward": "exact,b.py:f", "reward_weights": [1, 0.5]}
-    run_log(tmp_path / "run", data="a.jsonl", rollout=rollout, **fields).say_results()
+    prompts = PromptsConfig(question_key="text", chat_template_options=options)
+    prompts.options = {"min_digits": 1, "operators": ["+", "-"]}
+    fields: dict[str, Any] = {"reward": "exact,b.py:f", "scoring": ScoringConfig(weights=[1, 0.5])}
+    settings = {"data": "a.jsonl", "rollout": rollout, "prompts": prompts}
+    run_log(tmp_path / "run", **settings, **fields).say_results()
     said = capsys.readouterr().out.replace("\n", " ")
     assert f"curves: tensorboard --logdir {tmp_path / 'run' / 'tensorboard'}" in said
     _, *words = shlex.split(said.rpartition("its answers: ")[2])
@@ -145,4 +146,5 @@ def test_a_run_ends_with_commands_for_its_curves_and_for_its_data_as_it_read_the
     assert config.output == str(tmp_path / "run" / "answers")
     for name, value in (fields | {"agent": "a.py:play", "max_turns": 3}).items():
         assert getattr(config, name) == value
+    assert vars(config.prompts).items() <= vars(prompts).items()
     assert (config.max_prompt_length, config.max_completion_length) == (7, 9)

@@ -23,7 +23,13 @@ from qurl_megatron.cli import app
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import DGX_H100, Node
 from qurl_megatron.config.nodes import server_specs
-from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError, EvaluationConfig
+from qurl_megatron.config.schema import (
+    STOPPED_EARLY,
+    Config,
+    ConfigError,
+    EvaluationConfig,
+    ScoringConfig,
+)
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.text import Given, with_overrides
 from qurl_megatron.launch import code_copy, experiment, local, nemo, status
@@ -357,7 +363,7 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
     (own / "own.jinja").write_text(template)
     (own / "run.yaml").write_text(
         "recipe: quickstart\nreward: [exact, own/mine.py:reward]\n"
-        "model_builder: own/build.py:build\nchat_template: own/own.jinja\n"
+        "model_builder: own/build.py:build\nprompts.chat_template: own/own.jinja\n"
     )
     launch("own/run.yaml", ["name=s"], options=JobOptions())
     for file in (own / "mine.py", own / "build.py", own / "package" / "part.py", own / "run.yaml"):
@@ -367,13 +373,13 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
         for tree in given_in(Path("script").read_text())
         for field, value in tree.items()
     }
-    assert given["chat_template"] == template
+    assert given["prompts.chat_template"] == template
     (code,) = Path("logs").absolute().iterdir()
     first, reward = given["reward"].split(",")
     assert first == "exact"
     of_sources = {"a.b": "own/mine.py:reward", "c": "math"}
-    (copied,) = code_copy.copies(Config(source_rewards=of_sources), code)
-    assert copied == Given("source_rewards", {"a.b": reward, "c": "math"})
+    (copied,) = code_copy.copies(Config(scoring=ScoringConfig(by_source=of_sources)), code)
+    assert copied == Given("scoring.by_source", {"a.b": reward, "c": "math"})
     of_sets = EvaluationConfig(reward_of={"d": "own/mine.py:reward"})
     assert code_copy.copies(Config(evaluation=of_sets), code) == [
         Given("evaluation.reward_of", {"d": reward})
@@ -616,8 +622,8 @@ def test_a_run_that_this_machine_cannot_hold_is_refused_with_the_estimate(
         ("rollout.servers=200", r"lower what takes most: rollout.servers \(61\.\d GB\), "),
         ("rollout.server.max_total_tokens=100000000", r"\.server\.max_total_tokens \(230 GB\), "),
         ("learner.context_parallel_size=32", "64 learner ranks and 3 server ranks compute on 2 co"),
-        ("scoring_workers=1000000000", r"scoring_workers=1000000000: they take 5e\+04 TB of mem"),
-        ("reward=[exact,math] scoring_workers=1000000000", r": they take 1e\+05 TB of memory"),
+        ("scoring.workers=1000000000", r"scoring.workers=1000000000: they take 5e\+04 TB of mem"),
+        ("reward=[exact,math] scoring.workers=1000000000", r": they take 1e\+05 TB of memory"),
     ],
 )
 def test_numbers_that_are_absurd_on_this_machine_are_refused_with_the_estimate(
@@ -697,7 +703,7 @@ def test_epochs_set_the_number_of_steps(no_slurm: None) -> None:
     assert trained
     problems, per_step = int(trained[1].replace(",", "")), config.rollout.prompts_per_step
     assert config.steps == -(-1.5 * problems // per_step)
-    twice, _ = prepare_new("quickstart", ["name=twice", "epochs=1.5", "data_weights=2"])
+    twice, _ = prepare_new("quickstart", ["name=twice", "epochs=1.5", "prompts.weights=2"])
     assert twice.steps == -(-3 * problems // per_step)
     run_dir = Path("runs/first")
     longer, _ = prepare_resume(run_dir, ["epochs=3"])

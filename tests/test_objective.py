@@ -692,7 +692,7 @@ def test_every_setting_of_a_run_reaches_its_loss() -> None:
         "tis", 0.05, 0.5, 1.2, kl_coefficient=0.7, entropy_coefficient=0.1, dual_clip=1.5
     )
     settings = dataclasses.asdict(config)
-    del settings["aggregation"]
+    del settings["aggregation"], settings["advantage_estimator"]
     entropy = torch.rand_like(current)
     expected = policy_objective(**batch, entropy=entropy, **settings).loss
     assert torch.equal(PolicyLoss(config)(current, entropy, rows, weights)[0], expected)

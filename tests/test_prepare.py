@@ -17,6 +17,7 @@ from qurl_megatron.config.schema import (
     EvaluationConfig,
     ObjectiveConfig,
     RolloutConfig,
+    ScoringConfig,
 )
 from qurl_megatron.config.text import load
 from qurl_megatron.data.problems import DataError
@@ -74,7 +75,7 @@ def test_paths_are_kept_as_seen_from_where_the_run_was_made(
 def test_functions_of_a_user_are_found_from_any_working_directory(tmp_path: Path) -> None:
     config = Config(
         reward="judge.py:score,math",
-        source_rewards={"puzzles": "judge.py:puzzle", "sums": "math"},
+        scoring=ScoringConfig(by_source={"puzzles": "judge.py:puzzle", "sums": "math"}),
         model_builder="models.py:build",
         objective=ObjectiveConfig(objective="losses.py:loss"),
         rollout=RolloutConfig(agent="agents.py:agent"),
@@ -82,7 +83,8 @@ def test_functions_of_a_user_are_found_from_any_working_directory(tmp_path: Path
     )
     make_paths_absolute(config)
     assert config.reward == f"{tmp_path}/judge.py:score,math"
-    assert config.source_rewards == {"puzzles": f"{tmp_path}/judge.py:puzzle", "sums": "math"}
+    puzzle = f"{tmp_path}/judge.py:puzzle"
+    assert config.scoring.by_source == {"puzzles": puzzle, "sums": "math"}
     assert config.evaluation.reward_of == {"tests": f"{tmp_path}/judge.py:test"}
     assert config.model_builder == f"{tmp_path}/models.py:build"
     assert config.objective.objective == f"{tmp_path}/losses.py:loss"
@@ -116,14 +118,17 @@ def test_a_run_keeps_the_text_of_its_chat_template(tmp_path: Path) -> None:
     words = write_inputs("grpo", tmp_path)
     template = "{% for m in messages %}Q: {{ m.content }}\n{% endfor %}A:"
     (file := tmp_path / "own.jinja").write_text(template)
-    config, summary = prepare_new("grpo", [*words, "name=first", "chat_template=own.jinja"])
-    assert config.chat_template == load(config.run_dir / "config.yaml").chat_template == template
+    own = "prompts.chat_template=own.jinja"
+    config, summary = prepare_new("grpo", [*words, "name=first", own])
+    saved = load(config.run_dir / "config.yaml")
+    assert config.prompts.chat_template == saved.prompts.chat_template == template
     assert "| Q: " in summary and "| A:" in summary
-    prepare_resume(config.run_dir, ["chat_template=own.jinja"])  # as a job repeats its words
+    prepare_resume(config.run_dir, [own])  # as a job repeats its words
     file.write_text(f"{template} ")
-    assert prepare_resume(config.run_dir, [])[0].chat_template == template
-    with pytest.raises(ConfigError, match="^chat_template={% for .* the run has {% for") as refused:
-        prepare_resume(config.run_dir, ["chat_template=own.jinja"])
+    assert prepare_resume(config.run_dir, [])[0].prompts.chat_template == template
+    wrong = "^prompts.chat_template={% for .* the run has {% for"
+    with pytest.raises(ConfigError, match=wrong) as refused:
+        prepare_resume(config.run_dir, [own])
     assert "\n" not in str(refused.value)
 
 

@@ -99,7 +99,7 @@ def test_a_function_of_the_users_own_may_do_without_answers(tmp_path: Path) -> N
     refusal(data, "line 1: answer is missing or empty")  # a built-in verifier needs them
     with pytest.raises(DataError, match="line 1: gold is missing"):
         read_problems(data, {}, fields=own._replace(answer="gold"))
-    with pytest.raises(DataError, match="line 2: .*; 1 of 2 entries have no answer; incomplete=d"):
+    with pytest.raises(DataError, match="line 2: .*; 1 of 2 entries have no answer; prompts"):
         read(tmp_path, GOOD, prompts[0], fields=own)
 
 
@@ -166,7 +166,7 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         ),
         (
             {"question": "1?", "prompt": "2?", "answer": "2"},
-            "has question and prompt, which differ; name",
+            "has question and prompt, which differ; ask one",
         ),
         (
             {"prompt": [{"role": "assistant", "content": "2"}], "answer": "2"},
@@ -185,7 +185,7 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         (
             {"question": "3 + 3?", "answer": []},
             "answer is an empty list; expected at least one answer; 1 of 3 entries have no answer; "
-            "incomplete=drop leaves such entries out",
+            "prompts.incomplete=drop leaves such entries out",
         ),
         ({"prompt": "", "answer": "6"}, "prompt is missing or empty"),
         ({"prompt": [{"role": "user"}], "answer": "6"}, "prompt[0].content is missing"),
@@ -194,23 +194,23 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         (
             {"text": "3 + 3?", "answer": "6"},
             "question is missing or empty; the entry has text, answer (name another field with "
-            "question_key=)",
+            "prompts.question_key=)",
         ),
         (
             {"question": "3 + 3?", "label": "6"},
             "answer is missing or empty; the entry has question, label (name another field with "
-            "answer_key=)",
+            "prompts.answer_key=)",
         ),
         (b'{"question": "\\ud800", "answer": "6"}', "question is not Unicode text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
-            "messages[0].content has an image, audio or video; the policy reads text only; ignore_",
+            "messages[0].content has an image, audio or video; the policy reads text; prompts",
         ),
         ({"messages": CHAT}, "answer is missing or empty"),
         (
             {"question": "3 + 3?", "answer": float("nan")},
             "answer is missing or empty; the entry has question, answer (name another field with "
-            "answer_key=); 1 of 3 entries have no answer; incomplete=drop leaves such entries out",
+            "prompts.answer_key=); 1 of 3 entries have no answer; prompts.incomplete=drop leaves",
         ),
         ({"question": "3 + 3?", "answer": float("inf")}, "answer is inf; expected text or a fin"),
         ({"prompt": json.dumps(CHAT), "answer": "6"}, "prompt is a text with a list of chat messa"),
@@ -225,7 +225,7 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         ({"question": float("inf"), "answer": "6"}, "question is inf; expected text or a finite"),
         (
             {"instruction": "Add.", "input": "3 + 3", "output": "6"},
-            "has Alpaca's fields; give question_",
+            "has Alpaca's fields; give prompts.",
         ),
         ({"prompt": "1?", "chosen": "1", "rejected": "2"}, "has chosen and rejected, a preference"),
         ({"prompt": "3?", "reward_model": {}}, "reward_model.ground_truth is missing or empty"),
@@ -267,7 +267,7 @@ def test_unusable_source_is_refused_and_named(tmp_path: Path) -> None:
         "a.txt": "unsupported; expected a .jsonl, .json, .parquet, .csv, .tsv or .jsonl.gz file",
     }.items():
         refusal(f"{tmp_path}/{name}", f"{name}: {message}")
-    refusal(write_lines(tmp_path / "a.jsonl", GOOD), "data_options.size", {"size": 3})
+    refusal(write_lines(tmp_path / "a.jsonl", GOOD), "prompts.options.size", {"size": 3})
 
 
 def test_published_file_formats_are_read(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_entries_without_an_answer_are_refused_with_their_number_or_dropped(
     entries = [GOOD, *({"question": f"{n}?", "answer": gap} for n, gap in enumerate(gaps))]
     data = write_lines(tmp_path / "a.jsonl", *entries, {"question": "no field"})
     refusal(data, "a.jsonl line 2: answer is missing or empty; the entry has question, answer (")
-    refusal(data, "; 6 of 7 entries have no answer; incomplete=drop leaves such entries out")
+    refusal(data, "; 6 of 7 entries have no answer; prompts.incomplete=drop leaves such entries o")
     source = read_problems(data, {}, fields=Fields(incomplete="drop"))
     assert [problem.question for problem in source.problems] == ["1 + 1?"]
     assert source.dropped == {"has no answer": [f"{data} line {n}" for n in range(2, 8)]}
@@ -609,7 +609,7 @@ def test_seed_alone_decides_which_problems_are_generated() -> None:
         return [p.question for p in read_problems(SPELL_BACKWARD, options, seed=seed).problems]
 
     assert generated(0, {}) == generated(0, {}) != generated(1, {})
-    assert generated(1, {"seed": 0}) == generated(0, {})  # data_options override the seed
+    assert generated(1, {"seed": 0}) == generated(0, {})  # options override the seed
 
 
 @pytest.mark.parametrize(
@@ -619,11 +619,15 @@ def test_seed_alone_decides_which_problems_are_generated() -> None:
         ("spell_backward", {"max_word_length": 8}, "no such option; did you mean max_word_len"),
         ("spell_backward", {"min_word_len": 9, "max_word_len": 8}, "max_word_len must be >="),
         ("rubiks_cube", {"size": 2}, "entry 0: answer is missing"),
-        ("spell_backward", {"size": "1e4"}, "data_options.size=1e4: must be a whole number from 1"),
-        ("spell_backward", {"size": -1}, "data_options.size=-1: must be a whole number from 1"),
-        ("spell_backward", {"size": None}, "data_options.size=None: must be a whole number"),
-        ("spell_backward", {"seed": "a"}, "data_options.seed=a: must be a whole number, such as 7"),
-        ("spell_backward", {"seed": None}, "data_options.seed=None: must be a whole number"),
+        ("spell_backward", {"size": "1e4"}, "prompts.options.size=1e4: must be a whole number"),
+        ("spell_backward", {"size": -1}, "prompts.options.size=-1: must be a whole number from 1"),
+        ("spell_backward", {"size": None}, "prompts.options.size=None: must be a whole number"),
+        (
+            "spell_backward",
+            {"seed": "a"},
+            "prompts.options.seed=a: must be a whole number, such as",
+        ),
+        ("spell_backward", {"seed": None}, "prompts.options.seed=None: must be a whole number"),
         ("chain_sum", {"min_digits": "1"}, "chain_sum with {'size': 5000, 'seed': 0, 'min_digits'"),
     ],
 )
@@ -728,7 +732,7 @@ def test_images_audio_and_video_are_refused_until_they_are_ignored(
     entry: dict[str, Any], where: str, tmp_path: Path
 ) -> None:
     data = write_parquet(tmp_path / "a.parquet", {**entry, "answer": "6"})
-    with pytest.raises(DataError, match=f"row 1: {where}.*ignore_media=true"):
+    with pytest.raises(DataError, match=f"row 1: {where}.*prompts.ignore_media=true"):
         read_problems(data, {})
     (problem,) = read_problems(data, {}, fields=Fields(ignores_media=True)).problems
     assert problem.question == "3 + 3?"
@@ -798,5 +802,6 @@ def test_examples_of_the_documentation_are_problems(tmp_path: Path) -> None:
         ("What is 3 + 3?", "6"),
         ("Find $x$ if $2x = 7$.", "\\frac{7}{2}"),
     ]
-    (words,) = re.findall(r"^    question_key=(\S+) answer_key=(\S+)$", page, re.MULTILINE)
+    given = r"^    prompts.question_key=(\S+) prompts.answer_key=(\S+)$"
+    (words,) = re.findall(given, page, re.MULTILINE)
     assert read(tmp_path, named.encode(), fields=Fields(*words))[0].answer == "6"

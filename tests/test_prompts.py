@@ -21,7 +21,7 @@ from problem_files import (
     write_lines,
 )
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import Config, PromptsConfig, ScoringConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.problems import DataError, read_problems
 from qurl_megatron.data.prompts import (
@@ -173,20 +173,20 @@ def test_problems_whose_answer_cannot_be_read_are_left_out_of_training_and_named
     assert not load(config).sources["b"].notes
     config.evaluation.reward_of = {"b": "mine.py:reward"}
     assert load(config).files["b"][1].columns == bad[0]
-    config.source_rewards = {"none": "exact"}
+    config.scoring.by_source = {"none": "exact"}
     with pytest.raises(
-        DataError, match="^source_rewards.none: no entry has this data_source; they"
+        DataError, match="^scoring.by_source.none: no entry has this data_source; they"
     ):
         load(config)
     whole = [each | {"data_source": f"{n % 2}"} for n, each in enumerate([*numbered(9), *bad])]
     mixed = write_lines(tmp_path / "d.jsonl", *whole)
-    by_source = Config(data=mixed, reward="exact", source_rewards={"0": "math"})
+    by_source = Config(data=mixed, reward="exact", scoring=ScoringConfig(by_source={"0": "math"}))
     by_source.evaluation.held_out_fraction = 0.0
     kept = load(by_source)
     assert [prompt.answer for prompt in kept.train] == ["10", "\\int"]
     (lost,) = kept.sources[""].dropped.values()
     assert lost == [f"{mixed} line 3: the answer '2x+3y=' cannot be read as LaTeX"]
-    config.source_rewards = {}
+    config.scoring.by_source = {}
     config.reward = "exact, mine:reward, math"
     assert load(config).train[0].columns == {"question": "0 + 1?", "answer": "1"}
     assert len(load(config).train) == 50
@@ -239,7 +239,7 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
     config.evaluation.data = {"b": write_lines(tmp_path / "b.jsonl", long[0])}
     with pytest.raises(DataError, match=r"b\.jsonl line 1: the prompt has at least 11 tokens"):
         load(config)  # a score is over the whole file
-    config.evaluation.data, config.overlong_prompts = {}, "refuse"
+    config.evaluation.data, config.prompts.overlong = {}, "refuse"
     with pytest.raises(
         DataError, match="line 61: the prompt has at least 11 tokens.*max_prompt_length 10"
     ):
@@ -248,12 +248,12 @@ def test_too_long_prompts_are_dropped_and_counted_unless_the_run_refuses_them(
     config.data = write_lines(tmp_path / "c.jsonl", *numbered(7), GOOD | {"question": question})
     config.evaluation.problems = 0
     for side, cut in (("left", "xxxxxxxxx9"), ("right", "1xxxxxxxxx")):
-        config.overlong_prompts = f"truncate_{side}"  # type: ignore[assignment]
+        config.prompts.overlong = f"truncate_{side}"  # type: ignore[assignment]
         found = load(config)
         assert [text(each) for each in found.train] == ["7 + 1?", cut]
         assert found.train[1].question == question
         assert found.sources[""].notes == [f"cut to 10 tokens, at the {side}: 1 prompts"]
-    config.overlong_prompts, config.rollout.max_prompt_length = "drop", 3
+    config.prompts.overlong, config.rollout.max_prompt_length = "drop", 3
     with pytest.raises(DataError, match=r"c\.jsonl: every prompt has more than .* the shortest 6;"):
         load(config)
 
@@ -293,7 +293,7 @@ def test_a_text_of_more_characters_than_a_prompt_can_have_never_reaches_the_toke
 def test_named_fields_may_be_missing_from_data_to_evaluate_on(tmp_path: Path) -> None:
     renamed = [{"q": each["question"], "a": each["answer"]} for each in numbered(*range(60))]
     config = Config(data=write_lines(tmp_path / "a.jsonl", *renamed), reward="exact")
-    config.question_key, config.answer_key = "q", "a"
+    config.prompts = PromptsConfig(question_key="q", answer_key="a")
     tests = write_lines(tmp_path / "b.jsonl", *numbered(100), {"q": "5?", "a": "5"})
     config.evaluation.data = {"b": tests}
     loaded = load(config)
@@ -323,7 +323,7 @@ def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_el
     config = Config(data=write_lines(tmp_path / "a.jsonl", *numbered(*range(60)), chat))
     config.reward, config.evaluation.held_out_fraction = "math", 0.2
     before = load(config, CHAT_TEMPLATE)
-    config.system_prompt = "Be brief."
+    config.prompts.system_prompt = "Be brief."
     after = load(config, CHAT_TEMPLATE)
     for with_system, without in ((after.train, before.train), (after.held_out, before.held_out)):
         assert [prompt.id for prompt in with_system] == [prompt.id for prompt in without]
@@ -331,7 +331,7 @@ def test_system_prompt_is_put_before_chats_that_have_none_and_changes_nothing_el
     own = [each for each in texts if not each.startswith("<system>Be brief.<user>")]
     assert own == ["<system>Own.<user>3 + 3?<assistant>"]
     assert after.sources[""].kept_system_prompts == 1
-    with pytest.raises(DataError, match="line 1: a chat of 2 messages.*and no system_prompt"):
+    with pytest.raises(DataError, match="line 1: a chat of 2 messages.*no prompts.system_prompt"):
         load(config)
 
 
@@ -439,11 +439,12 @@ def test_an_epoch_serves_the_prompts_of_each_source_as_often_as_its_weight_says(
         write_lines(tmp_path / f"{name}.jsonl", *numbered(*range(start, start + 20)))
         for name, start in (("a", 0), ("b", 20), ("c", 40))
     ]
-    config = Config(data=",".join(sources), data_weights=[2, 0.5, 0], reward="exact")
+    config = Config(data=",".join(sources), reward="exact")
+    config.prompts.weights = [2, 0.5, 0]
     config.evaluation.problems = 0
     train = load(config).train
     assert [prompt.part for prompt in train] == [0] * 20 + [1] * 20 + [2] * 20
-    stream = PromptStream(train, 0, weights=config.data_weights)
+    stream = PromptStream(train, 0, weights=config.prompts.weights)
     stream.prompt(0)
     (epoch,) = stream._epochs
     counts = Counter(train[index].id for index in epoch.order)
@@ -451,11 +452,11 @@ def test_an_epoch_serves_the_prompts_of_each_source_as_often_as_its_weight_says(
     assert 4 < sum(counts[prompt.id] for prompt in train[20:40]) < 16
     assert counts.keys().isdisjoint(prompt.id for prompt in train[40:])
     stream.next(30)
-    resumed = PromptStream(train, 0, weights=config.data_weights)
+    resumed = PromptStream(train, 0, weights=config.prompts.weights)
     resumed.restore(json.loads(json.dumps(stream.state())))
     assert resumed.next(150) == stream.next(150)
-    config.data_weights = [1]
-    with pytest.raises(DataError, match=r"^data_weights=\[1\]: data has 3 sources; give one weig"):
+    config.prompts.weights = [1]
+    with pytest.raises(DataError, match=r"^prompts.weights=\[1\]: data has 3 sources; give one w"):
         load(config)
 
 
@@ -577,10 +578,10 @@ def test_summary_says_what_the_tokenizer_lacks_and_escapes_control_characters(
 def test_summary_counts_the_prompts_with_a_system_message_of_their_own(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Own."}, {"role": "user", "content": "5?"}]
     data = write_lines(tmp_path / "a.jsonl", *numbered(1, 2), {**VERL, "prompt": chat})
-    config = Config(data=data, system_prompt="Be brief.")
+    config = Config(data=data, prompts=PromptsConfig(system_prompt="Be brief."))
     config.evaluation.data = {"b": write_lines(tmp_path / "b.jsonl", *numbered(3))}
     shown = summary_of(config, CHAT_TEMPLATE)
-    assert "\nsystem_prompt: given to 3 prompts; 1 have their own\n" in shown
+    assert "\nprompts.system_prompt: given to 3 prompts; 1 have their own\n" in shown
 
 
 def test_end_tokens_behind_prompts_are_cut_off_and_counted(tmp_path: Path) -> None:

@@ -105,17 +105,17 @@ def test_a_file_holds_what_differs_from_its_recipe_or_from_the_defaults() -> Non
         ("time_limit_s: ~", "time_limit_s", None),
         ("time_limit_s: null", "time_limit_s", None),
         ("learner: {recompute: None}", "learner.recompute", None),
-        ("system_prompt: 'a: b # c'", "system_prompt", "a: b # c"),
-        ("system_prompt: >-\n  Réponds\n  en 中", "system_prompt", "Réponds en 中"),
-        ("system_prompt: |\n  Think.\n\n  Answer.", "system_prompt", "Think.\n\nAnswer."),
+        ("prompts.system_prompt: 'a: b # c'", "prompts.system_prompt", "a: b # c"),
+        ("prompts:\n system_prompt: >-\n  Dis\n  en 中", "prompts.system_prompt", "Dis en 中"),
+        ("system_prompt: |\n  Think.\n\n  Answer.", "prompts.system_prompt", "Think.\n\nAnswer."),
         ("quantization.keep: '*.down_proj'", "quantization.keep", ["*.down_proj"]),
         ("quantization: {keep: [a, '*.b']}", "quantization.keep", ["a", "*.b"]),
         ("quantization: {keep: []}", "quantization.keep", []),
         ("quantization: {keep: ['[q,k]', b]}", "quantization.keep", ["[q,k]", "b"]),
         ("quantization:\n  uaq.layer_scales: {3: 2}", "quantization.uaq.layer_scales", {3: 2.0}),
-        ("data_options: {b: 1e-6, c: 1:30}", "data_options", {"b": 1e-6, "c": "1:30"}),
-        ("data_options.a: '010'\ndata_options.b: 010", "data_options", {"a": "010", "b": 10}),
-        ("data_options: {b: 2026-11-26}", "data_options", {"b": "2026-11-26"}),
+        ("prompts.options: {b: 1e-6, c: 1:30}", "prompts.options", {"b": 1e-6, "c": "1:30"}),
+        ("data_options.a: '010'\nprompts.options.b: 010", "prompts.options", {"a": "010", "b": 10}),
+        ("prompts.options: {b: 2026-11-26}", "prompts.options", {"b": "2026-11-26"}),
         ("evaluation:\n  data:\n    amc: a.jsonl", "evaluation.data", {"amc": "a.jsonl"}),
         ("rollout:\n  # servers: 3\nsteps: 3", "rollout.servers", 1),
     ],
@@ -130,11 +130,11 @@ def test_a_value_is_what_its_writer_meant(content: str, field: str, value: objec
 
 def test_a_file_begins_with_another_beside_it_and_the_later_of_two_values_wins() -> None:
     Path("configs").mkdir()
-    written("recipe: quickstart\nsteps: 7\nseed: 1\ndata_options: {size: 90}\n", "base.yaml")
+    written("recipe: quickstart\nsteps: 7\nseed: 1\nprompts.options: {size: 90}\n", "base.yaml")
     written("steps: 8\nrecipe: ../base.yaml\nrollout.temperature: 0.7\n", "configs/my.yaml")
     written("rollout: {temperature: 0.8}\nquantization.keep: [down_proj]\n", "more.yaml")
     read = load_recipe("configs/my.yaml", ["seed=2", "more.yaml", "steps=9"])
-    changed = ["data_options={size: 90}", "seed=2", "rollout.temperature=0.8", "steps=9"]
+    changed = ["prompts.options={size: 90}", "seed=2", "rollout.temperature=0.8", "steps=9"]
     changed += ["quantization.keep=[down_proj]"]
     assert read.config == with_overrides(load_recipe("quickstart").config, changed)
     assert read.package == "quickstart"
@@ -183,10 +183,10 @@ def test_messages_name_the_file_and_the_line_that_is_wrong() -> None:
 
 
 def test_words_of_the_command_line_read_numbers_as_files_do(tmp_path: Path) -> None:
-    words = ["data_options.seed=010", "data_options.rate=1e-6", "data_options.text='1e-6'"]
+    words = ["prompts.options.seed=010", "prompts.options.rate=1e-6", "prompts.options.text='1e-6'"]
     words += ["quantization.keep=['[q,k]', *.b, \"c\"]"]
     config = with_overrides(Config(), [*words, "name=1e-6"])
-    assert config.data_options == {"seed": 10, "rate": 1e-6, "text": "1e-6"}
+    assert config.prompts.options == {"seed": 10, "rate": 1e-6, "text": "1e-6"}
     assert config.quantization.keep == ["[q,k]", "*.b", "c"]
     assert load_recipe(written(shown("grpo", *words), "my.yaml")).config == with_overrides(
         grpo.recipe(), words
@@ -291,7 +291,7 @@ def test_the_files_of_the_documentation_are_recipes() -> None:
     page = (Path(cli.__file__).parents[1] / "docs" / "own-model.md").read_text()
     blocks = [textwrap.dedent(text) for text in re.findall(r"(?:^(?: {4}.*)?\n)+", page, re.M)]
     ten_lines, laptop, much = [each for each in blocks if each.strip().startswith("recipe: ")]
-    assert load_recipe(written(much)).config.data_weights == [1, 2]
+    assert load_recipe(written(much)).config.prompts.weights == [1, 2]
     assert load_recipe(written(laptop)).config.rollout.prompts_per_step == 8
     assert len(ten_lines.split("\n\n")[0].splitlines()) <= 12
     (program,) = [block for block in blocks if block.strip().startswith("from qurl_megatron")]
@@ -311,7 +311,7 @@ def test_a_plan_and_a_rehearsal_take_a_file() -> None:
 def test_what_a_builder_returns_may_teach_the_model_until_it_is_as_good_as_asked_for(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["name=first", "data_options.size=150", "reward=exact"]
+    words = ["name=first", "prompts.options.size=150", "reward=exact"]
     build = "from functools import partial\nfrom qurl_megatron.recipes import quickstart\n"
     build += "def build(directory, seed):\n    quickstart.build_model(directory, seed)\n"
     Path("own.py").write_text(f"{build}    return partial(quickstart.teach, accuracy=0.0)\n")

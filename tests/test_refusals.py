@@ -121,10 +121,10 @@ FIELDS = rows(r"""
     optimizer.min_learning_rate=1           is above learning_rate=
     objective.objective=ppo                 no such objective; there are naive, on_policy, decoupled
     objective.aggregation=mean              'sequence_mean', 'token_mean' or 'dr_grpo'
-    data_weights=0                          has 0 problems to train on; a step must not repeat a pro
-    data_weights=1e6                        less than or equal to 1000
-    rollout.retire_after=2 & advantage_estimator=reinforce_plus_plus  learns from groups of equal re
-    advantage_estimator=ppo                 'grpo', 'dr_grpo', 'rloo', 'reinforce_plus
+    prompts.weights=0                       has 0 problems to train on; a step must not repeat a pro
+    prompts.weights=1e6                     less than or equal to 1000
+    rollout.retire_after=2 & objective.advantage_estimator=reinforce_plus_plus  learns from groups o
+    objective.advantage_estimator=ppo       'grpo', 'dr_grpo', 'rloo', 'reinforce_plus
     reward=maths                            reward=maths: no such verifier; there are math, gsm8k,
     reward=math,maths                       reward=math,maths: no such verifier; there are math, gsm
     steps=2 & epochs=2                      steps=2: epochs=2 sets it; leave it out, or give epochs=
@@ -137,14 +137,14 @@ FIELDS = rows(r"""
     evaluation.reward_of.a=maths            evaluation.reward_of.a=maths: no such verifier
     evaluation.reward_of.b=none.py:f & evaluation.data.b=problems.jsonl  none.py: no such file
     checkpoint.best_by=a                    evaluation.data has no such name; it has none
-    source_rewards={gsm8k: maths}           source_rewards.gsm8k=maths: no such verifier; there are
-    source_rewards=math                     not of the form {key: value}
-    source_rewards={gsm8k: math}            source_rewards.gsm8k: no entry has this data_source; the
+    scoring.by_source={gsm8k: maths}        scoring.by_source.gsm8k=maths: no such verifier; there a
+    scoring.by_source=math                  not of the form {key: value}
+    scoring.by_source={gsm8k: math}         scoring.by_source.gsm8k: no entry has this data_source;
     reward=[math, a.py:f, b.py:f]           two rewards of an entry are called f; rename a function,
-    reward=[math, exact] & source_rewards={a: exact}  source_rewards.a=exact: two rewards of an entr
+    reward=[math, exact] & scoring.by_source={a: exact}  scoring.by_source.a=exact: two rewards of a
     reward=[math, a.py:accuracy]            accuracy is that of the first reward; rename the other f
-    reward=math,dapo & reward_weights=1     reward_weights=[1.0]: there are 2 rewards; give one weig
-    reward=math,dapo & reward_weights=1,nan  reward_weights.1=nan: input should be a finite number
+    reward=math,dapo & scoring.weights=1    scoring.weights=[1.0]: there are 2 rewards; give one wei
+    reward=math,dapo & scoring.weights=1,nan  scoring.weights.1=nan: input should be a finite number
     quantization.format=int3                'bf16', 'int8', 'int4', 'fp8', 'fp8-tensor' or 'fp8-bloc
     quantization.format=                    quantization.format=
     quantization.format=fp8-block           has 64 query channels; use format fp8
@@ -157,7 +157,7 @@ FIELDS = rows(r"""
     adapters.rank=4 & quantization.keep=[*.o_proj]  all linear layers of the base are quantized
     adapters.rank=4 & quantization.smoothing=0.5  the base under adapters (adapters.rank=4) is
     adapters.rank=4 & quantization.publish=delta  sends nothing but adapters
-    adapters.rank=4 & advantage_estimator=gae  critic is a whole model
+    adapters.rank=4 & objective.advantage_estimator=gae  critic is a whole model
     adapters.targets=[q_proj]  with adapters.rank=0 the whole model is trained
     adapters.rank=4 & rollout.servers_at=["http://localhost:1"]  servers elsewhere hold no adapters
     adapters.init=model                       adapters.init: with adapters.rank=0 the whole model
@@ -190,10 +190,10 @@ FIELDS = rows(r"""
     rollout.completions_per_prompt=1        needs at least two; gae and reinforce_plus_plus take one
     rollout.stop_token_ids=[1,256]          rollout.stop_token_ids: the model has no token 256
     rollout.stop_token_ids=[-1]             greater than or equal to 0
-    template_date=2026-13-01                template_date=2026-13-01: a day is YYYY-MM-DD
-    chat_template_options.a=1               chat_template_options.a=1: the chat template of 'model'
-    advantage_estimator=reinforce_plus_plus & rollout.dynamic_sampling_tries=2  from groups of
-    advantage_estimator=gae & rollout.dynamic_sampling_tries=2  from groups of equal rewards too
+    prompts.template_date=2026-13-01        prompts.template_date=2026-13-01: a day is YYYY-MM-DD
+    prompts.chat_template_options.a=1       prompts.chat_template_options.a=1: the chat template of
+    objective.advantage_estimator=reinforce_plus_plus & rollout.dynamic_sampling_tries=2  from group
+    objective.advantage_estimator=gae & rollout.dynamic_sampling_tries=2  from groups of equal rewar
     rollout.max_completion_length=5000        with rollout.max_prompt_length=100 that is 5100 tokens
     rollout.max_prompt_length=512           a completion needs some of them; set it lower
     rollout.soft_overlong_tokens=100        must be less than rollout.max_completion_length=100
@@ -234,16 +234,16 @@ FIELDS = rows(r"""
     evaluation.data.-a=problems.jsonl       a name has letters, digits and _ - only
     evaluation.data.held_out=problems.jsonl  this name is reserved
     evaluation.data.test=no_such.jsonl      no_such.jsonl
-    critic.tensor_parallel_size=2 & advantage_estimator=gae  policy's 1 ranks
-    critic.optimizer.minibatches_per_step=3 & advantage_estimator=gae  of the critic
-    STAGE & advantage_estimator=gae & critic.optimizer.minibatches_per_step=32  a step's 16 complet
-    critic.model=nowhere & advantage_estimator=gae  critic: model directory 'nowhere'
-    critic.model=quantized & advantage_estimator=gae  is quantized already
-    data_options=9                          not of the form {key: value}; {} leaves no key
-    data_options={                          data_options={: not readable as YAML
-    data_options.a.b=9                      data_options.a.b: no such field
-    data_options.--x=1                      an option's name has letters, digits and _ only
-    data_options.$(touch x)=1               an option's name has letters, digits and _ only
+    critic.tensor_parallel_size=2 & objective.advantage_estimator=gae  policy's 1 ranks
+    critic.optimizer.minibatches_per_step=3 & objective.advantage_estimator=gae  of the critic
+    STAGE & objective.advantage_estimator=gae & critic.optimizer.minibatches_per_step=32  16 complet
+    critic.model=nowhere & objective.advantage_estimator=gae  critic: model directory 'nowhere'
+    critic.model=quantized & objective.advantage_estimator=gae  is quantized already
+    prompts.options=9                       not of the form {key: value}; {} leaves no key
+    prompts.options={                       prompts.options={: not readable as YAML
+    prompts.options.a.b=9                   prompts.options.a.b: no such field
+    prompts.options.--x=1                   an option's name has letters, digits and _ only
+    prompts.options.$(touch x)=1            an option's name has letters, digits and _ only
     wandb_project=a\x1b[31m                 must not have line breaks or other control characters
     data=                                   data=: missing
     data=no_such.jsonl                      no_such.jsonl
@@ -284,8 +284,8 @@ FIELDS = rows(r"""
     temperature=1                           or evaluation.temperature (Sampling temperature of the
     rollout=1                               rollout: has no value of its own; give its fields
     rollout.server=1                        such as rollout.server.tensor_parallel_size
-    data_options={a: 1, a: 2}               a is given twice, also in line 1
-    data_options.a=!!python/name:os.system  the tag tag:yaml.org,2002:python/name:os.system is
+    prompts.options={a: 1, a: 2}            a is given twice, also in line 1
+    prompts.options.a=!!python/name:os.system  the tag tag:yaml.org,2002:python/name:os.system is
     rollout.server.threads.x=1              rollout.server.threads.x: no such field
     =1                                      not of the form field=value
     steps                                   not of the form field=value
@@ -307,7 +307,7 @@ def test_a_wrong_field_is_refused(refuse: Refuse, word: str, message: str) -> No
     assert message in refuse(*TRAIN, *(unescaped(each) for each in words.split(" & ")))
 
 
-OWN_PY = """from qurl_megatron.config.schema import Config
+OWN_PY = """from qurl_megatron.config.schema import Config, PromptsConfig
 from qurl_megatron.recipes import grpo
 
 
@@ -339,7 +339,13 @@ def wrong():
 
 
 def strange():
-    return Config(data_options={"x": object()})
+    return Config(prompts=PromptsConfig(options={"x": object()}))
+
+
+def moved():
+    config = grpo.recipe()
+    config.data_options = {}
+    return config
 """
 # A file's content, and what is said of it after its name.
 FILES = rows(r"""
@@ -364,11 +370,13 @@ FILES = rows(r"""
     evaluation.data.x: ['a,b']              , line 1: evaluation.data.x=['a,b']: an item of
     steps: {a: 1}                           , line 1: steps={'a': 1}: input should be a valid
     quantization: {keep: *.down_proj}       a text that begins with * needs quotes
-    data_options: 7                         , line 1: data_options=7: not of the form {key: value}
+    prompts.options: 7                      , line 1: prompts.options=7: not of the form {key: value
     steps: 7\nsteps: 8                      line 2: steps is given twice, also in line 1
     rollout.servers: 1\nrollout: {servers: 2}  , line 2: rollout.servers is given twice, also in
-    data_options.size: 9\ndata_options: {}  , line 2: data_options is given twice, also in line 1
-    data_options: {size: 9, size: 8}        line 1: size is given twice, also in line 1
+    prompts.options.size: 9\nprompts.options: {}  , line 2: prompts.options is given twice, also in
+    data_options.size: 9\nprompts: {options: {}}  , line 2: prompts.options is given twice, also in
+    shuffle: 1\nprompts:\n shuffle: false   , line 3: prompts.shuffle is given twice, also in line 1
+    prompts.options: {size: 9, size: 8}     line 1: size is given twice, also in line 1
     - steps                                 : is a list; give lines such as `recipe: grpo`
     steps=7                                 : is a text; give lines such as `recipe: grpo`
     # nothing                               : is empty; give lines such as `recipe: grpo`
@@ -409,14 +417,15 @@ COMMANDS = rows("""
     config own.py:nothing                          own.py:nothing: returned NoneType; expected a
     config own.py:takes                            own.py:takes: TypeError: takes() missing 1
     config own.py:stray                            own.py:stray: rollout.tempratur: no such field
+    config own.py:moved                            data_options: no such field; here it is prompts.o
     config own.py:wrong                            own.py:wrong: steps=many: input should be
     config own.py:strange                          own.py:strange: Object of type object is not
     config wrong.py:recipe                         wrong.py:recipe: SyntaxError
     train grpo --steps 3                           No such option: --steps
     train grpo                                     data=: missing
-    train quickstart data_options.size=1e4         data_options.size=10000.0: must be a whole
-    train quickstart data_options.size=-1          data_options.size=-1: must be a whole number
-    train quickstart data_options.seed=a           data_options.seed=a: must be a whole number
+    train quickstart prompts.options.size=1e4      prompts.options.size=10000.0: must be a whole
+    train quickstart prompts.options.size=-1       prompts.options.size=-1: must be a whole number
+    train quickstart prompts.options.seed=a        prompts.options.seed=a: must be a whole number
     nonsense                                       No such command 'nonsense'
     --nonsense                                     No such option: --nonsense
     config no_such_recipe                          no such recipe
@@ -451,7 +460,7 @@ COMMANDS = rows("""
     eval model no_such.jsonl max_prompt_length=99 max_completion_length=99  no_such.jsonl
     eval model problems.jsonl k=-1                 k=-1
     eval model problems.jsonl k_of.a=2             data has no such name; it has problems.jsonl
-    eval model problems.jsonl reward=math,dapo reward_weights=1  there are 2 rewards
+    eval model problems.jsonl reward=math,dapo scoring.weights=1  there are 2 rewards
     eval model problems.jsonl format=int3          format=int3
     eval model problems.jsonl format=fp8-block     blocks of fp8-block are 128 wide
     eval model problems.jsonl group_size=32        group_size=32: format bf16 has no groups

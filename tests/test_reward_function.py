@@ -18,7 +18,7 @@ import pytest
 from problem_files import submit
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.schema import Config, ConfigError, ScoringConfig
 from qurl_megatron.config.text import load
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.data.scoring import Scorer, check_reward, scoring
@@ -95,7 +95,8 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(functions: Path, name: str, timeout_s: float = 10) -> Config:
-    return Config(reward=f"{functions}:{name}", reward_wrong=-1, reward_timeout_s=timeout_s)
+    scale = ScoringConfig(wrong=-1, timeout_s=timeout_s)
+    return Config(reward=f"{functions}:{name}", scoring=scale)
 
 
 def scores(config: Config, *texts: str) -> list[Score]:
@@ -130,23 +131,23 @@ def test_several_rewards_are_weighed_and_summed_and_the_first_says_what_is_right
 ) -> None:
     """The group's function still gets the whole group, after a verifier's process has died."""
     several = config(functions, "batch")
-    several.reward, several.reward_weights = f"exact, {several.reward}", [2, -0.5]
+    several.reward, several.scoring.weights = f"exact, {several.reward}", [2, -0.5]
     assert scores(several, "42", "7") == [
         Score(2, {"accuracy": 1, "exact": 1, "exact.accuracy": 1, "batch": 0}, ""),
         Score(-2.5, {"accuracy": 0, "exact": -1, "exact.accuracy": 0, "batch": 1}, ""),
     ]
-    several.reward, several.reward_weights = f"{functions}:parts, {functions}:moody", []
+    several.reward, several.scoring.weights = f"{functions}:parts, {functions}:moody", []
     parts = {"accuracy": 1, "parts": 0.5, "parts.accuracy": 1, "parts.level": 3}
     failed = Score(0.5 - 1, parts | {"moody": -1, "accuracy": 0, "parts.accuracy": 0}, "")
     assert scores(several, "42", "raise") == [
         Score(0.5 + 1.5, parts | {"moody": 1.5}, ""),
         failed._replace(failure="KeyError: 'mood'"),
     ]
-    several.reward, several.reward_weights = f"{functions}:number", [0.5]
+    several.reward, several.scoring.weights = f"{functions}:number", [0.5]
     assert scores(several, "42") == [Score(1, {"accuracy": 2, "number": 2}, "")]
-    several.reward, several.reward_weights = f"{functions}:accuracy,exact", []
+    several.reward, several.scoring.weights = f"{functions}:accuracy,exact", []
     assert scores(several, "7")[0].accuracy == 0.25  # its part of that name, not its reward
-    several.reward, several.reward_weights = f"math,{functions}:batch", [1, 1]
+    several.reward, several.scoring.weights = f"math,{functions}:batch", [1, 1]
     hangs = "\\boxed{9^{9^{9^9}}}"
     found = scores(several, "42", hangs, "a")
     assert [score.parts["batch"] for score in found] == [0, 0, 1]
@@ -157,7 +158,7 @@ def test_several_rewards_are_weighed_and_summed_and_the_first_says_what_is_right
 def test_an_entry_has_the_reward_of_its_data_source_in_place_of_the_first(functions: Path) -> None:
     by_source = config(functions, "number")
     by_source.reward = f"exact,{by_source.reward}"
-    by_source.source_rewards = {"letters": f"{functions}:parts", "numbers": "gsm8k_flexible"}
+    by_source.scoring.by_source = {"letters": f"{functions}:parts", "numbers": "gsm8k_flexible"}
     with Scorer(by_source, workers=1) as scorer:
         accuracies = [
             submit(scorer, "it is 42", source=source).result(timeout=60)[0].accuracy
@@ -172,8 +173,8 @@ def test_an_entry_has_the_reward_of_its_data_source_in_place_of_the_first(functi
 
 def test_an_evaluation_set_has_a_reward_of_its_own_in_place_of_all_others(functions: Path) -> None:
     weighted = config(functions, "number")
-    weighted.reward, weighted.reward_weights = f"exact,{weighted.reward}", [2, 3]
-    weighted.source_rewards = {"sums": "gsm8k_flexible"}
+    weighted.reward, weighted.scoring.weights = f"exact,{weighted.reward}", [2, 3]
+    weighted.scoring.by_source = {"sums": "gsm8k_flexible"}
     weighted.evaluation.reward_of = {"letters": f"{functions}:parts", "other": "exact"}
     question = Prompt("0", "How many?", "42", [1], {"level": 3}, (), {"data_source": "sums"})
     answers = [Completion([1], [0.0], "it is 42", truncated=False, token_versions=[1])]
@@ -290,10 +291,10 @@ def test_a_reward_file_that_does_not_end_is_refused_and_what_it_started_ends(
     seconds = f"6{os.getpid()}.1"
     source = STARTS_OTHERS.replace("SECONDS", repr(seconds)).replace("{ending}", ending)
     (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(
-        ConfigError, match="timed out after reward_import_timeout_s=2 while it load"
-    ):
-        check_reward(Config(reward=f"{tmp_path / 'mine.py'}:reward", reward_import_timeout_s=2))
+    reward = Config(reward=f"{tmp_path / 'mine.py'}:reward")
+    reward.scoring.import_timeout_s = 2
+    with pytest.raises(ConfigError, match="after scoring.import_timeout_s=2 while it load"):
+        check_reward(reward)
     assert sleepers(seconds) == []
 
 
@@ -302,7 +303,7 @@ def test_what_a_reward_function_has_started_ends_with_its_worker(tmp_path: Path)
     seconds = f"6{os.getpid()}.2"
     source = STARTS_OTHERS.replace("SECONDS", repr(seconds)).replace("{ending}", "")
     (tmp_path / "mine.py").write_text(source)
-    reward = Config(reward=f"{tmp_path / 'mine.py'}:reward", reward_timeout_s=1)
+    reward = Config(reward=f"{tmp_path / 'mine.py'}:reward", scoring=ScoringConfig(timeout_s=1))
     with Scorer(reward, workers=1) as scorer:
         good, hung = submit(scorer, "a", "hang").result(timeout=60)
         assert (good.value, hung.failure) == (1, "timed out after 1 s")
@@ -353,7 +354,7 @@ def test_the_path_of_the_file_is_stored_with_the_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("import neighbour\nreward = neighbour.reward\n")
     (tmp_path / "neighbour.py").write_text("def reward(completion, problem):\n    return 3\n")
-    words = ["name=run", f"output_dir={tmp_path}", "data_options.size=100", UNTAUGHT]
+    words = ["name=run", f"output_dir={tmp_path}", "prompts.options.size=100", UNTAUGHT]
     created, _ = prepare_new("quickstart", [*words, "reward=[exact, mine.py:reward]"])
     saved = load(created.run_dir / "config.yaml")
     assert saved.reward == f"exact,{tmp_path / 'mine.py'}:reward"

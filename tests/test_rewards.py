@@ -10,7 +10,7 @@ import reasoning_gym
 import torch
 
 from qurl_megatron.algorithm.score import Question, Score, mean_parts
-from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError
+from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError, ScoringConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.rewards import RewardFunction, failed, load
 from qurl_megatron.data.verifiers import VERIFIERS
@@ -18,7 +18,7 @@ from qurl_megatron.recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo
 
 
 def settings(reward: str, right: float = 1, wrong: float = 0, partial: bool = False) -> Config:
-    return Config(reward=reward, reward_right=right, reward_wrong=wrong, reward_partial=partial)
+    return Config(reward=reward, scoring=ScoringConfig(right, wrong, partial))
 
 
 def score(config: Config, text: str, question: Question) -> Score:
@@ -205,9 +205,8 @@ def test_rewards_of_verl_and_trl_and_arrays_are_scores(function: Callable[..., A
     }
     answers = ("7", "42") if function is verl_with_two else ()
     question = Question("How many", "42", {}, answers, columns)
-    reward = RewardFunction(
-        function, Config(reward="a.py:f", reward_wrong=-2, reward_timeout_s=0.5)
-    )
+    scoring = ScoringConfig(wrong=-2, timeout_s=0.5)
+    reward = RewardFunction(function, Config(reward="a.py:f", scoring=scoring))
     scores = list(reward.score(["42", "7"], question))
     for score, expected in zip(scores, RETURNED[function], strict=True):
         if isinstance(expected, str):
@@ -265,7 +264,7 @@ def test_recipes_have_the_scale_and_the_verifier_of_their_source() -> None:
         gsm8k_ppo: ("gsm8k", 0, 1),
     }.items():
         config = recipe.recipe()
-        assert (config.reward, config.reward_wrong, config.reward_right) == scale
+        assert (config.reward, config.scoring.wrong, config.scoring.right) == scale
 
 
 def test_every_verifier_that_a_configuration_can_name_exists() -> None:

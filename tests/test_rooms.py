@@ -244,9 +244,9 @@ STARTS = {
     *(f"extensions/{extension}/command" for extension in COMMANDS.values()),
     *(name for name in NAMES if room_of(name) == "sglang_plugin"),
 }
-# Lower them when the code does. To raise one needs a reason: the last was that a learner on a CPU
-# keeps its heap, which takes a fifth off its time.
-MOST_REACHED_LINES = 30_961
+# Lower them when the code does. To raise one needs a reason: the last was that fields which moved
+# into sections are read by their names of version 0.2 too.
+MOST_REACHED_LINES = 31_020
 MOST_PER_1000_LINES = {ast.Raise: 12.4, ast.ExceptHandler: 4.2}
 
 
@@ -272,7 +272,7 @@ def test_an_extension_has_its_tests_in_a_folder_of_its_own(extension: str) -> No
         assert extension not in found or (extensions == "extensions" and may), path
 
 
-START = ["train", "quickstart", "data_options.size=1000", "reward=exact", "--dry-run"]
+START = ["train", "quickstart", "prompts.options.size=1000", "reward=exact", "--dry-run"]
 # What asks for an extension.
 ASKING = {
     "adapters": [*START, "adapters.rank=8"],
@@ -281,7 +281,7 @@ ASKING = {
     "elsewhere": [*START, "rollout.servers_at=[https://a]"],
     "mismatch": ["mismatch"],
     "planning": ["plan"],
-    "ppo": [*START, "advantage_estimator=gae"],
+    "ppo": [*START, "objective.advantage_estimator=gae"],
     "rehearsal": ["plan", "quickstart", "--rehearse"],
     "report": ["report"],
     "user_objective": [*START, "objective.objective=json:dumps"],

@@ -16,7 +16,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, Trai
 from qurl_megatron.algorithm.objective import minibatches
 from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import Config, StageConfig
+from qurl_megatron.config.schema import Config, ScoringConfig, StageConfig
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.loop.sampling import NothingToTrainOn
@@ -121,7 +121,7 @@ def test_prompts_of_equal_rewards_are_retired_unless_their_scores_failed() -> No
 def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step(baseline: str) -> None:
     """As verl's `masked_whiten`: of 3, 4, 3, 4 tokens with rewards of 1, 0, 0 and 0."""
     config = two_prompt_config()
-    config = with_overrides(config, [f"advantage_estimator=reinforce_plus_plus{baseline}"])
+    config.objective.advantage_estimator = f"reinforce_plus_plus{baseline}"  # type: ignore
     _, _, [first, _] = sample_step(0, {})
     client = ScriptedClient({first: ["yes", "no"]})
     with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
@@ -135,7 +135,7 @@ def test_reinforce_plus_plus_whitens_over_the_tokens_of_the_step(baseline: str) 
 
 def test_batch_of_ppo_has_rewards_and_no_advantages_before_the_critic() -> None:
     config = two_prompt_config()
-    config.advantage_estimator = "gae"
+    config.objective.advantage_estimator = "gae"
     client = ScriptedClient({prompt.id: ["yes", "no"] for prompt in PROMPTS})
     with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
         batch, _ = sampler.sample(step=1, version=1)
@@ -227,7 +227,7 @@ def test_failed_verifiers_are_counted_and_one_is_described() -> None:
     right, wrong = "\\boxed{42}", "\\boxed{41}"
     too_slow, too_deep = "\\boxed{9^{9^{9^9}}}", "9" * 100_000
     prompt = Prompt("0", "question", "42", [10])
-    config = Config(reward="math", reward_wrong=-1)
+    config = Config(reward="math", scoring=ScoringConfig(wrong=-1))
     config.rollout.prompts_per_step, config.rollout.completions_per_prompt = 1, 4
     client = ScriptedClient({"0": [right, too_slow, too_deep, wrong]})
     with (

@@ -255,7 +255,7 @@ def test_a_prompt_has_one_beginning_and_no_end(tmp_path: Path) -> None:
 def test_a_chat_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
     named = [{"name": name, "template": f"{name}: {CHAT}"} for name in ("plain", "tools")]
     directory = write(tmp_path / "model", byte_level(RULES[0]), chat_template=named)
-    with pytest.raises(ArchitectureError, match="none is the default; give chat_template=plain or"):
+    with pytest.raises(ArchitectureError, match="the default; give prompts.chat_template=plain or"):
         load_tokenizer(directory)
     (file := tmp_path / "own.jinja").write_text(f"own: {CHAT}")
     for given, begins in {"tools": "tools: ", str(file): "own: ", "{{ 1 }}": "1"}.items():
@@ -264,7 +264,7 @@ def test_a_chat_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
         assert text.startswith(begins)
     assert read_template("", directory) == ""
     with pytest.raises(
-        ArchitectureError, match="chat_template=x: no such file, .*has plain, tools"
+        ArchitectureError, match="prompts.chat_template=x: no such file, .*has plain, tools"
     ):
         read_template("x", directory)
     other = write(tmp_path / "other", byte_level(RULES[0]))
@@ -275,7 +275,7 @@ def test_a_chat_template_is_chosen_by_name_or_file(tmp_path: Path) -> None:
         read_template(str(file), directory)
     file.write_text(broken := "\n{% for m in messages %}")
     for wrong, where in ((str(file), "own.jinja"), (broken, "{% for m in messages %}")):
-        with pytest.raises(ArchitectureError, match=f"{where}: Jinja cannot read its line 2 .Unex"):
+        with pytest.raises(ArchitectureError, match=f"{where}: Jinja cannot read line 2 .Unex"):
             read_template(wrong, directory)
 
 

@@ -179,7 +179,7 @@ def task(
             ]
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             write_whole(directory / f"{split}{suffix}.jsonl", lines)
-    words += [f"data={directory / 'trained.jsonl'}", "data_options={}"]
+    words += [f"data={directory / 'trained.jsonl'}", "prompts.options={}"]
     if setting.recipe == "quickstart":
         words.append("reward=exact")
     if setting.digits:

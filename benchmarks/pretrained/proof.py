@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.runs import QURL, complete_run
 
-SHORT = """steps=1 checkpoint.every_steps=0 evaluation.problems=0 data_options.size=400
+SHORT = """steps=1 checkpoint.every_steps=0 evaluation.problems=0 prompts.options.size=400
     learner.data_parallel_size=1 rollout.servers=1 rollout.prompts_per_step=16
     rollout.completions_per_prompt=2 learner.micro_batch_size=4""".split()
 INT4 = "quantization.format=int4 quantization.group_size=32"
@@ -26,7 +26,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 RESUMED = "rollout.prompts_per_step=16"
 MANY_STEPS = """steps=200 optimizer.minibatches_per_step=1 rollout.prompts_per_step=1
     rollout.completions_per_prompt=4 rollout.max_completion_length=8"""
-TOY = """steps=1000 data_options.size=10000 rollout.prompts_per_step=32
+TOY = """steps=1000 prompts.options.size=10000 rollout.prompts_per_step=32
     rollout.completions_per_prompt=4 learner.micro_batch_size=128"""
 ARMS: list[dict[str, Any]] = [
     {"words": f"{words} rollout.temperature={temperature}"}

@@ -123,7 +123,7 @@ def asked(model: Path, answered: int = ANSWERED) -> tuple[list[RolloutGroup], li
 
     config = smollm2.recipe()
     tokenizer = load_tokenizer(model)
-    problems = read_problems(config.data, config.data_options, seed=config.seed)
+    problems = read_problems(config.data, config.prompts.options, seed=config.seed)
     read = tokenize(problems, tokenizer, config.rollout.max_prompt_length)
     policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     torch.manual_seed(0)

@@ -355,7 +355,7 @@ class PolicyLoss:
         assert batch.behaviour_logprobs is not None and batch.entropy is not None
         assert batch.advantages is not None
         settings = dataclasses.asdict(self.config)
-        del settings["aggregation"]  # `loss_weights` contain it
+        del settings["aggregation"], settings["advantage_estimator"]  # in other inputs
         counted = loss_weights > 0
         more: dict[str, Any] = {
             "reference_logprobs": batch.reference_logprobs,

@@ -6,6 +6,8 @@ says how its value differs.
 
 import re
 
+from qurl_megatron.config.older import MOVED
+
 PARALLEL = "learner.tensor_parallel_size, of servers rollout.server.tensor_parallel_size"
 PROMPTS = "rollout.prompts_per_step and rollout.completions_per_prompt"
 LENGTH = "rollout.max_completion_length"
@@ -72,11 +74,11 @@ OTHER_NAMES = {
     ),
     "vllm_importance_sampling_cap": "objective.ratio_cap",
     "vllm_importance_sampling_clip_max": "objective.ratio_cap",
-    "adv_estimator": "advantage_estimator",
-    "scale_rewards": "advantage_estimator",
-    "normalize_rewards": "advantage_estimator",
-    "norm_adv_by_std_in_grpo": "advantage_estimator=dr_grpo",
-    "use_leave_one_out_baseline": "advantage_estimator=rloo",
+    "adv_estimator": "objective.advantage_estimator",
+    "scale_rewards": "objective.advantage_estimator",
+    "normalize_rewards": "objective.advantage_estimator",
+    "norm_adv_by_std_in_grpo": "objective.advantage_estimator=dr_grpo",
+    "use_leave_one_out_baseline": "objective.advantage_estimator=rloo",
     "gamma": "critic.discount",
     "lam": "critic.gae_lambda",
     "cliprange_value": "critic.value_clip",
@@ -179,14 +181,14 @@ OTHER_NAMES = {
     "train_dataset": "data",
     "dataset": "data",
     "dataset_name": "data",
-    "shuffle_dataset": "shuffle",
-    "rollout_shuffle": "shuffle",
-    "truncation": "overlong_prompts",
-    "filter_overlong_prompts": "overlong_prompts",
-    "prompt_key": "question_key",
-    "input_key": "question_key",
-    "output_key": "answer_key",
-    "label_key": "answer_key",
+    "shuffle_dataset": "prompts.shuffle",
+    "rollout_shuffle": "prompts.shuffle",
+    "truncation": "prompts.overlong",
+    "filter_overlong_prompts": "prompts.overlong",
+    "prompt_key": "prompts.question_key",
+    "input_key": "prompts.question_key",
+    "output_key": "prompts.answer_key",
+    "label_key": "prompts.answer_key",
     "model_name_or_path": "model",
     "model_name": "model",
     "model_path": "model",
@@ -219,5 +221,6 @@ OTHER_NAMES = {
 
 
 def our_name(path: str) -> str:
-    """Return what a setting of another framework is called here; empty if it is not known."""
-    return OTHER_NAMES.get(re.split(r"[./]", path)[-1].replace("-", "_").lower(), "")
+    """Return what a setting of 0.2 or of another framework is called here; empty: not known."""
+    last = re.split(r"[./]", path)[-1].replace("-", "_").lower()
+    return MOVED.get(path) or OTHER_NAMES.get(last, "")

@@ -120,6 +120,102 @@ def with_group_size(name: FormatName, group_size: int) -> WeightFormat:
 
 
 @dataclasses.dataclass
+class ReadingConfig:
+    """How entries of `data` become prompts."""
+
+    question_key: Text = ""
+    """Field of `data` that holds the question, a text or chat messages; `a.b` is field b of field
+    a. Empty: question, prompt, problem or messages."""
+
+    answer_key: Text = ""
+    """Field of `data` that holds the answer; `a.b` is field b of field a. Empty: answer,
+    reward_model.ground_truth, or the assistant's last message."""
+
+    incomplete: Unusable = "refuse"
+    """What happens to entries without an answer, also in a run's `evaluation.data`. drop: they are
+    left out and counted. refuse: nothing starts."""
+
+    ignore_media: bool = False
+    """Leave images, audio and video out of entries, also of a run's `evaluation.data`, and use
+    their text alone. False: such entries are refused."""
+
+    system_prompt: Lines = ""
+    """System message put before each question that has none; the tokenizer needs a chat template.
+    Empty: none."""
+
+    chat_template: Template = ""
+    """Chat template in place of the model's: a file, or the name of one of the model's several. A
+    run keeps its text, and writes it into `final_model`. Empty: the model's."""
+
+    chat_template_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template, by name, such as `enable_thinking`."""
+
+    template_date: Day = ""
+    """Day, such as 2026-11-26, that a chat template prints as today's date. Empty: the day on which
+    the run or `qurl eval` begins."""
+
+    options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
+    """Options of the reasoning-gym task of `data`, by name."""
+
+    @property
+    def template(self) -> tuple[dict[str, Any], str, str]:
+        """The arguments of `load_tokenizer` behind the directory, with a template that is read."""
+        return self.chat_template_options, self.template_date, self.chat_template
+
+
+@dataclasses.dataclass
+class PromptsConfig(ReadingConfig):
+    """How entries of `data` become prompts, and which of them an epoch serves."""
+
+    weights: list[Annotated[Finite, Ge(0), Le(1000)]] = dataclasses.field(default_factory=list)
+    """Number of times that an epoch serves a prompt of each source of `data`, in their order; 0.5:
+    every other one, by chance. Empty: 1 each."""
+
+    overlong: Overlong = "drop"
+    """What happens to prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
+    left out and counted. refuse: the run does not start. truncate_left, truncate_right: they lose
+    their first or last tokens, those of the chat template too. In `evaluation.data` they are always
+    refused."""
+
+    shuffle: bool = True
+    """Serve prompts in a new random order in each epoch. False: always in the order of `data`."""
+
+
+@dataclasses.dataclass
+class ScoringConfig:
+    """How completions become rewards."""
+
+    right: Signed = 1.0
+    """Reward of a right completion, with a built-in verifier."""
+
+    wrong: Signed = 0.0
+    """Reward of a wrong completion, with a built-in verifier; -1 in DAPO. It also goes to a
+    completion whose verifier fails."""
+
+    partial: bool = False
+    """Give a completion that is partly right its share of the way from `wrong` to `right`. Only
+    reasoning_gym's scorers give such credit; otherwise it counts as wrong."""
+
+    weights: list[Signed] = dataclasses.field(default_factory=list)
+    """Weight of each reward, in the order of `reward`. Empty: 1 each."""
+
+    by_source: dict[Text, RewardName] = dataclasses.field(default_factory=dict)
+    """Rewards of entries by their field `data_source`, in place of the first of `reward`."""
+
+    timeout_s: Seconds = 60.0
+    """Maximum time of one call of a reward function of your own, in seconds. Built-in verifiers
+    have 3 seconds of CPU time."""
+
+    import_timeout_s: Seconds = 30.0
+    """Maximum time for the import of a reward function of your own, in seconds; a reward that loads
+    a model needs more."""
+
+    workers: CountOrZero = 0
+    """Number of processes that score completions by each reward. A reward that waits for a service
+    needs more of them, unless it is `async`. 0: a quarter of the cores, from 1 to 16."""
+
+
+@dataclasses.dataclass
 class LearnerConfig:
     """The full-precision policy that Megatron-core trains."""
 
@@ -250,7 +346,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass
 class ObjectiveConfig:
-    """The policy objective: one of QuRL's (Eq. 1, 3, 4, 5 and 9), or another."""
+    """The policy objective, one of QuRL's (Eq. 1, 3, 4, 5 and 9) or another, and its advantages."""
 
     objective: ObjectiveName = "acr"
     """Policy objective. naive: Eq. 3. on_policy: Eq. 1. decoupled: Eq. 4. tis: truncated importance
@@ -289,13 +385,19 @@ class ObjectiveConfig:
     """Bound on the policy ratio of tokens with a negative advantage; beyond it a token has no
     gradient (dual clip, verl's clip_ratio_c). None: no bound."""
 
+    advantage_estimator: Estimator = "grpo"
+    """Advantages. grpo: rewards less the mean of their prompt's group, over its standard deviation.
+    dr_grpo: less the mean only. rloo: less the mean of the others. reinforce_plus_plus: whitened
+    over the tokens of the step; its _baseline variant first takes away the group's mean. gae: PPO,
+    with a critic."""
+
 
 @dataclasses.dataclass
 class CriticConfig:
     """PPO's value model: the policy's architecture with a value head, on the policy's ranks.
 
-    It exists only with `advantage_estimator=gae`. Its data-parallel size is the policy's number of
-    ranks divided by the critic's tensor and pipeline sizes.
+    It exists only with `objective.advantage_estimator=gae`. Its data-parallel size is the policy's
+    number of ranks divided by the critic's tensor and pipeline sizes.
     """
 
     model: Place = ""
@@ -512,7 +614,7 @@ class SamplingConfig:
     start, unless it is given others."""
 
     max_prompt_length: Count = 1024
-    """Maximum prompt length, in tokens. A run's `overlong_prompts` says what becomes of longer
+    """Maximum prompt length, in tokens. A run's `prompts.overlong` says what becomes of longer
     ones; `qurl eval` refuses them."""
 
     max_completion_length: Count = 1024
@@ -760,13 +862,6 @@ class Config:
     openai/gsm8k:main:train or openai/gsm8k@REVISION:main), or reasoning_gym:TASK. Several are a
     list, and DIR/*.jsonl are all such files. The run keeps a snapshot, as for `model`."""
 
-    data_weights: list[Annotated[Finite, Ge(0), Le(1000)]] = dataclasses.field(default_factory=list)
-    """Number of times that an epoch serves a prompt of each source of `data`, in their order; 0.5:
-    every other one, by chance. Empty: 1 each."""
-
-    data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
-    """Options of the reasoning-gym task, by name."""
-
     reward: Rewards = "math"
     """Verifier that rewards a completion. math: math-verify. gsm8k: verl's, by the number after
     ####. gsm8k_flexible: verl's, by the last number. dapo: DAPO's, by what follows "Answer:".
@@ -774,12 +869,6 @@ class Config:
     exact: the completion is the answer. FILE.py:NAME or MODULE:NAME: a function of your own.
     Several are a list: the sum of their rewards is trained on, and accuracy is that of the
     first."""
-
-    reward_weights: list[Signed] = dataclasses.field(default_factory=list)
-    """Weight of each reward of such a list, in its order. Empty: 1 each."""
-
-    source_rewards: dict[Text, RewardName] = dataclasses.field(default_factory=dict)
-    """Rewards of entries by their field `data_source`, in place of the first of `reward`."""
 
     name: RunName = ""
     """Name of the run and of its directory. Empty: the recipe's name and the time."""
@@ -809,6 +898,21 @@ class Config:
     """Maximum time of RL, in seconds. The run ends after the step that exceeds it. None: no
     limit."""
 
+    samples_per_step: CountOrZero = 4
+    """Number of completions of each step that are kept in samples.jsonl and shown in the report:
+    with the highest and the lowest reward, cut off, with the largest ratio of a token. 0 keeps
+    none."""
+
+    recipe_file: dict[str, Text] = dataclasses.field(default_factory=dict)
+    """SHA-256 of each file that the recipe is from, by its path. The run fills it in. Empty: a
+    recipe of the package."""
+
+    prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
+    """How entries of `data` become prompts."""
+
+    scoring: ScoringConfig = dataclasses.field(default_factory=ScoringConfig)
+    """How completions become rewards."""
+
     learner: LearnerConfig = dataclasses.field(default_factory=LearnerConfig)
     """The policy's learner."""
 
@@ -816,13 +920,7 @@ class Config:
     """The policy's optimizer."""
 
     objective: ObjectiveConfig = dataclasses.field(default_factory=ObjectiveConfig)
-    """The policy's objective."""
-
-    advantage_estimator: Estimator = "grpo"
-    """Advantages. grpo: rewards less the mean of their prompt's group, over its standard deviation.
-    dr_grpo: less the mean only. rloo: less the mean of the others. reinforce_plus_plus: whitened
-    over the tokens of the step; its _baseline variant first takes away the group's mean. gae: PPO,
-    with a critic."""
+    """The policy's objective and advantages."""
 
     critic: CriticConfig = dataclasses.field(default_factory=CriticConfig)
     """PPO's critic."""
@@ -841,78 +939,6 @@ class Config:
 
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     """Checkpoints to resume from."""
-
-    reward_right: Signed = 1.0
-    """Reward of a right completion, with a built-in verifier."""
-
-    reward_wrong: Signed = 0.0
-    """Reward of a wrong completion, with a built-in verifier; -1 in DAPO. It also goes to a
-    completion whose verifier fails."""
-
-    reward_partial: bool = False
-    """Give a completion that is partly right its share of the way from `reward_wrong` to
-    `reward_right`. Only reasoning_gym's scorers give such credit; otherwise it counts as wrong."""
-
-    reward_timeout_s: Seconds = 60.0
-    """Maximum time of one call of a reward function of your own, in seconds. Built-in verifiers
-    have 3 seconds of CPU time."""
-
-    reward_import_timeout_s: Seconds = 30.0
-    """Maximum time for the import of a reward function of your own, in seconds; a reward that loads
-    a model needs more."""
-
-    scoring_workers: CountOrZero = 0
-    """Number of processes that score completions by each reward. A reward that waits for a service
-    needs more of them, unless it is `async`. 0: a quarter of the cores, from 1 to 16."""
-
-    samples_per_step: CountOrZero = 4
-    """Number of completions of each step that are kept in samples.jsonl and shown in the report:
-    with the highest and the lowest reward, cut off, with the largest ratio of a token. 0 keeps
-    none."""
-
-    question_key: Text = ""
-    """Field of `data` that holds the question, a text or chat messages; `a.b` is field b of field
-    a. Empty: question, prompt, problem or messages."""
-
-    answer_key: Text = ""
-    """Field of `data` that holds the answer; `a.b` is field b of field a. Empty: answer,
-    reward_model.ground_truth, or the assistant's last message."""
-
-    incomplete: Unusable = "refuse"
-    """What happens to entries without an answer, in `data` and in `evaluation.data`. drop: they are
-    left out and counted. refuse: the run does not start."""
-
-    ignore_media: bool = False
-    """Leave images, audio and video out of entries of `data` and `evaluation.data`, and train on
-    their text alone. False: such entries are refused."""
-
-    system_prompt: Lines = ""
-    """System message put before each question that has none; the tokenizer needs a chat template.
-    Empty: none."""
-
-    chat_template: Template = ""
-    """Chat template in place of the model's: a file, or the name of one of the model's several. The
-    run keeps its text, and writes it into `final_model`. Empty: the model's."""
-
-    chat_template_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
-    """Variables of the chat template, by name, such as `enable_thinking`."""
-
-    template_date: Day = ""
-    """Day, such as 2026-11-26, that a chat template prints as today's date. Empty: the day on which
-    the run begins."""
-
-    overlong_prompts: Overlong = "drop"
-    """What happens to prompts of `data` longer than `rollout.max_prompt_length`. drop: they are
-    left out and counted. refuse: the run does not start. truncate_left, truncate_right: they lose
-    their first or last tokens, those of the chat template too. In `evaluation.data` they are always
-    refused."""
-
-    shuffle: bool = True
-    """Serve prompts in a new random order in each epoch. False: always in the order of `data`."""
-
-    recipe_file: dict[str, Text] = dataclasses.field(default_factory=dict)
-    """SHA-256 of each file that the recipe is from, by its path. The run fills it in. Empty: a
-    recipe of the package."""
 
     @property
     def rewards(self) -> list[str]:

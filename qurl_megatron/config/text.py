@@ -18,17 +18,12 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import pydantic
 
 from qurl_megatron.config import yaml_text
+from qurl_megatron.config.older import path_now, tree_now
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.files import write_whole
 
 T = TypeVar("T")
 _WIDTH = 100
-# Fields that older versions have saved, each with what to do. Others that are unknown are ignored.
-GONE = {
-    "learner.fp8": "leave it out",
-    "rollout.max_response_length": "it is rollout.max_completion_length",
-    "rollout.top_k": "set rollout.top_p instead",  # -1 was none
-}
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
 
 
@@ -45,8 +40,8 @@ def leaf_values(config: Any, prefix: str = "") -> dict[str, Any]:
 class Given(NamedTuple):
     """What is given for a field, and where.
 
-    The path of one key of a dict has a part more: `data_options.size`. Empty place: a word of the
-    command line. Else messages begin with it: `my.yaml, line 3: `.
+    The path of one key of a dict has a part more: `prompts.options.size`. Empty place: a word of
+    the command line. Else messages begin with it: `my.yaml, line 3: `.
     """
 
     path: str
@@ -90,8 +85,8 @@ def with_overrides(config: T, overrides: Iterable[str | Given]) -> T:
     """Return `config`, a dataclass, with each override applied: a `field=value` word, or a Given.
 
     The field of a section has a dotted path: `rollout.temperature=0.6`. So has a single key of a
-    dict: `data_options.size=9`. The dict's own path replaces all its keys: `data_options={}` leaves
-    none.
+    dict: `prompts.options.size=9`. The dict's own path replaces all its keys: `prompts.options={}`
+    leaves none.
 
     Raises:
         ConfigError: an override without `=`, an unknown field, or a value of the wrong type.
@@ -115,7 +110,7 @@ def of_word(word: str, config: Any) -> Given:
     path, equals, text = word.partition("=")
     if not equals or not path:
         raise ConfigError(f"{word}: not of the form field=value")
-    return _given(path, text, "", config)
+    return _given(path_now(path), text, "", config)
 
 
 def of_file(content: bytes, file: str, config: Any) -> list[Given]:
@@ -211,26 +206,9 @@ def load(path: Path) -> Config:
         ConfigError: it is not YAML, or has a value that its field does not accept.
     """
     try:
-        tree = yaml_text.parse(path.read_bytes())
-        if isinstance(tree, dict):
-            _refuse_gone(tree)
-        return from_tree(Config, tree)
+        return from_tree(Config, tree_now(yaml_text.parse(path.read_bytes())))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def _refuse_gone(tree: dict[str, Any]) -> None:
-    """Check that no field of `GONE` has a value.
-
-    Raises:
-        ConfigError: one has.
-    """
-    for path, advice in GONE.items():
-        section, _, name = path.partition(".")
-        fields = tree.get(section)
-        value = fields.get(name) if isinstance(fields, dict) else None
-        if value not in (None, -1):
-            raise ConfigError(f"{path}={value}: not supported any more; {advice}")
 
 
 def commented_yaml(config: Config) -> str:

@@ -49,20 +49,12 @@ _FIXED = {
     "model": _SAVED_IN_WEIGHTS,
     "learner.dtype": _SAVED_IN_WEIGHTS,
     "adapters": _SAVED_IN_WEIGHTS,
-    "advantage_estimator": "its checkpoints were made with or without a critic",
+    "objective.advantage_estimator": "its checkpoints were made with or without a critic",
     "critic.model": _SAVED_IN_WEIGHTS,
     "quantization.uaq": _SAVED_IN_WEIGHTS,
-    "data": _SETS_DATA_ORDER,  # and data_options, data_weights
-    "question_key": _SETS_DATA_ORDER,
-    "answer_key": _SETS_DATA_ORDER,
-    "incomplete": _SETS_DATA_ORDER,
-    "ignore_media": _SETS_DATA_ORDER,
-    "overlong_prompts": _SETS_DATA_ORDER,
-    "shuffle": _SETS_DATA_ORDER,
+    "data": _SETS_DATA_ORDER,
+    "prompts": _SETS_DATA_ORDER,
     "rollout.max_prompt_length": _SETS_DATA_ORDER,  # longer ones are dropped
-    "system_prompt": _SETS_DATA_ORDER,  # and so are a prompt's tokens
-    "chat_template": _SETS_DATA_ORDER,  # and chat_template_options
-    "template_date": _SETS_DATA_ORDER,
     "seed": _SETS_DATA_ORDER,
     "evaluation.held_out_fraction": _SETS_DATA_ORDER,
     "evaluation.problems": "its accuracies so far are over them",  # and 0 holds none out
@@ -83,8 +75,8 @@ def validate(config: Config) -> Architecture:
     """
     _refuse_first(_wrong_fields(config))
     architecture = _validate_model(config)
-    if config.advantage_estimator == "gae":
-        checks = extensions.needed("ppo", "checks", by="advantage_estimator=gae")
+    if config.objective.advantage_estimator == "gae":
+        checks = extensions.needed("ppo", "checks", by="objective.advantage_estimator=gae")
         _refuse_first(checks.wrong_critic(config, architecture))
     return architecture
 
@@ -341,8 +333,8 @@ def validate_resume(saved: Config, config: Config) -> None:
         each["adapters.targets"] = sorted(each["adapters.targets"])
     del after["model_builder"]  # the run has its model, and each job a copy of the function
     fixed = dict(_FIXED)
-    if "gae" not in (saved.advantage_estimator, config.advantage_estimator):
-        del fixed["advantage_estimator"]
+    if "gae" not in (each.objective.advantage_estimator for each in (saved, config)):
+        del fixed["objective.advantage_estimator"]
     if saved.adapters.rank:
         base = "its adapters were trained over a base in this format"
         fixed |= {"quantization.format": base, "quantization.group_size": base}
@@ -483,19 +475,20 @@ def _wrong_stage(config: Config, first_step: int) -> Iterator[str]:
             f"rollout.soft_overlong_tokens={rollout.soft_overlong_tokens}: must be less than "
             f"{field}.max_completion_length={rollout.max_completion_length}"
         )
-    estimator = config.advantage_estimator
+    estimator = config.objective.advantage_estimator
     compares = estimator not in WITHOUT_GROUPS
     if compares and rollout.completions_per_prompt == 1:
         yield (
-            f"{field}.completions_per_prompt=1: advantage_estimator={estimator} compares the "
-            f"completions of a prompt and needs at least two; {' and '.join(WITHOUT_GROUPS)} take "
-            "one"
+            f"{field}.completions_per_prompt=1: objective.advantage_estimator={estimator} compares "
+            "the completions of a prompt and needs at least two; "
+            f"{' and '.join(WITHOUT_GROUPS)} take one"
         )
     for name in ("dynamic_sampling_tries", "retire_after"):
         if (value := getattr(rollout, name)) and not compares:
             yield (
-                f"rollout.{name}={value}: advantage_estimator={estimator} learns from groups of "
-                "equal rewards too, and with one completion every group is one; set it to 0"
+                f"rollout.{name}={value}: objective.advantage_estimator={estimator} learns from "
+                "groups of equal rewards too, and with one completion every group is one; set it "
+                "to 0"
             )
     completions = rollout.completions_per_step
     if completions % (optimizer.minibatches_per_step * learner.data_parallel_size):
@@ -514,7 +507,8 @@ def check_rewards_fit(config: Config) -> None:
     """
     others = [reward_title(each) for each in config.rewards[1:]]
     firsts = {f"reward={config.reward}": config.rewards[0]}
-    firsts |= {f"source_rewards.{key}={name}": name for key, name in config.source_rewards.items()}
+    by_source, weights = config.scoring.by_source, config.scoring.weights
+    firsts |= {f"scoring.by_source.{key}={name}": name for key, name in by_source.items()}
     for given, first in firsts.items():
         titles = [reward_title(first), *others]
         if twice := next((each for each in titles if titles.count(each) > 1), None):
@@ -527,10 +521,10 @@ def check_rewards_fit(config: Config) -> None:
             f"reward={config.reward}: accuracy is that of the first reward; rename the other "
             "function of this name"
         )
-    if len(config.reward_weights) not in (0, len(config.rewards)):
+    if len(weights) not in (0, len(config.rewards)):
         raise ConfigError(
-            f"reward_weights={config.reward_weights}: there are {len(config.rewards)} rewards; "
-            "give one weight for each"
+            f"scoring.weights={weights}: there are {len(config.rewards)} rewards; give one weight "
+            "for each"
         )
 
 

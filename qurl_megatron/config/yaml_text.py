@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from qurl_megatron.config.older import path_now
 from qurl_megatron.config.schema import ConfigError, StageConfig
 
 _INT, _FLOAT, _DATE, _NULL = (
@@ -127,7 +128,7 @@ def _nodes(
 ) -> Iterator[tuple[str, int, yaml.Node]]:
     """Yield path, line and value of each field; an empty section has none."""
     for key, value in section.value:
-        path = prefix + key.value
+        path = path_now(prefix + key.value)
         is_section = path not in fields and path.rpartition(".")[0] not in fields
         if is_section and isinstance(value, yaml.MappingNode) and value.value:
             yield from _nodes(value, f"{path}.", fields)

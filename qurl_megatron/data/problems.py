@@ -161,7 +161,7 @@ class Source:
 
 def read_problems(
     data: str,
-    data_options: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
     seed: int = 0,
     fields: Fields = RECOGNIZED,
@@ -170,8 +170,8 @@ def read_problems(
 
     Args:
         data: a source, see the top of this module.
-        data_options: options of the reasoning-gym task; empty for any other source. `size` defaults
-            to 5000 and `seed` to `seed`.
+        options: of the reasoning-gym task; empty for any other source. `size` defaults to 5000 and
+            `seed` to `seed`.
         fields: where question and answer are, if not in a recognized field.
 
     Raises:
@@ -180,16 +180,16 @@ def read_problems(
     """
     source = Source(data)
     data = local_data(data)
-    if data_options and not any(part.startswith(REASONING_GYM) for part in parts_of(data)):
+    if options and not any(part.startswith(REASONING_GYM) for part in parts_of(data)):
         raise DataError(
-            f"data_options.{next(iter(data_options))}: {data} takes no options; only "
-            f"{REASONING_GYM}TASK does; give data_options={{}} to drop them"
+            f"prompts.options.{next(iter(options))}: {data} takes no options; only "
+            f"{REASONING_GYM}TASK does; give prompts.options={{}} to drop them"
         )
     entries = (
         (number, *entry)
         for number, part in enumerate(parts_of(data))
         for entry in (
-            _generate(part.removeprefix(REASONING_GYM), data_options, seed)
+            _generate(part.removeprefix(REASONING_GYM), options, seed)
             if part.startswith(REASONING_GYM)
             else _read(part)
         )
@@ -214,13 +214,13 @@ def read_problems(
     if incomplete and not unique and fields.for_function and not is_named:
         fields = fields._replace(without_answer=True)
         source = dataclasses.replace(
-            read_problems(data, data_options, seed=seed, fields=fields), data=source.data
+            read_problems(data, options, seed=seed, fields=fields), data=source.data
         )
         source.notes.append("no entry has an answer, and the function gets None")
         return source
     if incomplete and (fields.incomplete == "refuse" or not unique):
         location, first = next(iter(incomplete.items()))
-        hint = "; incomplete=drop leaves such entries out" if unique else ""
+        hint = "; prompts.incomplete=drop leaves such entries out" if unique else ""
         raise DataError(
             f"{location}: {first}; {len(incomplete):,} of {source.entries:,} entries have no "
             f"answer{hint}"
@@ -304,7 +304,7 @@ def _generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
     for option in options:
         if option not in known:
             raise DataError(
-                f"data_options.{option}: reasoning_gym's {task} has no such option;"
+                f"prompts.options.{option}: reasoning_gym's {task} has no such option;"
                 f"{_suggestion(option, known)}"
             )
     options = {"size": DEFAULT_TASK_SIZE, "seed": seed, **options}
@@ -312,7 +312,7 @@ def _generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
     for option, right in wholes.items():
         value = options[option]  # a seed of None would be another one in each process
         if type(value) is not int or (option == "size" and value < 1):
-            raise DataError(f"data_options.{option}={value}: must be {right}")
+            raise DataError(f"prompts.options.{option}={value}: must be {right}")
     try:
         entries = reasoning_gym.create_dataset(task, **options)
         for index in range(len(entries)):  # a task may look at its options only here
@@ -687,15 +687,15 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
         )
     if _is_missing(_look_up(entry, name)) and {"instruction", "output"} <= entry.keys():
         raise DataError(
-            "has Alpaca's fields; give question_key=instruction answer_key=output, or where there "
-            "is an input too, join it with the instruction in one field, such as question"
+            "has Alpaca's fields; give prompts.question_key=instruction prompts.answer_key=output; "
+            "with an input too, join it with the instruction in one field, such as question"
         )
     if {"chosen", "rejected"} <= entry.keys() and not (fields.answer or fields.for_function):
         raise DataError(
             "has chosen and rejected, a preference and no right answer; if a field holds one, name "
-            "it with answer_key="
+            "it with prompts.answer_key="
         )
-    asked = _value(entry, name, "question_key")
+    asked = _value(entry, name, "prompts.question_key")
     if not fields.ignores_media and (media := _media({**entry, "type": None})):
         raise DataError(f"has the field {media}; {_TEXT_ONLY}")
     others = {each: entry.get(each) for each in QUESTION_FIELDS}
@@ -704,7 +704,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     ]
     if name in QUESTION_FIELDS and not fields.question and also:
         raise DataError(
-            f"has {name} and {also[0]}, which differ; name the one to ask with question_key={name}"
+            f"has {name} and {also[0]}, which differ; ask one with prompts.question_key={name}"
         )
     messages = _messages(asked, name, fields.ignores_media)
     if name == "conversations" and not _is_missing(entry.get("system")):
@@ -726,7 +726,7 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     if last and not fields.answer and _look_up(entry, name) is None:
         answer = last
     elif not fields.without_answer:
-        answer = _value(entry, name, "answer_key", Incomplete)
+        answer = _value(entry, name, "prompts.answer_key", Incomplete)
         if not fields.for_function or _is_text(answer):
             answers = _answers(answer, name) if isinstance(answer, list) else ()
             answer = answers[0] if answers else _text(answer, name)
@@ -845,7 +845,7 @@ def _message(message: dict[str, Any], field: str, ignores_media: bool) -> dict[s
     return message
 
 
-_TEXT_ONLY = "the policy reads text only; ignore_media=true leaves images, audio and video out"
+_TEXT_ONLY = "the policy reads text; prompts.ignore_media=true leaves images, audio and video out"
 _MEDIA = re.compile(
     r"(input_)?(image|img|picture|photo|frame|audio|video)s?_?\d*(_(url|path|file|base64)s?)?"
 )

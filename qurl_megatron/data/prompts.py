@@ -56,39 +56,39 @@ def load_prompts(
     Its entries must have the fields `columns`, as `check_rewards` returns them.
 
     Problems whose answer the verifier cannot read are left out of `config.data`. So are prompts
-    that are too long, if `config.overlong_prompts` says so. In `config.evaluation.data` such
+    that are too long, if `config.prompts.overlong` says so. In `config.evaluation.data` such
     problems stay and such prompts are refused, so that a score is over the whole file.
 
     Raises:
         DataError: the data cannot be used, or no problem is left to train on.
     """
-    has_agent = bool(config.rollout.agent)
+    has_agent, how = bool(config.rollout.agent), config.prompts
 
     def read(data: str, options: Mapping[str, Any], name: str = "") -> Source:
         scored = of_set(config, name)
         fields = Fields(
-            config.question_key,
-            config.answer_key,
+            how.question_key,
+            how.answer_key,
             required=not name,
-            incomplete=config.incomplete,
-            ignores_media=config.ignore_media,
+            incomplete=how.incomplete,
+            ignores_media=how.ignore_media,
             for_function=is_user_function(scored) or has_agent,
             keeps_entries=reads_entries(scored),
             columns=() if has_agent else columns.get(name, columns.get("", ())),
         )
         return read_problems(data, options, seed=config.seed, fields=fields)
 
-    num_parts, weights = len(parts_of(config.data)), config.data_weights
-    if len(weights) not in (0, num_parts):
+    num_parts = len(parts_of(config.data))
+    if len(how.weights) not in (0, num_parts):
         raise DataError(
-            f"data_weights={weights}: data has {num_parts} sources; give one weight for each"
+            f"prompts.weights={how.weights}: data has {num_parts} sources; give one weight for each"
         )
-    sources = {"": read(config.data, config.data_options)}
+    sources = {"": read(config.data, how.options)}
     sources |= {name: read(data, {}, name) for name, data in config.evaluation.data.items()}
     known = {problem.asked.source for each in sources.values() for problem in each.problems}
-    if unknown := next((each for each in config.source_rewards if each not in known), None):
+    if unknown := next((each for each in config.scoring.by_source if each not in known), None):
         raise DataError(
-            f"source_rewards.{unknown}: no entry has this data_source; they have "
+            f"scoring.by_source.{unknown}: no entry has this data_source; they have "
             f"{', '.join(sorted(known - {''})) or 'none'}"
         )
     if not has_agent:  # which rewards its episodes itself
@@ -98,8 +98,8 @@ def load_prompts(
             source,
             tokenizer,
             config.rollout.max_prompt_length,
-            system_prompt=config.system_prompt,
-            overlong="refuse" if name else config.overlong_prompts,
+            system_prompt=how.system_prompt,
+            overlong="refuse" if name else how.overlong,
             stops=config.rollout.stop_token_ids,
         )
         for name, source in sources.items()
@@ -228,7 +228,7 @@ def _prompt_text(problem: Problem, messages: list[dict[str, Any]], tokenizer: An
     raise DataError(
         f"{problem.location}: a chat of {len(messages)} messages, or with tools, and the tokenizer "
         "has no chat template; without one, only a single user message can be used, and no "
-        "system_prompt"
+        "prompts.system_prompt"
     )
 
 
@@ -409,7 +409,7 @@ def check_saved(prompts: Sequence[Prompt], state: Mapping[str, Any]) -> None:
     if state["prompts"] != _fingerprint(prompts):
         raise DataError(
             f"the checkpoint was saved with other prompts than these {len(prompts)}; resume with "
-            "the same data, data_options and reward"
+            "the same data, prompts.options and reward"
         )
 
 
@@ -447,11 +447,11 @@ def summarize(config: Config, prompts: PromptSet, tokenizer: Any) -> str:
         lines += source_lines(f"evaluation.data.{name}", prompts.sources[name], of_file)
     lines += length_lines([len(prompt.token_ids) for prompt in read])
     lines += tokenizer_lines(tokenizer, config.rollout.stop_token_ids, prompts.train)
-    if config.system_prompt:
+    if config.prompts.system_prompt:
         own = sum(source.kept_system_prompts for source in prompts.sources.values())
         num_prompts = len(read) + sum(map(len, prompts.files.values()))
         lines.append(
-            f"system_prompt: given to {num_prompts - own:,} prompts; {own:,} have their own"
+            f"prompts.system_prompt: given to {num_prompts - own:,} prompts; {own:,} have their own"
         )
     first = prompts.train[0].token_ids
     lines.append(f"the first prompt, {len(first):,} tokens:")

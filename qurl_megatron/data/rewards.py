@@ -50,26 +50,30 @@ Style = Literal["single", "batch", "verl", "trl"]
 
 def each_of(config: Config) -> list[Config]:
     """Return a configuration with each of its rewards alone, for entries of whatever source."""
-    names = dict.fromkeys([*config.rewards, *config.source_rewards.values()])
-    alone = replace(config, reward_weights=[], source_rewards={})
-    return [replace(alone, reward=name) for name in names]
+    names = dict.fromkeys([*config.rewards, *config.scoring.by_source.values()])
+    return [_with_only(config, name) for name in names]
+
+
+def _with_only(config: Config, reward: str) -> Config:
+    return replace(config, reward=reward, scoring=replace(config.scoring, weights=[], by_source={}))
 
 
 def of_set(config: Config, name: str) -> Config:
     """Return a configuration with the rewards of an evaluation set; an empty name: of training."""
     own = config.evaluation.reward_of.get(name)
-    return replace(config, reward=own, reward_weights=[], source_rewards={}) if own else config
+    return _with_only(config, own) if own else config
 
 
 def names_for(config: Config, question: Question) -> list[str]:
     """Return the rewards of a question, by the `data_source` of its entry."""
-    first = config.source_rewards.get(question.source)
+    first = config.scoring.by_source.get(question.source)
     return [first or config.rewards[0], *config.rewards[1:]]
 
 
 def of_question(config: Config, question: Question) -> Config:
     """Return a configuration with the rewards of a question only."""
-    return replace(config, reward=",".join(names_for(config, question)), source_rewards={})
+    scoring = replace(config.scoring, by_source={})
+    return replace(config, reward=",".join(names_for(config, question)), scoring=scoring)
 
 
 def weighted_sum(config: Config, scores: Sequence[Score]) -> Score:
@@ -78,9 +82,9 @@ def weighted_sum(config: Config, scores: Sequence[Score]) -> Score:
     A reward is a part, and its own parts are behind its name. The first reward says whether the
     completion is right.
     """
-    if len(scores) == 1 and not config.reward_weights:
+    if len(scores) == 1 and not config.scoring.weights:
         return scores[0]
-    weights = config.reward_weights or [1.0] * len(scores)
+    weights = config.scoring.weights or [1.0] * len(scores)
     parts: dict[str, float] = {}
     for name, score in zip(map(reward_title, config.rewards), scores, strict=True):
         parts |= {name: score.value} | {f"{name}.{part}": x for part, x in score.parts.items()}
@@ -102,18 +106,18 @@ def is_user_function(config: Config) -> bool:
 
 def reads_entries(config: Config) -> bool:
     """Return whether a reward, or the choice of one, depends on other fields of an entry."""
-    return bool(config.source_rewards) or any(map(is_user_function, each_of(config)))
+    return bool(config.scoring.by_source) or any(map(is_user_function, each_of(config)))
 
 
 def failed(config: Config, reason: str) -> Score:
     """Return the score of a completion whose verifier failed: that of a wrong one."""
     parts = {} if is_user_function(config) else {ACCURACY: 0.0}
-    return Score(config.reward_wrong, parts, one_line(reason))
+    return Score(config.scoring.wrong, parts, one_line(reason))
 
 
 def timed_out(config: Config) -> Score:
     """Return the score of a completion whose reward function took too long."""
-    return failed(config, f"{TIMED_OUT} after {config.reward_timeout_s:g} s")
+    return failed(config, f"{TIMED_OUT} after {config.scoring.timeout_s:g} s")
 
 
 def one_line(text: str) -> str:
@@ -180,7 +184,7 @@ class RewardFunction:
 
     async def _all_at_once(self, calls: list[list[str]], question: Question) -> list[list[Score]]:
         async def one(call: list[str]) -> list[Score]:
-            limit = asyncio.timeout(self._config.reward_timeout_s)
+            limit = asyncio.timeout(self._config.scoring.timeout_s)
             try:
                 async with limit:
                     return self._scores(await self._call(call, question), len(call))
@@ -314,11 +318,10 @@ def score_of(result: Any) -> Score:
 class BuiltIn(RewardFunction):
     """A built-in verifier on the scale of a run.
 
-    A verifier gives credit from 0 to 1, and `Config.reward_wrong` and `reward_right` are the
-    rewards at its ends: 0 and 1, or -1 and 1 for DAPO. Credit below 1 counts as 0 unless
-    `Config.reward_partial` asks for it, because it rewards near misses and padding: the scorers of
-    reasoning_gym give 0.86 for one wrong letter of seven, and 0.9999999999999998 for the right word
-    with a letter too many.
+    A verifier gives credit from 0 to 1, and `scoring.wrong` and `scoring.right` are the rewards at
+    its ends: 0 and 1, or -1 and 1 for DAPO. Credit below 1 counts as 0 unless `scoring.partial`
+    asks for it, because it rewards near misses and padding: the scorers of reasoning_gym give 0.86
+    for one wrong letter of seven, and 0.9999999999999998 for the right word with a letter too many.
 
     The kernel ends the process if a text or an answer takes `VERIFIER_CPU_LIMIT_S` of CPU time.
     """
@@ -340,9 +343,9 @@ class BuiltIn(RewardFunction):
     def _reward(self, text: str, problem: Question) -> dict[str, float]:
         credit = self._credit(text, problem)
         accuracy = float(credit >= 1)
-        wrong, right = self._config.reward_wrong, self._config.reward_right
-        share = min(max(credit, 0.0), 1.0) if self._config.reward_partial else accuracy
-        return {REWARD: wrong + share * (right - wrong), ACCURACY: accuracy}
+        scale = self._config.scoring
+        share = min(max(credit, 0.0), 1.0) if scale.partial else accuracy
+        return {REWARD: scale.wrong + share * (scale.right - scale.wrong), ACCURACY: accuracy}
 
     def _credit(self, text: str, question: Question) -> float:
         """Return the largest credit for any answer; raise what the verifier raised for them all."""

@@ -158,7 +158,7 @@ class _Worker:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._is_user_function = rewards.is_user_function(config)
-        self._limit_s = config.reward_timeout_s + GRACE_S if self._is_user_function else None
+        self._limit_s = config.scoring.timeout_s + GRACE_S if self._is_user_function else None
         self._process, self._connection = start_worker(WORKER)
         self._connection.send(config)
         self._error: str | None = None  # why the reward cannot be loaded; None: not known yet
@@ -174,7 +174,7 @@ class _Worker:
         """
         if self._error is None:
             try:
-                if self._connection.poll(START_TIMEOUT_S + self._config.reward_import_timeout_s):
+                if self._connection.poll(START_TIMEOUT_S + self._config.scoring.import_timeout_s):
                     self._error, self._whole_groups, self.columns = self._connection.recv()
                 else:
                     self._error = f"not loaded within {START_TIMEOUT_S:g} s"
@@ -214,8 +214,8 @@ class _Worker:
         if code == -signal.SIGPROF:
             return f"{TIMED_OUT} after {rewards.VERIFIER_CPU_LIMIT_S:g} s of CPU time"
         if code == -signal.SIGALRM:
-            limit_s = self._config.reward_import_timeout_s
-            return f"{TIMED_OUT} after reward_import_timeout_s={limit_s:g}"
+            limit_s = self._config.scoring.import_timeout_s
+            return f"{TIMED_OUT} after scoring.import_timeout_s={limit_s:g}"
         return f"the process that scores ended with code {code}"
 
 
@@ -230,7 +230,7 @@ def scoring(config: Config) -> Iterator[Callable[[str], StartScoring]]:
     with contextlib.ExitStack() as stack:
         scorers = {
             reward: stack.enter_context(
-                Scorer(rewards.of_set(config, name), config.scoring_workers)
+                Scorer(rewards.of_set(config, name), config.scoring.workers)
             )
             for reward, name in sets.items()
         }
@@ -262,7 +262,7 @@ def unverifiable(config: Config, questions: Sequence[Question]) -> list[str]:
     if not doubtful:
         return reasons
     cores = min(MAX_DEFAULT_WORKERS, len(os.sched_getaffinity(0)))  # nothing else needs them yet
-    workers = min(-(-len(doubtful) // PROBLEMS_PER_WORKER), config.scoring_workers or cores)
+    workers = min(-(-len(doubtful) // PROBLEMS_PER_WORKER), config.scoring.workers or cores)
     with Scorer(config, workers) as scorer:
         futures = {row: scorer.ask(questions[row], [None]) for row in doubtful}
         for row, future in futures.items():
@@ -293,7 +293,7 @@ def check_reward(config: Config) -> list[str]:
         ConfigError: one cannot; the text says why.
     """
     columns: list[str] = []
-    of_every_entry = config.rewards[bool(config.source_rewards) :]
+    of_every_entry = config.rewards[bool(config.scoring.by_source) :]
     for each in filter(rewards.is_user_function, rewards.each_of(config)):
         with Scorer(each, workers=1) as scorer:
             needed = scorer.wait_ready()
@@ -312,7 +312,7 @@ def work(descriptor: int) -> None:
         config = connection.recv()
         if rewards.is_user_function(config):
             contain()
-            limit_s = config.reward_import_timeout_s
+            limit_s = config.scoring.import_timeout_s
             signal.setitimer(signal.ITIMER_REAL, limit_s)  # then SIGALRM ends the process
         try:
             reward = rewards.load(config)

@@ -87,7 +87,7 @@ class Dapo(Verifier):
     \frac{1}{2}.
 
     The reference is `verl/utils/reward_score/math_dapo.py`, which DAPO was trained with. It rewards
-    1 and -1; `Config.reward_wrong` sets the latter.
+    1 and -1; `scoring.wrong` sets the latter.
     """
 
     def credit(self, text: str, question: Question) -> float:

@@ -34,15 +34,17 @@ from qurl_megatron.config.schema import (
     Config,
     ConfigError,
     FormatName,
+    ReadingConfig,
     RewardName,
     Rewards,
     Rounding,
     SamplingConfig,
+    ScoringConfig,
     ServerConfig,
-    Unusable,
     WeightFormat,
     with_group_size,
 )
+from qurl_megatron.config.text import leaf_values
 from qurl_megatron.config.validate import (
     check_agent,
     check_group_size,
@@ -53,18 +55,13 @@ from qurl_megatron.config.validate import (
     validate_stop_tokens,
 )
 from qurl_megatron.config.values import (
-    CountOrZero,
     Directory,
     GroupSize,
-    OptionName,
     Place,
-    Seconds,
     Seed,
     SequencesOrZero,
     Several,
-    Signed,
     Smoothing,
-    Template,
     Text,
 )
 from qurl_megatron.data.problems import Fields, keep_verifiable, parts_of, read_problems
@@ -92,6 +89,8 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.start import running
 
 UNFINISHED = "unfinished.json"  # the settings, in the output of an evaluation that is not complete
+# Fields, or sections, on which no result depends.
+INDECISIVE = ("output", "scoring.workers", "agent_workers", "agent_episodes", "server.")
 
 
 @dataclass
@@ -103,16 +102,14 @@ class EvalConfig(SamplingConfig):
     data: dict[Text, Several] = dataclasses.field(default_factory=dict)
     """Data that is measured separately, by the name it is reported under: DATA by itself, or
     `data.NAME=DATA`. Each value has the form of a run's `data`."""
-    data_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
-    """Options of the reasoning-gym tasks, by name, as a run has them."""
+    prompts: ReadingConfig = dataclasses.field(default_factory=ReadingConfig)
+    """How its entries become prompts, as in a run."""
     reward: Rewards = "math"
     """Verifier of the answers, as in a run. Avg@1 and Avg@k are averages of its `accuracy`; with a
     reward function that gives no such number, of the reward itself. Several are a list: averages
     are those of the first, and an answer is kept with all of them."""
-    reward_weights: list[Signed] = dataclasses.field(default_factory=list)
-    """Weight of each reward of such a list, in its order. Empty: 1 each."""
-    source_rewards: dict[Text, RewardName] = dataclasses.field(default_factory=dict)
-    """Rewards of entries by their field `data_source`, in place of the first of `reward`."""
+    scoring: ScoringConfig = dataclasses.field(default_factory=ScoringConfig)
+    """How answers become rewards, as in a run."""
     reward_of: dict[Text, RewardName] = dataclasses.field(default_factory=dict)
     """Rewards of some data, by their names in `data`, in place of all these."""
     k: SequencesOrZero = 0
@@ -134,27 +131,6 @@ class EvalConfig(SamplingConfig):
     """Seed of sampling, and of reasoning-gym's problems."""
     server: ServerConfig = dataclasses.field(default_factory=ServerConfig)
     """The SGLang server that answers."""
-    reward_timeout_s: Seconds = 60.0
-    """Maximum time of one call of a reward function of your own, in seconds."""
-    reward_import_timeout_s: Seconds = 30.0
-    """Maximum time for the import of a reward function of your own, in seconds."""
-    scoring_workers: CountOrZero = 0
-    """Number of processes that score answers. 0: a quarter of the cores, from 1 to 16."""
-    question_key: Text = ""
-    """Field of the data that holds the question. Empty: question, prompt, problem or messages."""
-    answer_key: Text = ""
-    """Field of the data that holds the answer. Empty: answer, reward_model.ground_truth, or the
-    assistant's last message."""
-    incomplete: Unusable = "refuse"
-    """What happens to entries without an answer. drop: they are left out and counted."""
-    ignore_media: bool = False
-    """Leave images, audio and video out of entries. False: such entries are refused."""
-    system_prompt: str = ""
-    """System message put before each question that has none. Empty: none."""
-    chat_template: Template = ""
-    """Chat template in place of the model's: a file, or the name of one of its several."""
-    chat_template_options: dict[OptionName, Any] = dataclasses.field(default_factory=dict)
-    """Variables of the chat template, by name, such as `enable_thinking`."""
     keep: list[Text] = dataclasses.field(default_factory=list)
     """Linear layers that stay in BF16 in any `format`: a run's `quantization.keep`."""
     smoothing: Smoothing = 0.0
@@ -177,13 +153,10 @@ class EvalConfig(SamplingConfig):
     @property
     def scored(self) -> Config:
         """A run's configuration with these rewards."""
+        by_source = {key: absolute(name) for key, name in self.scoring.by_source.items()}
         config = Config(
             reward=",".join(absolute(each.strip()) for each in self.reward.split(",")),
-            reward_weights=self.reward_weights,
-            source_rewards={key: absolute(name) for key, name in self.source_rewards.items()},
-            reward_timeout_s=self.reward_timeout_s,
-            reward_import_timeout_s=self.reward_import_timeout_s,
-            scoring_workers=self.scoring_workers,
+            scoring=dataclasses.replace(self.scoring, by_source=by_source),
         )
         config.evaluation.reward_of = {name: absolute(x) for name, x in self.reward_of.items()}
         return config
@@ -251,6 +224,13 @@ def settle_cache(config: EvalConfig, model: Path) -> None:
         print(f"qurl: {line}", file=sys.stderr)
 
 
+def settle_template(config: EvalConfig, model: Path, day: str) -> None:
+    """Replace a chat template with its text, and give it a day to print unless it has one."""
+    prompts = config.prompts
+    prompts.chat_template = read_template(prompts.chat_template, model)
+    prompts.template_date = prompts.template_date or day
+
+
 def check(config: EvalConfig) -> None:
     """Check what any machine can check, without the model's weights and the data.
 
@@ -316,23 +296,24 @@ def _has_answers(output: Path) -> bool:
 
 def _decisive(config: EvalConfig) -> dict[str, Any]:
     """Return the fields on which the results depend, as JSON has them."""
-    fields = json.loads(json.dumps(dataclasses.asdict(config)))
-    fields["server.options"] = fields.pop("server")["options"]
+    fields = json.loads(json.dumps(leaf_values(config)))
     # A list, because their order numbers the files of answers.
     fields["data"] = [f"{name}={data}" for name, data in fields["data"].items()]
-    for name in ("output", "scoring_workers", "agent_workers", "agent_episodes"):
-        del fields[name]
-    return dict(fields)
+    return {
+        name: value
+        for name, value in fields.items()
+        if name == "server.options" or not name.startswith(INDECISIVE)
+    }
 
 
 def _read_files(config: EvalConfig) -> Iterator[Path]:
     """Yield the files that an evaluation reads: of models, template, data, reward and agent."""
-    rewards = [*config.source_rewards.values(), *config.reward_of.values()]
+    rewards = [*config.scoring.by_source.values(), *config.reward_of.values()]
     named = [*config.scored.rewards, *rewards, config.agent]
     functions = [name.rpartition(":")[0] for name in named]
     data = [part for each in config.data.values() for part in parts_of(each)]
     sources = [each.partition(":")[0] for each in data if not Path(each).exists()]
-    given = [config.model, config.adapters, config.chat_template]
+    given = [config.model, config.adapters, config.prompts.chat_template]
     for path in map(Path, [*given, *data, *sources, *functions]):
         if path.is_file():
             yield path
@@ -376,8 +357,8 @@ def run(config: EvalConfig) -> None:
         day = date.today().isoformat()
         if _has_answers(output):
             day = read_json_object(output / UNFINISHED).get("day", day)
-        own_template = read_template(config.chat_template, model_dir)
-        template = (config.chat_template_options, day, own_template)
+        settle_template(config, model_dir, day)
+        template = config.prompts.template
         tokenizer = load_tokenizer(model_dir, *template)
         config.stop_token_ids = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
         if config.agent:
@@ -389,7 +370,7 @@ def run(config: EvalConfig) -> None:
             unfinished(given, day, console),
             serving(config, served, console) as fleet,  # before any thread, so tests can fork it
             scoring(scored) as score_of,
-            client_type(config, model_dir, template, scored.reward_wrong, output) as make_client,
+            client_type(config, model_dir, template, scored.scoring.wrong, output) as make_client,
         ):
             client = make_client(fleet, tokenizer, config.stop_token_ids)
             for number, (name, problems) in enumerate(prompts.items()):
@@ -498,20 +479,19 @@ def _load_prompts(
     config: EvalConfig, scored: Config, tokenizer: Any, columns: Mapping[str, Collection[str]]
 ) -> dict[str, list[Prompt]]:
     """Return the prompts of each data file, and print how many there are and what was dropped."""
-    sources = {}
+    sources, how = {}, config.prompts
     for name, data in config.data.items():
         of_data = of_set(scored, name)
         fields = Fields(
-            config.question_key,
-            config.answer_key,
-            incomplete=config.incomplete,
-            ignores_media=config.ignore_media,
+            how.question_key,
+            how.answer_key,
+            incomplete=how.incomplete,
+            ignores_media=how.ignore_media,
             for_function=is_user_function(of_data) or bool(config.agent),
             keeps_entries=reads_entries(of_data),
             columns=() if config.agent else columns.get(name, columns[""]),
         )
-        options = config.data_options
-        sources[name] = read_problems(data, options, seed=config.seed, fields=fields)
+        sources[name] = read_problems(data, how.options, seed=config.seed, fields=fields)
     if not config.agent:
         keep_verifiable(sources, scored)
     prompts = {}
@@ -520,7 +500,7 @@ def _load_prompts(
             source,
             tokenizer,
             config.max_prompt_length,
-            system_prompt=config.system_prompt,
+            system_prompt=how.system_prompt,
             stops=config.stop_token_ids,
         )
         for line in source_lines("data", source, {"to evaluate on": prompts[name]}):

@@ -252,7 +252,7 @@ class Checkpoints:
         (partial / "megatron").mkdir(parents=True)
         (partial / "model").mkdir()
         copy_beside_weights(Path(self._config.model), partial / "model")
-        write_template(partial / "model", self._config.chat_template)
+        write_template(partial / "model", self._config.prompts.chat_template)
         text.save(self._config, partial / "config.yaml")
         write_whole(partial / "state.json", json.dumps(dataclasses.asdict(state), indent=2) + "\n")
 

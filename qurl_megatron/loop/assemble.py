@@ -163,7 +163,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     `rosters` are the files in which the starters of servers list them.
     """
     is_first = device.rank() == 0
-    template = (config.chat_template_options, config.template_date, config.chat_template)
+    template = config.prompts.template
     tokenizer = load_tokenizer(Path(config.model), *template)
     prompts = load_prompts(config, tokenizer) if is_first else PromptSet([], [], {})
 
@@ -173,7 +173,7 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
     if is_first:
         score_of = keep(scoring(config))
         logs = config.run_dir / "logs"
-        kind = client_type(config.rollout, config.model, template, config.reward_wrong, logs)
+        kind = client_type(config.rollout, config.model, template, config.scoring.wrong, logs)
         make_client = keep(kind)
     colocation: Any = None
     make_publisher: Callable[..., Publisher] = Publisher
@@ -258,9 +258,9 @@ def make_learner(config: Config) -> Learner:
 
 def make_critic(config: Config) -> Critic | None:
     """Return PPO's critic; None without PPO. A `Learner` must exist."""
-    if config.advantage_estimator != "gae":
+    if config.objective.advantage_estimator != "gae":
         return None
-    ppo = needed("ppo", "critic", by="advantage_estimator=gae")
+    ppo = needed("ppo", "critic", by="objective.advantage_estimator=gae")
     return ppo.Critic(config)  # type: ignore[no-any-return]
 
 
@@ -286,7 +286,7 @@ def _smooth(config: Config, learner: Learner, prompts: list[Prompt]) -> str:
     began with, so before a checkpoint is restored: a run that resumes has the same.
     """
     exponent = config.quantization.smoothing
-    drawn = draw(prompts, config.seed, config.data_weights)
+    drawn = draw(prompts, config.seed, config.prompts.weights)
     # The last token of a sequence is no input.
     nothing = [Completion([0], [0.0], "", truncated=True, token_versions=[0])]
     groups = [RolloutGroup(prompt, nothing, [0.0]) for prompt in drawn]

@@ -79,8 +79,8 @@ class Sampler:
             self._stream = PromptStream(
                 prompts,
                 config.seed,
-                shuffle=config.shuffle,
-                weights=config.data_weights,
+                shuffle=config.prompts.shuffle,
+                weights=config.prompts.weights,
                 retire_after=config.rollout.retire_after,
                 least=config.rollout.prompts_per_step,
             )
@@ -109,7 +109,7 @@ class Sampler:
         """Return the batch of `step`, which starts from weight version `version`.
 
         It has the settings of the step's stage. It has no log-probs of the learner yet, and with
-        `advantage_estimator=gae` no advantages: the critic computes them.
+        `objective.advantage_estimator=gae` no advantages: the critic computes them.
 
         Returns:
             The batch, and the fields of `StepMetrics` about sampling and rewards, with the number
@@ -183,7 +183,7 @@ class Sampler:
             if not (group.failed or any(score.failure for score in group.scores)):
                 self._stream.visited(group.prompt, is_equal=is_zero_variance(group.rewards))
         self._groups = [_penalize_length(group, rollout) for group in chosen]
-        estimator, advantages = self._config.advantage_estimator, None
+        estimator, advantages = self._config.objective.advantage_estimator, None
         if estimator != "gae":
             advantages = group_advantages([group.rewards for group in self._groups], estimator)
         self._batch = pack(

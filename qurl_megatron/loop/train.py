@@ -112,7 +112,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
                 break
 
         run.checkpoints.poll(wait=True)
-        uaq, template = config.quantization.uaq, config.chat_template
+        uaq, template = config.quantization.uaq, config.prompts.chat_template
         final_model = config.run_dir / "final_model"
         export(learner, Path(config.model), final_model, uaq, template)
         log.finish(evaluation or run.evaluate(step))

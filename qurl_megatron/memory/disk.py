@@ -20,7 +20,7 @@ def checkpoint_bytes(architecture: Architecture, config: Config) -> int:
     """
     per_value = 12 if config.learner.dtype == "float32" else 14
     values = num_parameters(architecture)
-    if config.advantage_estimator == "gae":
+    if config.objective.advantage_estimator == "gae":
         critic = config.critic.model
         values += num_parameters(Architecture.from_directory(critic)) if critic else values
     if rank := config.adapters.rank:  # only adapters are saved

@@ -206,13 +206,13 @@ def check_workers(config: Config) -> None:
     Raises:
         ConfigError: it cannot.
     """
-    of_training = {*config.rewards, *config.source_rewards.values()}
+    of_training = {*config.rewards, *config.scoring.by_source.values()}
     of_sets = {*config.evaluation.reward_of.values()}  # `scoring` has processes of their own
-    workers = config.scoring_workers * (len(of_training) + len(of_sets))
+    workers = config.scoring.workers * (len(of_training) + len(of_sets))
     scoring, has = workers * WORKER_BYTES, device.machine_memory_bytes()
     if scoring > has:
         raise ConfigError(
-            f"scoring_workers={config.scoring_workers}: they take {gigabytes(scoring)} of memory, "
+            f"scoring.workers={config.scoring.workers}: they take {gigabytes(scoring)} of memory, "
             f"at least; this machine has {gigabytes(has)}"
         )
 
@@ -232,5 +232,5 @@ def learner_bytes(config: Config, architecture: Architecture, ranks: int) -> dic
             parts["logits"] = 6 * rows * architecture.hidden_size
         static, most = max(static, peaks(parts)["kept"]), max(most, total_bytes(parts))
     batch = "tokens_per_micro_batch" if learner.tokens_per_micro_batch else "micro_batch_size"
-    models = ranks * (2 if config.advantage_estimator == "gae" else 1)
+    models = ranks * (2 if config.objective.advantage_estimator == "gae" else 1)
     return {"model": models * static, f"learner.{batch}": models * (most - static)}

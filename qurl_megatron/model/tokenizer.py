@@ -77,14 +77,14 @@ def load_tokenizer(
     if isinstance(several, dict) and "default" not in several:
         raise ArchitectureError(
             f"'{directory}': it has several chat templates, and none is the default; give "
-            f"chat_template={' or '.join(several)}"
+            f"prompts.chat_template={' or '.join(several)}"
         )
     unknown = [name for name in options if name not in known]
     if unknown:
         has = f"has {', '.join(sorted(known))}" if known else "has none"
         raise ArchitectureError(
-            f"chat_template_options.{unknown[0]}={options[unknown[0]]!r:.80}: the chat template of "
-            f"'{directory}' has no such option; it {has}"
+            f"prompts.chat_template_options.{unknown[0]}={options[unknown[0]]!r:.80}: the chat "
+            f"template of '{directory}' has no such option; it {has}"
         )
     now = date.fromisoformat(day) if day else date.today()
     tokenizer.apply_chat_template = functools.partial(
@@ -103,13 +103,14 @@ def read_template(given: str, directory: Path) -> str:
         return ""
     if _has_jinja(given):
         return _parsed(given, f"{' '.join(given.split()):.80}")
+    field = f"prompts.chat_template={given}"
     if Path(given).is_file():
         try:
             text = Path(given).read_text(encoding="utf-8")
         except ValueError as error:
-            raise ArchitectureError(f"chat_template={given}: no text in UTF-8 ({error})") from None
+            raise ArchitectureError(f"{field}: no text in UTF-8 ({error})") from None
         if Path(given).suffix == ".json" or not _has_jinja(text):
-            raise ArchitectureError(f"chat_template={given}: no template of Jinja; give its text")
+            raise ArchitectureError(f"{field}: no template of Jinja; give its text")
         return _parsed(text, given)
     try:
         named = _loaded(directory).chat_template
@@ -118,7 +119,7 @@ def read_template(given: str, directory: Path) -> str:
     if isinstance(named, dict) and given in named:
         return str(named[given])
     has = f"; the model has {', '.join(named)}" if isinstance(named, dict) else ""
-    raise ArchitectureError(f"chat_template={given}: no such file, nor a template's name{has}")
+    raise ArchitectureError(f"{field}: no such file, nor a template's name{has}")
 
 
 def _has_jinja(text: str) -> bool:
@@ -134,7 +135,7 @@ def _parsed(text: str, name: str) -> str:
         _compile_jinja_template(text)
     except TemplateSyntaxError as error:
         raise ArchitectureError(
-            f"chat_template={name}: Jinja cannot read its line {error.lineno} ({error.message})"
+            f"prompts.chat_template={name}: Jinja cannot read line {error.lineno} ({error.message})"
         ) from None
     return text
 

@@ -237,6 +237,7 @@ def rules(
         )
         return
     is_quantized = config.quantization.format != "bf16"
+    in_groups = config.objective.advantage_estimator not in WITHOUT_GROUPS
     kl, flips = now[KL], now["code_flip_fraction"]
     cut_off = now["completion_truncated_fraction"]
     rewards = [reward for reward, _ in now.get("reward_counts") or []]
@@ -250,8 +251,7 @@ def rules(
             f"no reward signal: every completion scores {rewards[0]:g}; look at the answers in "
             f"samples.jsonl and at the verifier, or {remedy}",
         )
-    # Others compare prompts too.
-    elif config.advantage_estimator not in WITHOUT_GROUPS and now["equal_reward_fraction"] > 0.9:
+    elif in_groups and now["equal_reward_fraction"] > 0.9:  # others compare prompts too
         yield (
             "no reward signal",
             f"no reward signal: the rewards of {now['equal_reward_fraction']:.0%} of prompts are "

@@ -112,7 +112,7 @@ class StepMetrics:
     """Version of the weights on the rollout servers after this step's update."""
 
     reward_mean: float
-    """Mean reward over sampled completions, on the scale of `reward_wrong` to `reward_right`,
+    """Mean reward over sampled completions, on the scale of `scoring.wrong` to `scoring.right`,
     without the penalty for overlong completions."""
 
     completion_length_mean: float
@@ -124,7 +124,7 @@ class StepMetrics:
 
     verifier_failures: int
     """Number of sampled completions whose verifier or reward function failed: it raised, took too
-    long, or its process died. They get `reward_wrong`."""
+    long, or its process died. They get `scoring.wrong`."""
 
     groups_replaced: int
     """Number of zero-variance groups (all rewards equal) that dynamic sampling replaced."""

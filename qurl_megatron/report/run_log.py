@@ -56,17 +56,10 @@ if TYPE_CHECKING:
 PACE_STEPS = 20  # last steps, from which the time left is estimated
 # Fields by which `qurl eval` reads data and plays agents as the run did.
 OF_ANSWERS = (
-    *(
-        "reward_weights",
-        "source_rewards",
-        "data_options",
-        "question_key",
-        "answer_key",
-        "incomplete",
-        "ignore_media",
-        "system_prompt",
-    ),
-    *("chat_template_options", "rollout.agent", "rollout.max_turns", "rollout.max_episode_tokens"),
+    *("scoring.weights", "scoring.by_source", "prompts.options", "prompts.question_key"),
+    *("prompts.answer_key", "prompts.incomplete", "prompts.ignore_media", "prompts.system_prompt"),
+    *("prompts.chat_template_options", "rollout.agent", "rollout.max_turns"),
+    "rollout.max_episode_tokens",
 )
 # Of a table of samples.
 COLUMNS = ("step", "kind", "reward", "length", "truncated", "weight_versions", "prompt", "text")

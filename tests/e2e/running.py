@@ -37,7 +37,7 @@ SMALL = [
     "learner.tensor_parallel_size=2",
 ]
 # A quickstart with few problems, and a verifier that its processes need not import.
-QUICK = ["quickstart", *SMALL, "data_options.size=1000", "reward=exact"]
+QUICK = ["quickstart", *SMALL, "prompts.options.size=1000", "reward=exact"]
 # Many of these answers run while weights are published: a few at a time, or long ones.
 LONG_ANSWERS = ["rollout.max_completion_length=64", "rollout.server.max_running_requests=8"]
 TIMEOUT_S = 480.0

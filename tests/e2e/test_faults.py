@@ -87,7 +87,7 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(
 ) -> None:
     words = ["optimizer.learning_rate=0.1", "optimizer.warmup_steps=0", "checkpoint.every_steps=2"]
     words += ["optimizer.weight_decay=1"]  # changes the weights quickly for any rewards
-    words += ["advantage_estimator=gae", "critic.tensor_parallel_size=1"]
+    words += ["objective.advantage_estimator=gae", "critic.tensor_parallel_size=1"]
     words += ["quantization.smoothing=0.5"]
     run = start("train", *QUICK, *words, "steps=1000")
     run.wait_for("step 3/")

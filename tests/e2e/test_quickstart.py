@@ -81,13 +81,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
         f"""\
 recipe: quickstart
 data: [reasoning_gym:spell_backward, {directory / "more.jsonl"}]
-data_weights: [1, 2]
-data_options.size: 2000
+prompts: {{weights: [1, 2], options.size: 2000}}
 reward: [reasoning_gym, {directory / "own.py"}:brief]
-reward_weights: [1, 0.1]
+scoring: {{weights: [1, 0.1], workers: 1}}
 optimizer: {{schedule: cosine, learning_rate: 1e-5, warmup_steps: 0}}
 objective.entropy_coefficient: 0.01
-scoring_workers: 1
 model_builder: {directory / "own.py"}:build
 evaluation:
   problems: 32

@@ -14,7 +14,7 @@ from e2e.running import Command, Start, metrics_of
 from qurl_megatron.report.record import list_checkpoints
 
 SHORT = [
-    "data_options.size=200",
+    "prompts.options.size=200",
     "learner.data_parallel_size=1",
     "rollout.servers=1",
     "rollout.prompts_per_step=4",

@@ -58,7 +58,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
         "rollout.server.mem_fraction_static=0.6",
         "checkpoint.every_steps=1000",
         "reward=mine.py:reward",
-        "reward_wrong=-2",
+        "scoring.wrong=-2",
     )
     try:
         run.wait_for("step 2/")

@@ -26,7 +26,7 @@ def test_a_job_of_long_steps_saves_before_its_limit_by_its_own_clock(
 ) -> None:
     """Slurm sends no signal, and no checkpoint is due."""
     (tmp_path / "slow.py").write_text(SLOW_REWARD)
-    words = ["reward=slow.py:reward", "scoring_workers=2"]
+    words = ["reward=slow.py:reward", "scoring.workers=2"]
     script = script_of(*words, "steps=100", "checkpoint.every_steps=1000", sbatch={"signal": False})
     job = cluster.submit(tmp_path, script, "--time=00:05:00", "--nodelist=n1,n2")
     wait_for_text(job, "requeueing job")

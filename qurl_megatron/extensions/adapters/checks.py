@@ -45,10 +45,10 @@ def check(config: Config) -> None:
             f"quantization.publish={quantization.publish}: {rank} sends nothing but adapters to "
             "servers that hold the base; leave it at full"
         )
-    if config.advantage_estimator == "gae":
+    if config.objective.advantage_estimator == "gae":
         raise ConfigError(
-            f"advantage_estimator=gae: PPO's critic is a whole model, which {rank} has no room "
-            "for; choose grpo"
+            "objective.advantage_estimator=gae: PPO's critic is a whole model, which "
+            f"{rank} has no room for; choose grpo"
         )
     if config.adapters.init and config.objective.kl_coefficient:
         raise ConfigError(

@@ -58,7 +58,7 @@ def export_checkpoint(
     base = checkpoints.read_state(checkpoint).base
     places = Path(config.model), destination, of_adapters
     _write(tensors, Adapters.of(config), base, *places, config.optimizer.rounding, progress)
-    write_template(destination, config.chat_template)
+    write_template(destination, config.prompts.chat_template)
 
 
 def _gather(learner: AdaptedLearner) -> dict[str, Tensor]:

@@ -7,12 +7,7 @@ import typer
 
 from qurl_megatron.commands.models import found_model
 
-# Settings of qurl eval.
-OF_REWARDS = (
-    *("reward", "reward_weights", "source_rewards", "reward_of"),
-    *("reward_timeout_s", "reward_import_timeout_s", "scoring_workers"),
-)
-UNUSED = ("k", "k_of", "output", *OF_REWARDS)
+UNUSED = ("k", "k_of", "output", "reward", "reward_of", "scoring")  # settings of qurl eval
 
 
 def agent(
@@ -33,7 +28,7 @@ def agent(
 ) -> Iterator[int]:
     """Play a few episodes of an agent, and print every turn with its tokens and log-probs."""
     from qurl_megatron.config.schema import ConfigError
-    from qurl_megatron.config.text import with_overrides
+    from qurl_megatron.config.text import leaf_values, with_overrides
     from qurl_megatron.evaluation import evaluate
     from qurl_megatron.extensions.agents import episodes as played
 
@@ -41,11 +36,12 @@ def agent(
     config = with_overrides(given, settings or [])
     if config.agent != function:
         raise ConfigError(f"agent={config.agent}: {function} is played; name one")
-    for name in UNUSED:
-        if (value := getattr(config, name)) != getattr(given, name):
+    before = leaf_values(given)
+    for field, value in leaf_values(config).items():
+        if field.partition(".")[0] in UNUSED and value != before[field]:
             raise ConfigError(
-                f"{name}={value}: qurl agent shows episodes, and neither scores nor keeps answers; "
-                "leave it out, or call qurl eval"
+                f"{field}={value}: qurl agent shows episodes, and neither scores nor keeps "
+                "answers; leave it out, or call qurl eval"
             )
     evaluate.check(config)
     yield config.server.tensor_parallel_size

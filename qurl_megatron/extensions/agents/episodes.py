@@ -23,13 +23,14 @@ from qurl_megatron.evaluation.evaluate import (
     served_model,
     serving,
     settle_cache,
+    settle_template,
 )
 from qurl_megatron.extensions.agents.checks import load
 from qurl_megatron.extensions.agents.client import AgentClient
 from qurl_megatron.extensions.agents.pool import Agents
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
-from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
+from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
 SHOWN_CHARACTERS = 2000  # of a prompt, or of what was observed at once
 
@@ -50,27 +51,27 @@ def run(config: EvalConfig, count: int) -> None:
     check_model(model)
     architecture = Architecture.from_directory(model)
     settle_cache(config, model)
-    own_template = read_template(config.chat_template, model)
-    template = (config.chat_template_options, date.today().isoformat(), own_template)
-    tokenizer = load_tokenizer(model, *template)
+    how = config.prompts
+    settle_template(config, model, date.today().isoformat())
+    tokenizer = load_tokenizer(model, *how.template)
     load(config, model, tokenizer)
     stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
     fields = Fields(
-        config.question_key,
-        config.answer_key,
-        incomplete=config.incomplete,
-        ignores_media=config.ignore_media,
+        how.question_key,
+        how.answer_key,
+        incomplete=how.incomplete,
+        ignores_media=how.ignore_media,
         for_function=True,
     )
     (data,) = config.data.values()
-    source = read_problems(data, config.data_options, seed=config.seed, fields=fields)
+    source = read_problems(data, how.options, seed=config.seed, fields=fields)
     prompts = tokenize(
-        source, tokenizer, config.max_prompt_length, system_prompt=config.system_prompt, stops=stops
+        source, tokenizer, config.max_prompt_length, system_prompt=how.system_prompt, stops=stops
     )
     console = Console(stderr=True, highlight=False)
     with (
         tempfile.TemporaryDirectory(prefix="qurl-agent-") as scratch,
-        Agents(config, model, template) as agents,
+        Agents(config, model, how.template) as agents,
         serving(
             dataclasses.replace(config, output=scratch),
             served_model(config, model, Path(scratch) / "converted", prompts),

@@ -113,7 +113,7 @@ def waiting_bytes(architecture: Architecture, config: Config) -> int:
 
     A critic counts as much again: it has the same architecture, but no reference.
     """
-    critics = 1 if config.advantage_estimator == "gae" else 0
+    critics = 1 if config.objective.advantage_estimator == "gae" else 0
     most = 0
     for stage in range(config.learner.pipeline_parallel_size):
         parts = learner_memory(architecture, config, stage)

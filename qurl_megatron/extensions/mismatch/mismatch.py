@@ -232,14 +232,13 @@ def read_prompts(options: MismatchOptions) -> list[Prompt]:
             f"{architecture.max_position_embeddings} positions, for prompt and completion"
         )
     if run := options.run:
-        template = (run.chat_template_options, run.template_date, run.chat_template)
-        tokenizer = load_tokenizer(options.model, *template)
+        tokenizer = load_tokenizer(options.model, *run.prompts.template)
         run.rollout.stop_token_ids = _stops(options, architecture, tokenizer)
         kept = kept_layers(run.quantization.keep, architecture)
         if all(name in kept for group in fused_layers(architecture) for name in group):
             raise ConfigError("quantization.keep: keeps every layer, so nothing is quantized")
         train = load_prompts(run, tokenizer).train
-        prompts = draw(train, run.seed, run.data_weights, options.prompts)
+        prompts = draw(train, run.seed, run.prompts.weights, options.prompts)
     else:
         tokenizer = load_tokenizer(options.model)
         read = tokenize(

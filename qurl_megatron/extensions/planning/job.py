@@ -24,7 +24,7 @@ def objections(config: Config, node: Node, limit_s: float, max_jobs: int) -> lis
         limit_s: time limit of a job; infinity for none.
         max_jobs: how many successive jobs may train the run.
     """
-    if config.advantage_estimator == "gae" or config.rollout.servers_at:
+    if config.objective.advantage_estimator == "gae" or config.rollout.servers_at:
         return []
     try:
         architecture = Architecture.from_directory(config.model)

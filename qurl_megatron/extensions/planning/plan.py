@@ -291,9 +291,9 @@ def _check_layout(architecture: Architecture, config: Config, gpus: int, node: N
     check_base(config, architecture)
     if rollout.placement == "colocated":
         check_fields(config)
-    if config.advantage_estimator == "gae":
+    if config.objective.advantage_estimator == "gae":
         raise ConfigError(
-            "advantage_estimator=gae: plans do not support a critic; set advantage_estimator=grpo"
+            "objective.advantage_estimator=gae: plans do not support a critic; set it to grpo"
         )
     if rollout.servers_at:
         raise ConfigError(

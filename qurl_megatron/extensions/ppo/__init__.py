@@ -1,1 +1,1 @@
-"""`advantage_estimator=gae`: PPO, whose critic estimates what a token was worth."""
+"""`objective.advantage_estimator=gae`: PPO, whose critic estimates what a token was worth."""

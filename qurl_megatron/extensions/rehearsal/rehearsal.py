@@ -69,7 +69,7 @@ class Played:
     @cached_property
     def planned(self) -> dict[str, int]:
         """What a plan says of the same peaks, without the CUDA runtime; nothing with a critic."""
-        if self.rehearsal.config.advantage_estimator == "gae":
+        if self.rehearsal.config.objective.advantage_estimator == "gae":
             return {}  # plans do not know critics
         of = self.rehearsal.architecture, self.rehearsal.config
         return peaks(learner_memory(*of, self.stage) | {"runtime": 0})

@@ -158,7 +158,7 @@ def phase_times(axes: Axes, runs: list[RunRecord]) -> None:
     """Draw the seconds of each phase of a step, stacked, for a single run."""
     (run,) = runs
     times = {phase: run.series(f"time_{phase}_s") for phase in PHASES}
-    if run.config.advantage_estimator != "gae":
+    if run.config.objective.advantage_estimator != "gae":
         del times["critic"]
     times = {phase: _running_mean(series) for phase, series in times.items()}
     axes.stackplot(run.series("step"), *times.values(), labels=list(times), colors=COLOURS)

@@ -15,7 +15,7 @@ import torch
 from conversations import VOCABULARY, chat_tokenizer
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import Config, ConfigError, SamplingConfig
+from qurl_megatron.config.schema import Config, ConfigError, SamplingConfig, ScoringConfig
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation.evaluate import EvalConfig
 from qurl_megatron.extensions.agents import episodes
@@ -395,7 +395,7 @@ def test_only_as_many_episodes_are_played_at_once_as_there_may_be(play: Play) ->
 def test_what_an_agent_leaves_open_the_runs_reward_scores(play: Play) -> None:
     episodes, _ = play("well", "unsure")
     assert [each.text for each in episodes] == ["of 2", "of 2"]
-    with Scorer(Config(reward="exact", reward_right=0.25)) as scorer:
+    with Scorer(Config(reward="exact", scoring=ScoringConfig(right=0.25))) as scorer:
         scores = scorer.submit(Prompt("", "", "of 2", []), episodes).result()
     assert [score.value for score in scores] == [1.0, 0.25]
 

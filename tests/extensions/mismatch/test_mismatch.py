@@ -209,8 +209,11 @@ def test_a_recipe_says_what_its_run_would_do(tmp_path: Path) -> None:
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     recipe, output = tmp_path / "my.yaml", tmp_path / "mismatch.json"
     fields = {
-        **{"model": str(model), "data": str(tmp_path / "data.jsonl"), "question_key": "ask"},
-        **{"system_prompt": "Be brief.", "chat_template": str(tmp_path / "template.jinja")},
+        **{"model": str(model), "data": str(tmp_path / "data.jsonl")},
+        "prompts": {
+            **{"question_key": "ask", "system_prompt": "Be brief."},
+            "chat_template": str(tmp_path / "template.jinja"),
+        },
         "rollout": {"temperature": 0.6, "max_prompt_length": 100, "max_completion_length": 3},
         "quantization": {"smoothing": 0.5, "uaq": {"scale": 2}, "keep": ["*.down_proj"]},
         "evaluation": {"problems": 4},

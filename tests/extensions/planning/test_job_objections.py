@@ -68,7 +68,7 @@ def test_what_a_plan_refuses_is_an_objection_and_what_it_does_not_know_is_none(
     assert objection.startswith("on H100 GPUs the run does not fit: learner of tensor x pipeline")
     (objection,) = of(scaling_32b.recipe(), "learner.tensor_parallel_size=3")
     assert objection.startswith("`qurl plan` refuses this run: ")
-    assert of(dapo_aime.recipe(), "advantage_estimator=gae") == []
+    assert of(dapo_aime.recipe(), "objective.advantage_estimator=gae") == []
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_servers_have_all_gpus_that_the_learner_leaves(
         ("rollout.server.mem_fraction_static=0.2 rollout.server.tensor_parallel_size=2", 64,
          "the weights do not fit"),
         ("learner.tensor_parallel_size=3", 64, "40 attention heads are not divisible by"),
-        ("advantage_estimator=gae", 64, "plans do not support a critic"),
+        ("objective.advantage_estimator=gae", 64, "plans do not support a critic"),
         ("rollout.servers_at=[https://a:1]", 64, "plans do not support servers elsewhere"),
         ("rollout.routing=replay", 64, "rollout.routing=replay: the model has no experts"),
         ("rollout.server.tensor_parallel_size=5", 64, "must divide the 8 GPUs of a node"),

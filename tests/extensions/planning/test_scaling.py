@@ -107,7 +107,7 @@ def test_a_run_is_set_beside_the_plan_of_its_own_layout_and_lengths(
         (["--output", "none/study.csv"], "--output none/study.csv: there is no directory none"),
         (["--measured", "model"], "model: not a run's directory, it has no config.yaml"),
         (["--measured", "other"], "--measured other: "),
-        (["--measured", "ppo"], "--measured ppo: advantage_estimator=gae: plans do not support"),
+        (["--measured", "ppo"], "--measured ppo: objective.advantage_estimator=gae: plans do not"),
     ],
 )
 def test_wrong_files_and_runs_are_one_line(
@@ -120,7 +120,7 @@ def test_wrong_files_and_runs_are_one_line(
     monkeypatch.chdir(tmp_path)
     build_tiny_model(tmp_path / "wide", hidden_size=128)
     write_run(tmp_path / "other", tmp_path / "wide")
-    write_run(tmp_path / "ppo", model, "advantage_estimator=gae")
+    write_run(tmp_path / "ppo", model, "objective.advantage_estimator=gae")
     result = qurl_plan(model, "--gpus", "4", *words)
     assert result.exit_code == 2
     assert result.stderr.removeprefix("qurl: ").startswith(message)

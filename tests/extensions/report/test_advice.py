@@ -79,7 +79,7 @@ def test_a_metric_that_is_not_finite_is_told_at_once() -> None:
 
 
 def test_a_critic_learns_from_prompts_with_equal_rewards() -> None:
-    ppo = with_overrides(Config(), ["advantage_estimator=gae"])
+    ppo = with_overrides(Config(), ["objective.advantage_estimator=gae"])
     assert lines([{"equal_reward_fraction": 1.0}] * 9, ppo) == [[]] * 9
     assert lines([{"reward_counts": [(1.0, 8)]}] * 9, ppo)[WINDOW - 1] != []
 

@@ -38,7 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     directory = tmp_path_factory.mktemp("runs")
     words = ["model=/a/model", "data=train.jsonl", "optimizer.learning_rate=3e-6"]
     grpo = with_overrides(Config(), [*words, "quantization.format=fp8"])
-    ppo = with_overrides(Config(), ["advantage_estimator=gae"])
+    ppo = with_overrides(Config(), ["objective.advantage_estimator=gae"])
     staleness = {
         "0": at_staleness(1e-4, 0.5),
         "1": at_staleness(1e-3, 0.4),
