@@ -9,7 +9,7 @@ PARALLEL = $(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder
 demo: .venv/ready
 	.venv/bin/qurl train quickstart
 
-test: lint docs test-fast
+test: lint test-fast  # of which test_docs.py builds the documentation
 	$(PARALLEL) tests/e2e
 
 test-fast: .venv/ready  # all that start no server
