@@ -39,6 +39,7 @@ from qurl_megatron.loop.train import score_before_updates
 from qurl_megatron.memory.estimate import num_micro_batches
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
+from qurl_megatron.quantization import checksum
 from qurl_megatron.rollout.client import LARGEST_MASK
 from qurl_megatron.weight_sync import delta
 from qurl_megatron.weight_sync.bucket import Bucket
@@ -223,7 +224,7 @@ def _replace_the_outside(architecture: Architecture, trace: Trace, changed_part:
     def to_replicas(parts: Iterable[Any]) -> Any:
         return next(itertools.islice(parts, parallel_state.get_data_parallel_rank(), None))
 
-    deal, total = shares.deal, Learner._total
+    deal, total, sums = shares.deal, Learner._total, checksum._weighted_sums
 
     # Only rank 0 plans micro batches; here each rank does, and takes its own replica's share.
     def deal_as_rank_zero(*arguments: Any) -> shares.Share:
@@ -240,12 +241,17 @@ def _replace_the_outside(architecture: Architecture, trace: Trace, changed_part:
         step = max(1, round(1 / changed_part))
         return torch.arange(step // 2, len(new), step, device=new.device)
 
+    def sums_on_gpu(values: Tensor, row: int, column: int) -> Tensor:
+        on_host = values.device.type == "cpu"  # without values, and in thousands of chunks
+        return torch.zeros(len(values)).long() if on_host else sums(values, row, column)
+
     Architecture.from_directory = lambda _: architecture  # type: ignore[method-assign, assignment]
     learner_module.Weights = lambda _, architecture: _NoWeights(trace, architecture)  # type: ignore[assignment, misc, return-value]
     learner_module.deal = deal_as_rank_zero  # type: ignore[assignment]
     shares._to_replicas = to_replicas
     Learner._total = total_of_all  # type: ignore[method-assign]
     delta._changed = changed
+    checksum._weighted_sums = sums_on_gpu
 
 
 def _label_groups(trace: Trace) -> None:
