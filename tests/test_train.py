@@ -146,6 +146,9 @@ def test_a_server_is_to_be_compared_until_it_has_answered_enough_tokens() -> Non
     proof = Proof({"rollout": client}, {}, prompts, nothing, Config(), nothing)
     scored: Any = SimpleNamespace(collect=lambda _: [torch.full((61,), -1.0)] * 2)
     assert proof._unproven() == [first, second]
+    file = [Prompt(f"{number:03}", "", "", [1]) for number in range(500)]
+    drawn = Proof({}, {}, file, nothing, Config(), nothing)._prompts
+    assert max(each.id for each in drawn) > "400"  # not the first lines of a file, which is sorted
 
     sampled = proof._sample(client)  # more servers than prompts: each is asked all the same
     assert client.asked == ["first", "second"] * ROUNDS

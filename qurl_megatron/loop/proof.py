@@ -20,6 +20,7 @@ from qurl_megatron.algorithm.batch import Prompt, RolloutGroup, TrainBatch, pack
 from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
 from qurl_megatron.algorithm.proof import ENOUGH, WrongRollouts, added, check_mismatch, evidence
 from qurl_megatron.config.schema import Config
+from qurl_megatron.data.prompts import draw
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.learner.shares import Share
 from qurl_megatron.loop.sampling import NothingToTrainOn, settings_of
@@ -84,7 +85,8 @@ class Proof:
         """Store the parts; only global rank 0 uses `clients`, by server set, and `prompts`."""
         self._clients = clients
         self._publishers = publishers
-        self._prompts = prompts[: config.rollout.prompts_per_step]
+        count = config.rollout.prompts_per_step
+        self._prompts = draw(prompts, config.seed, config.prompts.weights, count)
         self._settings = settings_of(replace(config.rollout, completions_per_prompt=1))
         self._learner = learner
         self._config = config
@@ -93,7 +95,7 @@ class Proof:
         self._evidence: defaultdict[Member, Sums] = defaultdict(dict)
 
     def before_training(self) -> None:
-        """Compare each server set on completions of a step's prompts; write mismatch.json.
+        """Compare each server set on completions of drawn prompts; write mismatch.json.
 
         Evaluation servers in BF16 show the noise of the engine alone. Any larger mismatch of the
         rollout servers comes from quantization. All sets hold the learner's weights.
