@@ -18,6 +18,7 @@ import torch
 
 from qurl_megatron import device
 from qurl_megatron.machine.network import free_port
+from qurl_megatron.machine.processes import die_with_parent
 
 MIB = 2**20
 
@@ -129,6 +130,7 @@ def _run_rank(
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ.update({name: str(value) for name, value in variables.items()})
+    die_with_parent()  # torch asks for SIGINT, which a shell's background ignores
     torch.set_num_threads(1)
     returned = function(*arguments)
     if rank == 0:
