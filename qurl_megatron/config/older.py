@@ -4,20 +4,15 @@ from typing import Any
 
 from qurl_megatron.config.schema import ConfigError
 
+_SAME_NAME = (
+    *("question_key", "answer_key", "incomplete", "ignore_media", "system_prompt", "shuffle"),
+    *("chat_template", "chat_template_options", "template_date"),
+)
 # What version 0.2 had at the top. Words, files and saved configurations may have either name.
-MOVED = {
-    "question_key": "prompts.question_key",
-    "answer_key": "prompts.answer_key",
-    "incomplete": "prompts.incomplete",
-    "ignore_media": "prompts.ignore_media",
-    "system_prompt": "prompts.system_prompt",
-    "chat_template": "prompts.chat_template",
-    "chat_template_options": "prompts.chat_template_options",
-    "template_date": "prompts.template_date",
+MOVED = {name: f"prompts.{name}" for name in _SAME_NAME} | {
     "data_options": "prompts.options",
     "data_weights": "prompts.weights",
     "overlong_prompts": "prompts.overlong",
-    "shuffle": "prompts.shuffle",
     "reward_right": "scoring.right",
     "reward_wrong": "scoring.wrong",
     "reward_partial": "scoring.partial",
@@ -48,13 +43,15 @@ def tree_now(tree: Any) -> Any:
     Raises:
         ConfigError: a field is at both places, or one of `GONE` has a value.
     """
-    for path, advice in GONE.items() if isinstance(tree, dict) else ():
+    if not isinstance(tree, dict):
+        return tree
+    for path, advice in GONE.items():
         section, _, name = path.partition(".")
         fields = tree.get(section)
         value = fields.get(name) if isinstance(fields, dict) else None
         if value not in (None, -1):
             raise ConfigError(f"{path}={value}: not supported any more; {advice}")
-    for old, path in MOVED.items() if isinstance(tree, dict) else ():
+    for old, path in MOVED.items():
         section, _, name = path.partition(".")
         if old in tree and isinstance(fields := tree.setdefault(section, {}), dict):
             if name in fields:

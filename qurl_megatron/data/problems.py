@@ -70,7 +70,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO, cast
 
 from qurl_megatron.algorithm.score import Question, texts_of
-from qurl_megatron.config.schema import Config, Unusable
+from qurl_megatron.config.schema import Config, ReadingConfig, Unusable
 from qurl_megatron.data.rewards import each_of, names_for, of_set
 from qurl_megatron.data.scoring import unverifiable
 from qurl_megatron.data.verifiers import has_other_words, reasoning_gym_tasks
@@ -135,6 +135,12 @@ class Fields(NamedTuple):
     without_answer: bool = False  # no entry has one
     ignores_media: bool = False  # images, audio and video are left out; else they are refused
     columns: Collection[str] = ()  # fields that each entry must have, for a reward function
+
+    @classmethod
+    def of(cls, how: ReadingConfig, **others: Any) -> "Fields":
+        """Return what a configuration says of them, and `others`."""
+        named = how.question_key, how.answer_key
+        return cls(*named, incomplete=how.incomplete, ignores_media=how.ignore_media, **others)
 
 
 RECOGNIZED = Fields()

@@ -66,12 +66,9 @@ def load_prompts(
 
     def read(data: str, options: Mapping[str, Any], name: str = "") -> Source:
         scored = of_set(config, name)
-        fields = Fields(
-            how.question_key,
-            how.answer_key,
+        fields = Fields.of(
+            how,
             required=not name,
-            incomplete=how.incomplete,
-            ignores_media=how.ignore_media,
             for_function=is_user_function(scored) or has_agent,
             keeps_entries=reads_entries(scored),
             columns=() if has_agent else columns.get(name, columns.get("", ())),

@@ -89,8 +89,8 @@ from qurl_megatron.rollout.fleet import Fleet
 from qurl_megatron.rollout.start import running
 
 UNFINISHED = "unfinished.json"  # the settings, in the output of an evaluation that is not complete
-# Fields, or sections, on which no result depends.
-INDECISIVE = ("output", "scoring.workers", "agent_workers", "agent_episodes", "server.")
+# Fields and a section on which no result depends, but for `server.options`.
+INDECISIVE = ("output", "scoring.workers", "agent_workers", "agent_episodes", "server")
 
 
 @dataclass
@@ -302,7 +302,7 @@ def _decisive(config: EvalConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in fields.items()
-        if name == "server.options" or not name.startswith(INDECISIVE)
+        if name == "server.options" or not {name, name.partition(".")[0]} & {*INDECISIVE}
     }
 
 
@@ -482,11 +482,8 @@ def _load_prompts(
     sources, how = {}, config.prompts
     for name, data in config.data.items():
         of_data = of_set(scored, name)
-        fields = Fields(
-            how.question_key,
-            how.answer_key,
-            incomplete=how.incomplete,
-            ignores_media=how.ignore_media,
+        fields = Fields.of(
+            how,
             for_function=is_user_function(of_data) or bool(config.agent),
             keeps_entries=reads_entries(of_data),
             columns=() if config.agent else columns.get(name, columns[""]),

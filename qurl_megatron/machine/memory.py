@@ -23,8 +23,8 @@ def trim_heap() -> None:
 def keep_heap() -> None:
     """Let this process keep the memory that it frees, for its next tensors, until `trim_heap`.
 
-    glibc would give every large tensor back to the kernel, which clears each page of the next one.
-    A learner on a CPU would spend a fifth of its time so.
+    Without this, glibc gives every large tensor back to the kernel, which then clears each page of
+    the next one. That takes a fifth of the time of a learner on a CPU.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(-4, 0)  # M_MMAP_MAX: no tensor gets a mapping of its own

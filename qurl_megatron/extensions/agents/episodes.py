@@ -56,14 +56,8 @@ def run(config: EvalConfig, count: int) -> None:
     tokenizer = load_tokenizer(model, *how.template)
     load(config, model, tokenizer)
     stops = config.stop_token_ids or stop_token_ids(architecture, tokenizer)
-    fields = Fields(
-        how.question_key,
-        how.answer_key,
-        incomplete=how.incomplete,
-        ignores_media=how.ignore_media,
-        for_function=True,
-    )
     (data,) = config.data.values()
+    fields = Fields.of(how, for_function=True)
     source = read_problems(data, how.options, seed=config.seed, fields=fields)
     prompts = tokenize(
         source, tokenizer, config.max_prompt_length, system_prompt=how.system_prompt, stops=stops
