@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import typer
 from annotated_types import Ge, Gt, Le, Lt
 from mkdocs.structure.pages import Page
 from typer.core import TyperGroup, TyperOption
@@ -129,7 +128,7 @@ def metric_sections() -> Iterator[str]:
 
 def command_sections() -> Iterator[str]:
     """Yield a section for each `qurl` command, with its arguments and options."""
-    group = typer.main.get_command(cli.app)
+    group = cli.command
     assert isinstance(group, TyperGroup)
     for name, command in group.commands.items():
         entries = [_parameter(parameter) for parameter in command.params]

@@ -74,11 +74,11 @@ def qurl(
     """Run reinforcement learning with quantized rollouts on Megatron-core and SGLang."""
 
 
-def main() -> None:
-    """Run the command; a wrong option, like any wrong input, ends it with one line and code 2.
+command = typer.main.get_command(app)
 
-    A signal also ends it with one line, and a code of its own. A launcher has its own handlers.
-    """
+
+def main() -> None:
+    """Run the command. A signal ends it with a line and a code; a launcher has its own handlers."""
     is_utf8 = sys.flags.utf8_mode or locale.getencoding().lower() == "utf-8"
     if not is_utf8 and os.environ.get("PYTHONUTF8") != "1":  # as under LC_ALL=C; files are UTF-8
         os.environ["PYTHONUTF8"] = "1"  # also for every process that this one starts
@@ -86,7 +86,7 @@ def main() -> None:
     settle_environment(os.environ)
     try:
         with ended_by(ending_signals() | {signal.SIGUSR1}):
-            sys.exit(app(standalone_mode=False))
+            sys.exit(command(standalone_mode=False))
     except TyperException as error:
         context = getattr(error, "ctx", None)
         given = context.command.params if context else ()
