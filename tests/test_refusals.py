@@ -368,7 +368,8 @@ FILES = rows(r"""
     quantization: {keep: [[a]]}             , line 1: quantization.keep.0=['a']: input should be
     data: ['a,b']                           , line 1: data=['a,b']: an item of this list
     evaluation.data.x: ['a,b']              , line 1: evaluation.data.x=['a,b']: an item of
-    steps: {a: 1}                           , line 1: steps={'a': 1}: input should be a valid
+    steps: 7\ndata:\n train_files: a        , line 3: data.train_files: no such field; here it is data
+    steps: {a: 1}                           , line 1: steps.a: no such field; did you mean steps
     quantization: {keep: *.down_proj}       a text that begins with * needs quotes
     prompts.options: 7                      , line 1: prompts.options=7: not of the form {key: value
     steps: 7\nsteps: 8                      line 2: steps is given twice, also in line 1

@@ -129,8 +129,8 @@ def _nodes(
     """Yield path, line and value of each field; an empty section has none."""
     for key, value in section.value:
         path = path_now(prefix + key.value)
-        is_section = path not in fields and path.rpartition(".")[0] not in fields
-        if is_section and isinstance(value, yaml.MappingNode) and value.value:
+        field = fields.get(path, fields.get(path.rpartition(".")[0]))
+        if isinstance(value, yaml.MappingNode) and value.value and not isinstance(field, dict):
             yield from _nodes(value, f"{path}.", fields)
         elif value.tag != _NULL or not any(field.startswith(f"{path}.") for field in fields):
             yield path, key.start_mark.line + 1, value
