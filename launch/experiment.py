@@ -209,10 +209,10 @@ def named_runs(
 ) -> list[list[str]]:
     """Return the words of each run of a sweep, with a name such as `sweep-acr-int8-1.5`.
 
-    An axis of a sweep is given as `field=value,value`; an axis of layouts is given as a table of
-    `qurl plan --output FILE.csv`. A name begins with `name`, or if it is empty with the recipe's,
-    and ends with the values and the numbers of GPUs. Without sweeps there is one run; if it has no
-    name, it gets the recipe's and the time.
+    An axis of a sweep is given as `field=value,value`, where a value may be a list in brackets; an
+    axis of layouts is given as a table of `qurl plan --output FILE.csv`. A name begins with `name`,
+    or if it is empty with the recipe's, and ends with the values and the numbers of GPUs. Without
+    sweeps there is one run; if it has no name, it gets the recipe's and the time.
 
     Raises:
         ConfigError: an axis has another form, or lists a value twice.
@@ -222,7 +222,7 @@ def named_runs(
     axes = [_planned_layouts(layouts)] if layouts else []
     for word in sweeps:
         field, _, values = word.partition("=")
-        listed = values.split(",")
+        listed = re.split(r",(?![^\[{]*[\]}])", values)  # not within brackets
         if not all(listed):
             raise ConfigError(f"--sweep {word}: not of the form field=value,value")
         if len(set(listed)) < len(listed):

@@ -468,6 +468,11 @@ def test_a_sweep_has_a_named_run_for_each_combination(capsys: pytest.CaptureFixt
     ]
     ((_, name),) = named_runs("grpo", "", ["data=/a/b.jsonl"])
     assert name == "name=grpo-sweep-_a_b.jsonl"
+    lists = named_runs("grpo", "", ["data=[a, b],c", "prompts.options={x: [1, 2], y: 3},{}"])
+    assert [words[:2] for words in lists[::3]] == [
+        ["data=[a, b]", "prompts.options={x: [1, 2], y: 3}"],
+        ["data=c", "prompts.options={}"],
+    ]
     ((name,),) = named_runs("grpo", "", [])
     assert re.fullmatch(r"name=grpo-\d{8}-\d{6}", name)
     words = ["name=x", "name=ablation"]
