@@ -206,7 +206,7 @@ def _read(recipe: str, place: str = "", inside: tuple[Path, ...] = ()) -> Recipe
     base = Recipe(recipe, "", Config())
     for each in given:
         if each.path == "recipe":
-            if not isinstance(name := each.value, str):
+            if not isinstance(name := each.value, str) or not name:
                 raise ConfigError(f"{each.place}recipe: name one, such as grpo, or leave it out")
             if is_file(name):  # relative to this file
                 name = os.path.join(os.path.dirname(recipe), os.path.expanduser(name))

@@ -276,6 +276,9 @@ FIELDS = rows(r"""
     lr=1e-5                                 lr: no such field; here it is optimizer.learning_rate
     actor.optim.lr=1e-5                     here it is optimizer.learning_rate
     grpo.num-generations=4                  here it is rollout.completions_per_prompt
+    rollout.multi_turn.enable=true          here it is rollout.agent
+    actor.model.path=model                  did you mean model (Hugging Face directory
+    options.size=9                          did you mean prompts.options (Options of the reasoning-g
     reward=mine.py                          reward=mine.py: which function? give mine.py:NAME
     objective.objective=mine.py             which function? give mine.py:NAME
     rollout.agent=mine.py                   which function? give mine.py:NAME
@@ -354,6 +357,7 @@ FILES = rows(r"""
     recipe: my.yaml                         , line 1: recipe: my.yaml would begin with itself
     recipe: own.py                          , line 1: own.py: which function? give own.py:fails
     recipe:                                 , line 1: recipe: name one, such as grpo, or leave it
+    recipe: ''                              , line 1: recipe: name one, such as grpo, or leave it
     recipe: [grpo]                          , line 1: recipe: name one, such as grpo, or leave it
     steps: 7\n\nrollout:\n tempratur: 1     , line 4: rollout.tempratur: no such field; did you mean
     steps: 7\nrolout.temperature: 1         , line 2: rolout.temperature: no such field; did you
@@ -364,11 +368,14 @@ FILES = rows(r"""
     steps: yes                              , line 1: steps=yes: input should be a valid integer
     steps: 1e3                              , line 1: steps=1e3: input should be a valid integer
     steps:                                  , line 1: steps=null: input should be a valid integer
+    prompts: {system_prompt: null}          valid string; an empty one is ''
+    scoring.weights: ~                      valid list; an empty one is []
+    rollout.stages.9: {max_completion_length: 9}  9.completions_per_prompt: field required
     model: [a, b]                           , line 1: model=['a', 'b']: input should be a valid
     quantization: {keep: [[a]]}             , line 1: quantization.keep.0=['a']: input should be
     data: ['a,b']                           , line 1: data=['a,b']: an item of this list
     evaluation.data.x: ['a,b']              , line 1: evaluation.data.x=['a,b']: an item of
-    steps: 7\ndata:\n train_files: a        , line 3: data.train_files: no such field; here it is data
+    steps: 7\ndata:\n train_files: a        , line 3: data.train_files: no such field; here it
     steps: {a: 1}                           , line 1: steps.a: no such field; did you mean steps
     quantization: {keep: *.down_proj}       a text that begins with * needs quotes
     prompts.options: 7                      , line 1: prompts.options=7: not of the form {key: value
@@ -380,6 +387,7 @@ FILES = rows(r"""
     prompts.options: {size: 9, size: 8}     line 1: size is given twice, also in line 1
     - steps                                 : is a list; give lines such as `recipe: grpo`
     steps=7                                 : is a text; give lines such as `recipe: grpo`
+    recipe: grpo\nsteps:7                   ; a field and its value are `steps: 100`
     # nothing                               : is empty; give lines such as `recipe: grpo`
     rollout:\n\tservers: 7                  YAML is indented with spaces
     steps: !!python/object/apply:os.getpid []  line 1: the tag tag:yaml.org,2002:python/object
@@ -460,6 +468,7 @@ COMMANDS = rows("""
     agent json:dumps --model model --data problems.jsonl reward=exact  reward=exact: qurl agent sh
     eval model no_such.jsonl max_prompt_length=99 max_completion_length=99  no_such.jsonl
     eval model problems.jsonl k=-1                 k=-1
+    eval model problems.jsonl prompts.weights=1    weights: no such field; only a run has it
     eval model problems.jsonl k_of.a=2             data has no such name; it has problems.jsonl
     eval model problems.jsonl reward=math,dapo scoring.weights=1  there are 2 rewards
     eval model problems.jsonl format=int3          format=int3

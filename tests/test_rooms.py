@@ -246,7 +246,7 @@ STARTS = {
 }
 # Lower them when the code does. To raise one needs a reason: the last was that fields which moved
 # into sections are read by their names of version 0.2 too.
-MOST_REACHED_LINES = 31_020
+MOST_REACHED_LINES = 30_994
 MOST_PER_1000_LINES = {ast.Raise: 12.4, ast.ExceptHandler: 4.2}
 
 

@@ -1,10 +1,12 @@
-"""Names of settings in TRL, verl, slime, NeMo-RL and prime-rl, with what they are called here.
+"""What is said of a field that there is not: what it is called here, or which ones are similar.
 
-They are the last parts of paths: `lr` stands for verl's `actor.optim.lr` too. A text after a field
-says how its value differs.
+`OTHER_NAMES` has settings of TRL, verl, slime, NeMo-RL and prime-rl, by the last parts of their
+paths: `lr` stands for verl's `actor.optim.lr` too. A text after a field says how its value differs.
 """
 
+import difflib
 import re
+from collections.abc import Iterable, Mapping
 
 from qurl_megatron.config.older import MOVED
 
@@ -14,7 +16,9 @@ LENGTH = "rollout.max_completion_length"
 GPUS = "learner.tensor_parallel_size, learner.data_parallel_size and rollout.servers"
 OTHER_NAMES = {
     # optimizer
-    "lr": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate, of a critic critic.optimizer.learning_rate",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
     "adam_epsilon": "optimizer.epsilon",
     "wd": "optimizer.weight_decay",
     "lr_warmup_steps": "optimizer.warmup_steps",
@@ -66,6 +70,9 @@ OTHER_NAMES = {
     "tis_imp_ratio_cap": "objective.ratio_cap",
     "rollout_is_threshold": "objective.ratio_cap",
     "tis_clip": "objective.ratio_cap",
+    "truncated_importance_sampling_ratio": "objective.ratio_cap",
+    "rollout_is": "objective.objective, on_policy for none",
+    "use_importance_sampling_correction": "objective.objective, on_policy for none",
     "use_tis": "objective.objective=tis",
     "vllm_importance_sampling_correction": "objective.objective, on_policy for none",
     "vllm_importance_sampling_mode": (
@@ -124,10 +131,15 @@ OTHER_NAMES = {
     "colocate": "rollout.placement=colocated",
     "colocated": "rollout.placement=colocated",
     "multi_turn": "rollout.agent",
+    "custom_generate_function_path": "rollout.agent",
+    "overlong_buffer": "rollout.soft_overlong_tokens",
+    "vllm_server_base_url": "rollout.servers_at",
+    "rollout_num_gpus": GPUS,
     # learner
     "bf16": "learner.dtype; a quantization.format of bf16 leaves rollouts unquantized",
     "fp16": "learner.dtype, bfloat16 or float32",
     "precision": "learner.dtype",
+    "torch_dtype": "learner.dtype",
     "tp": PARALLEL,
     "tensor_model_parallel_size": PARALLEL,
     "vllm_tensor_parallel_size": "rollout.server.tensor_parallel_size",
@@ -141,10 +153,14 @@ OTHER_NAMES = {
     "expert_model_parallel_size": "learner.expert_parallel_size",
     "ppo_max_token_len_per_gpu": "learner.tokens_per_micro_batch",
     "max_tokens_per_gpu": "learner.tokens_per_micro_batch",
+    "use_dynamic_bsz": "learner.tokens_per_micro_batch",
+    "use_dynamic_batch_size": "learner.tokens_per_micro_batch",
     "nnodes": GPUS,
     "num_nodes": GPUS,
     "n_gpus_per_node": GPUS,
     "gpus_per_node": GPUS,
+    "actor_num_nodes": GPUS,
+    "actor_num_gpus_per_node": GPUS,
     "fsdp": f"{GPUS}: the learner is Megatron-core's",
     "deepspeed": f"{GPUS}: the learner is Megatron-core's",
     "gradient_checkpointing": "learner.recompute",
@@ -166,6 +182,7 @@ OTHER_NAMES = {
     "save_period": "checkpoint.every_steps",
     "save_interval": "checkpoint.every_steps",
     "save_total_limit": "checkpoint.keep_last",
+    "max_actor_ckpt_to_keep": "checkpoint.keep_last",
     "eval_steps": "evaluation.every_steps",
     "test_freq": "evaluation.every_steps",
     "val_period": "evaluation.every_steps",
@@ -189,6 +206,8 @@ OTHER_NAMES = {
     "input_key": "prompts.question_key",
     "output_key": "prompts.answer_key",
     "label_key": "prompts.answer_key",
+    "chat_template_kwargs": "prompts.chat_template_options",
+    "apply_chat_template_kwargs": "prompts.chat_template_options",
     "model_name_or_path": "model",
     "model_name": "model",
     "model_path": "model",
@@ -203,6 +222,7 @@ OTHER_NAMES = {
     "default_local_dir": "output_dir",
     "project_name": "wandb_project",
     "report_to": "wandb_project",
+    "use_wandb": "wandb_project",
     "logger": "wandb_project",
     # adapters and quantization
     "lora": "adapters.rank",
@@ -224,3 +244,50 @@ def our_name(path: str) -> str:
     """Return what a setting of 0.2 or of another framework is called here; empty: not known."""
     last = re.split(r"[./]", path)[-1].replace("-", "_").lower()
     return MOVED.get(path) or OTHER_NAMES.get(last, "")
+
+
+def no_such_field(path: str, meanings: Mapping[str, str], of_run: Mapping[str, str]) -> str:
+    """Return a line about a field that is not in `meanings`, with the closest of them.
+
+    Args:
+        path: the field's dotted path.
+        meanings: the meaning of each field that there is, by dotted path.
+        of_run: those of a run.
+    """
+    if inside := [name for name in meanings if name.startswith(f"{path}.")]:
+        return f"{path}: has no value of its own; give its fields, such as {inside[0]}"
+    section = path.rpartition(".")[0]
+    closest = _closest(path, meanings)
+    # A section of another framework may be a field here: `multi_turn.enable`, `model.path`.
+    ours = our_name(path) or ("" if closest else our_name(section))
+    if ours and of_run.keys() <= meanings.keys():
+        return f"{path}: no such field; here it is {ours}"
+    if path in of_run and any(name.startswith(f"{section}.") for name in meanings):
+        return f"{path}: no such field; only a run has it"
+    # "Eq. 5" does not end a sentence.
+    close = [
+        f"{name} ({re.split(r'(?<!Eq)[.] ', meanings[name])[0].removesuffix('.')})"
+        for name in closest or _named(section.rpartition(".")[2], meanings)
+    ]
+    return f"{path}: no such field" + (f"; did you mean {' or '.join(close)}?" if close else "")
+
+
+def _named(leaf: str, fields: Iterable[str]) -> list[str]:
+    return [field for field in fields if field.rpartition(".")[2] == leaf]
+
+
+def _closest(path: str, fields: Iterable[str]) -> list[str]:
+    """Return the fields of the same name, else of the most similar name, else of a similar path.
+
+    If `path` names a section, only its fields are searched for similar names.
+    """
+    section, _, leaf = path.rpartition(".")
+    leaves = {field: field.rpartition(".")[2] for field in fields}
+    if same := _named(leaf, fields):
+        return same
+    siblings = [field for field in leaves if field.rpartition(".")[0] == section] if section else []
+    names = {leaves[field] for field in siblings or leaves}
+    similar = difflib.get_close_matches(leaf, names, n=2, cutoff=0.7)
+    return [field for field in siblings or leaves if leaves[field] in similar] or (
+        difflib.get_close_matches(path, leaves, n=3, cutoff=0.6)
+    )

@@ -4,7 +4,6 @@ Every value that is read is checked. `qurl config` prints YAML with the docstrin
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import operator
@@ -24,6 +23,7 @@ from qurl_megatron.files import write_whole
 
 T = TypeVar("T")
 _WIDTH = 100
+_EMPTY = {"string_type": "''", "list_type": "[]"}
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
 
 
@@ -71,10 +71,13 @@ def from_tree(
     if not first["loc"]:
         raise ConfigError("not a mapping of fields to values")
     reason = first["msg"].removeprefix("Value error, ")
+    if first["input"] is None and first["type"] in _EMPTY:
+        reason += f"; an empty one is {_EMPTY[first['type']]}"
     parts = [str(part) for part in first["loc"] if part != "[key]"]
     paths = [".".join(parts[: len(parts) - cut]) for cut in range(len(parts))]
     value = "null" if first["input"] is None else str(first["input"])[:_WIDTH]
-    word = paths[0] if first["loc"][-1] == "[key]" else f"{paths[0]}={value}"
+    has_no_value = first["loc"][-1] == "[key]" or first["type"] == "missing"
+    word = paths[0] if has_no_value else f"{paths[0]}={value}"
     if not word.isprintable():
         word = ascii(word)
     place = next((places[path] for path in paths if path in places), "")
@@ -159,39 +162,10 @@ def _items(value: str) -> list[str]:
 
 
 def no_such_field(path: str, config: Any) -> str:
-    """Return a line about a field that `config` lacks, with the closest fields and meanings."""
-    from qurl_megatron.config.other_names import our_name
+    """Return a line about a field that `config` lacks, with what would be right."""
+    from qurl_megatron.config import other_names
 
-    meanings = field_meanings(config)
-    if inside := [name for name in meanings if name.startswith(f"{path}.")]:
-        return f"{path}: has no value of its own; give its fields, such as {inside[0]}"
-    if isinstance(config, Config) and (ours := our_name(path)):
-        return f"{path}: no such field; here it is {ours}"
-    close_fields = []
-    for name in _closest(path, meanings):
-        # "Eq. 5" does not end a sentence.
-        sentence = re.split(r"(?<!Eq)\. ", meanings[name], maxsplit=1)[0].removesuffix(".")
-        close_fields.append(f"{name} ({sentence})")
-    suggestion = f"; did you mean {' or '.join(close_fields)}?" if close_fields else ""
-    return f"{path}: no such field{suggestion}"
-
-
-def _closest(path: str, fields: Iterable[str]) -> list[str]:
-    """Return the fields of the same name, else of the most similar name, else of a similar path.
-
-    If `path` names a section, only its fields are searched for similar names.
-    """
-    section, _, leaf = path.rpartition(".")
-    leaves = {field: field.rpartition(".")[2] for field in fields}
-    same = [field for field in leaves if leaves[field] == leaf]
-    if same:
-        return same
-    siblings = [field for field in leaves if field.rpartition(".")[0] == section] if section else []
-    names = {leaves[field] for field in siblings or leaves}
-    similar = difflib.get_close_matches(leaf, names, n=2, cutoff=0.7)
-    return [field for field in siblings or leaves if leaves[field] in similar] or (
-        difflib.get_close_matches(path, leaves, n=3, cutoff=0.6)
-    )
+    return other_names.no_such_field(path, field_meanings(config), field_meanings(Config()))
 
 
 def save(config: Config, path: Path) -> None:

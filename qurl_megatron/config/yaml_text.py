@@ -20,6 +20,7 @@ _INT, _FLOAT, _DATE, _NULL = (
 _HINTS = {
     " alias": "a text that begins with * needs quotes",
     "character '\\t'": "YAML is indented with spaces",
+    "expected ':'": "a field and its value are `steps: 100`",
 }
 
 
