@@ -563,7 +563,7 @@ def test_a_number_has_two_bounds_and_is_refused_just_beyond_them(
 @pytest.mark.parametrize("name", OTHER_NAMES)
 def test_a_name_of_another_framework_is_answered_with_fields_that_exist(name: str) -> None:
     fields = leaf_values(Config())
-    named = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", OTHER_NAMES[name])
+    named = re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", OTHER_NAMES[name])
     named += re.findall(r"^[a-z_]+(?=$|=)", OTHER_NAMES[name])
     assert named and set(named) <= fields.keys()
     assert name not in fields  # else it would have no answer

@@ -276,7 +276,7 @@ FIELDS = rows(r"""
     lr=1e-5                                 lr: no such field; here it is optimizer.learning_rate
     actor.optim.lr=1e-5                     here it is optimizer.learning_rate
     grpo.num-generations=4                  here it is rollout.completions_per_prompt
-    rollout.multi_turn.enable=true          here it is rollout.agent
+    algorithm.filter_groups.enable=true     here it is rollout.dynamic_sampling_tries
     actor.model.path=model                  did you mean model (Hugging Face directory
     options.size=9                          did you mean prompts.options (Options of the reasoning-g
     reward=mine.py                          reward=mine.py: which function? give mine.py:NAME
