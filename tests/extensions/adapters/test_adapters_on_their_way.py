@@ -199,6 +199,7 @@ def values_of(model: Any) -> dict[str, Tensor]:
 
 def train_and_save(model: Path, layout: dict[str, Any], directory: Path, dtype: str) -> Any:
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from qurl_megatron import device
     from qurl_megatron.learner.cpu_runtime import megatron_runtime
@@ -213,6 +214,8 @@ def train_and_save(model: Path, layout: dict[str, Any], directory: Path, dtype: 
             (directory / "saved").mkdir(parents=True)
         torch.distributed.barrier()
         dist_checkpointing.save(learner.sharded_state(), str(directory / "saved"))
+    filesystem_async._results_queue._manager.shutdown()  # Megatron's, which outlives a rank
+    filesystem_async._results_queue = None
     export(learner, model, directory / "final_model", UaqConfig())
     return state_of(learner)
 
