@@ -1,4 +1,4 @@
-"""What is said of a field that there is not: what it is called here, or which ones are similar.
+"""What a message says of a field that does not exist: its name here, or the fields like it.
 
 `OTHER_NAMES` has settings of TRL, verl, slime, NeMo-RL and prime-rl, by the last parts of their
 paths: `lr` stands for verl's `actor.optim.lr` too. A text after a field says how its value differs.
