@@ -163,6 +163,13 @@ SETTINGS = {
             f"acr aware int4-g32 {rate}": [*AWARE, f"optimizer.learning_rate={rate}"]
             for rate in ("3e-5", "1e-4")
         }
+        | {
+            "acr adapters int4-g32": [
+                *arm("acr", "int4"),
+                "adapters.rank=16",
+                "optimizer.learning_rate=2e-4",
+            ]
+        }
         | int4_arms("on_policy", "sequence_tis", "decoupled")
         | {"acr+uaq int4-g32": arm("acr", "int4", UAQ)}
         | {f"{name} fp8": arm(name, "fp8") for name in ("naive", "acr")}
@@ -249,8 +256,10 @@ def main() -> None:
         words = [*recipe(output_dir, setting), *overrides(setting, name, seed), f"model={start}"]
         run_dir = directory(name, seed)
         rows[key] = summarize(*complete_run(run_dir, words), setting.late)
-        # Verifiers of other tasks read more than a right answer's text; BF16 has no other copy.
-        if (setting.digits or not setting.is_taught) and "bf16" not in name:
+        # Verifiers of other tasks read more than a right answer's text; BF16 has no other copy, and
+        # with adapters the policy is what servers have.
+        has_copy = "bf16" not in name and "adapters" not in name
+        if (setting.digits or not setting.is_taught) and has_copy:
             rows[key]["copy_accuracy"] = copy_accuracy(run_dir)
         add_row(arguments.setting, name, seed, rows[key])
         shutil.rmtree(run_dir / "checkpoints")
