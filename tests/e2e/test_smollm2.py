@@ -23,6 +23,7 @@ SHORT = [
     "evaluation.problems=0",
     "checkpoint.every_steps=0",
     "optimizer.learning_rate=1e-4",
+    "optimizer.minibatches_per_step=1",
     "reward=mine.py:reward",
 ]
 # Two answers to a question hardly ever have the same reward, right or not.

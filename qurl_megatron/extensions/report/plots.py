@@ -38,6 +38,7 @@ matplotlib.rcParams.update(
     {
         "svg.fonttype": "none",
         "font.size": 9,
+        "axes.formatter.limits": (-3, 5),  # so that the labels of ticks fit in the margin
         "axes.spines.top": False,
         "axes.spines.right": False,
         "legend.frameon": False,
@@ -57,7 +58,9 @@ def svg(title: str, plot: Plot, runs: list[RunRecord]) -> str:
 
     The title is not drawn. It must be unique on a page, because element ids are derived from it.
     """
-    figure = Figure(figsize=(4.6, 2.9), layout="constrained")
+    figure = Figure(figsize=(4.6, 2.9))
+    # Margins that all plots fit in: to fit each, matplotlib would draw it once more.
+    figure.subplots_adjust(left=0.2, right=0.97, bottom=0.17, top=0.9)
     plot(figure.add_subplot(xlabel="step"), runs)
     output = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": title}):
