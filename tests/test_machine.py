@@ -20,11 +20,22 @@ from qurl_megatron import device
 from qurl_megatron.machine import environment as surroundings
 from qurl_megatron.machine import memory, network
 from qurl_megatron.machine.environment import LOCK, scratch_directory
+from qurl_megatron.machine.imports import without
 from qurl_megatron.machine.memory import trim_heap
 from qurl_megatron.machine.network import PORTS, address_towards, free_port
 from qurl_megatron.machine.output import CONSOLE_LOG, LOG_LINE_LENGTH, outlive_output, tail
 from qurl_megatron.machine.processes import ending_signals, start_ticks
 from qurl_megatron.machine.stores import _listen
+
+
+def test_an_import_goes_without_packages_that_are_installed_but_not_without_loaded_ones() -> None:
+    sys.modules.pop("this", None)
+    with without("this", "json"):
+        import json  # noqa: F401
+
+        with pytest.raises(ImportError):
+            import this  # noqa: F401
+    assert "this" not in sys.modules and "json" in sys.modules
 
 
 def test_start_ticks_tell_a_process_from_a_later_one_and_from_a_dead_one() -> None:

@@ -244,9 +244,9 @@ STARTS = {
     *(f"extensions/{extension}/command" for extension in COMMANDS.values()),
     *(name for name in NAMES if room_of(name) == "sglang_plugin"),
 }
-# Lower them when the code does. To raise one needs a reason: the last was that fields which moved
-# into sections are read by their names of version 0.2 too.
-MOST_REACHED_LINES = 30_994
+# Lower them when the code does. To raise one needs a reason: the last was that Megatron and SGLang
+# are imported without packages that would take a quarter of the time.
+MOST_REACHED_LINES = 31_013
 MOST_PER_1000_LINES = {ast.Raise: 12.4, ast.ExceptHandler: 4.2}
 
 
@@ -423,10 +423,14 @@ def test_http_is_used_in_rollout_only(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, path in NAMES.items() if path.name == "__init__.py"])
 def test_init_files_do_nothing_when_imported(name: str) -> None:
-    """They hold a docstring, SGLang's entry points, or say where the package's names are."""
+    """They hold a docstring, or SGLang's entry points, or say where the package's names are.
+
+    The learner's imports Megatron, before any of its files could do so with more packages.
+    """
     of_package = (ast.FunctionDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
     allowed: dict[str, tuple[type[ast.stmt], ...]] = {
         "sglang_plugin": (ast.FunctionDef,),
+        "learner": (ast.ImportFrom, ast.With),
         "__init__": of_package,
     }
     for number, statement in enumerate(ast.parse(NAMES[name].read_text()).body):

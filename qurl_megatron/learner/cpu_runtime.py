@@ -7,8 +7,6 @@ tokens to experts. Its sources stay unedited.
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -27,17 +25,6 @@ from qurl_megatron.device import accelerator
 from qurl_megatron.quantization.products import multiplies_bfloat16
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
-
-
-def import_layer_specs() -> Any:
-    """Return Megatron's module of layer specifications.
-
-    Its attention imports flash_mla, which SGLang installs, and works without it after an
-    ImportError. But without a GPU's driver that import raises an OSError.
-    """
-    if accelerator() == "cpu":
-        sys.modules["flash_mla"] = None  # type: ignore[assignment]  # now an ImportError
-    return importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
 
 
 class _CudaMeansCpu(TorchFunctionMode):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     CheckpointWithoutOutput,
@@ -30,12 +31,9 @@ from torch.nn.utils.rnn import pad_sequence
 from qurl_megatron.config.schema import LearnerConfig
 from qurl_megatron.config.validate import check_context_parallel
 from qurl_megatron.device import accelerator, device
-from qurl_megatron.learner.cpu_runtime import import_layer_specs
 from qurl_megatron.learner.packing import zigzag
 from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model.architecture import Architecture, YarnRopeScaling
-
-gpt_layer_specs = import_layer_specs()
 
 # All of torch's but cuDNN, which makes a plan for every new shape: packs rarely repeat one.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -30,6 +30,7 @@ from pathlib import Path
 from setproctitle import setproctitle
 
 from qurl_megatron import device
+from qurl_megatron.machine.imports import without
 from qurl_megatron.machine.memory import oom_kills
 from qurl_megatron.machine.output import gigabytes, tail
 from qurl_megatron.machine.processes import die_with_parent
@@ -151,13 +152,16 @@ def how_it_ended(pid: int) -> str:
 
 def import_sglang() -> None:
     """Load this package's plugin, then import the modules that a server's three processes use."""
-    from sglang.srt.plugins import load_plugins
+    # SGLang imports these where they are installed, wandb by way of Megatron. Without a GPU they
+    # have no use, and would take a third of the time.
+    with without("flashinfer", "wandb"):
+        from sglang.srt.plugins import load_plugins
 
-    load_plugins()  # first: it replaces functions that other modules import by name
-    import sglang.srt.entrypoints.http_server
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.registry  # noqa: F401
+        load_plugins()  # first: it replaces functions that other modules import by name
+        import sglang.srt.entrypoints.http_server
+        import sglang.srt.managers.detokenizer_manager
+        import sglang.srt.managers.scheduler
+        import sglang.srt.models.registry  # noqa: F401
 
 
 def shell_variables() -> set[str]:
