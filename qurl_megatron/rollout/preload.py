@@ -1,9 +1,9 @@
 """Start programs in processes of their own: fresh ones, or forks of this one.
 
 Importing SGLang takes more than 10 CPU-seconds, and a server without a GPU is three processes. So a
-launcher imports it once, and starts forks of itself, which begin at once. In all else a fork is like
-a fresh process: it has its own session, environment, log file and exit code, and the kernel kills it
-with its parent. The three processes of a server without a GPU (`main`) are forks too.
+launcher imports it once, and starts forks of itself, which begin at once. In all else a fork is
+like a fresh process: it has its own session, environment, log file and exit code, and the kernel
+kills it with its parent. The three processes of a server without a GPU (`main`) are forks too.
 
 A fork copies the calling thread only, so a process with several threads starts fresh ones. On a
 machine with a GPU nothing is forked: a CUDA context does not survive a fork.
