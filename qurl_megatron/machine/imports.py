@@ -1,4 +1,4 @@
-"""Imports without packages that are installed, but that nothing here uses."""
+"""Import a library without optional packages of its own, which are installed but not needed."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without(*packages: str) -> Iterator[None]:
-    """Let imports of packages fail in this block, as if they were not installed.
+    """Let imports of these packages fail in the block, as if they were not installed.
 
     A package that was imported before stays.
     """

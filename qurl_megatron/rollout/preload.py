@@ -152,8 +152,8 @@ def how_it_ended(pid: int) -> str:
 
 def import_sglang() -> None:
     """Load this package's plugin, then import the modules that a server's three processes use."""
-    # SGLang imports these where they are installed, wandb by way of Megatron. Without a GPU they
-    # have no use, and would take a third of the time.
+    # SGLang imports these where they are installed, wandb by way of Megatron. Without a GPU nothing
+    # uses them, and they would take a quarter of the time.
     with without("flashinfer", "wandb"):
         from sglang.srt.plugins import load_plugins
 
