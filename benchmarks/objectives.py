@@ -198,6 +198,16 @@ SETTINGS["rounding"] = replace(
             "nearest": ["learner.dtype=bfloat16", "optimizer.rounding=nearest"],
             "float32": [],
         }.items()
+    }
+    # Rollouts without a mismatch: what only the learner's rounding costs.
+    | {
+        f"{name} 1e-6 bf16": [
+            *arm("acr", "bf16"),
+            "optimizer.learning_rate=1e-6",
+            "learner.dtype=bfloat16",
+            f"optimizer.rounding={name}",
+        ]
+        for name in ("unbiased", "nearest")
     },
     # A minibatch in one pass, for without BF16 instructions every pass makes weights float32.
     overrides=[*SETTINGS["smollm2"].overrides, "learner.micro_batch_size=16"],
