@@ -1,7 +1,8 @@
 """The `qurl` command: a table of its commands, whose functions are in `qurl_megatron/commands/`.
 
-These functions import what they need only when they are called, so that `qurl --help` is fast.
-Wrong input ends a command with one line and exit code 2 before anything starts.
+A function is imported when its command is called, and imports what it needs only then, so that
+`qurl train` does not read what `qurl plan` does. Wrong input ends a command with one line and exit
+code 2 before anything starts.
 """
 
 import inspect
@@ -9,14 +10,15 @@ import locale
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from typing import Annotated
+from pkgutil import resolve_name
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from qurl_megatron.commands import models, runs
 from qurl_megatron.commands.command import Command, JobCommand
 from qurl_megatron.config import extensions
 from qurl_megatron.machine.environment import settle_environment
@@ -27,33 +29,59 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+# In the order of `qurl --help`. A function that yields its number of GPUs can be a Slurm job.
+COMMANDS = {
+    "doctor": "commands.runs:doctor",
+    "config": "commands.runs:config",
+    "train": "commands.runs:train",
+    "resume": "commands.runs:resume",
+    "launch": "commands.runs:launch",
+    "status": "commands.runs:status",
+    "logs": "commands.runs:logs",
+    "export": "commands.models:export",
+    "eval": "commands.models:evaluate",
+    "quantize": "commands.models:quantize",
+    "uaq": "commands.models:uaq",
+    **{
+        name: f"extensions.{extension}.command:{name}"
+        for name, extension in extensions.COMMANDS.items()
+        if extensions.is_there(extension)
+    },
+}
+
+
+class _Commands(Mapping[str, TyperCommand]):
+    """The commands by name; each is made of its function when it is asked for."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+    def __getitem__(self, name: str) -> Any:
+        function = resolve_name(f"qurl_megatron.{COMMANDS[name]}")
+        kind = JobCommand if inspect.isgeneratorfunction(function) else Command
+        only = typer.Typer(add_completion=False)
+        only.command(name, cls=kind)(function)
+        return typer.main.get_command(only)
+
+
+class _Group(TyperGroup):
+    """What `qurl` alone is."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = _Commands()  # type: ignore[assignment]
+
+
 app = typer.Typer(
+    cls=_Group,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-# In the order of `qurl --help`. One that yields its number of GPUs can be a Slurm job.
-COMMANDS: dict[str, Callable[..., None | Iterator[int]]] = {
-    "doctor": runs.doctor,
-    "config": runs.config,
-    "train": runs.train,
-    "resume": runs.resume,
-    "launch": runs.launch,
-    "status": runs.status,
-    "logs": runs.logs,
-    "export": models.export,
-    "eval": models.evaluate,
-    "quantize": models.quantize,
-    "uaq": models.uaq,
-}
-for _name, _extension in extensions.COMMANDS.items():
-    if _module := extensions.find(_extension, "command"):
-        COMMANDS[_name] = getattr(_module, _name)
-for _name, _function in COMMANDS.items():
-    _kind = JobCommand if inspect.isgeneratorfunction(_function) else Command
-    app.command(_name, cls=_kind)(_function)
 
 
 def _print_version(value: bool) -> None:

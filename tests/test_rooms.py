@@ -239,14 +239,12 @@ def lines_of(names: Iterable[str]) -> int:
 
 # What a plain local run starts with: the command, what prepares it, and its processes.
 STARTS = {
-    *("cli", "launch/prepare", "launch/local", "recipes/quickstart"),
+    *("cli", "commands/runs", "launch/prepare", "launch/local", "recipes/quickstart"),
     *("loop/train", "rollout/preload"),
-    *(f"extensions/{extension}/command" for extension in COMMANDS.values()),
     *(name for name in NAMES if room_of(name) == "sglang_plugin"),
 }
-# Lower them when the code does. To raise one needs a reason: the last was that Megatron and SGLang
-# are imported without packages that would take a quarter of the time.
-MOST_REACHED_LINES = 31_013
+# Lower them when the code does. To raise one needs a reason.
+MOST_REACHED_LINES = 30_182
 MOST_PER_1000_LINES = {ast.Raise: 12.4, ast.ExceptHandler: 4.2}
 
 
@@ -328,13 +326,13 @@ def test_extensions_can_be_deleted(
     deleted: list[str], tree: Path, program: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     missing = {name for name in EXTENSIONS if {name, *bases_of(name)} & set(deleted)}
-    commands = [["--help"], START, ["config"], *(ASKING[name] for name in sorted(missing))]
+    commands = [START, ["--help"], ["config"], *(ASKING[name] for name in sorted(missing))]
     assert program.stdin is not None and program.stdout is not None
     with without(deleted, tree, tmp_path):
         for name in deleted:
             (tree / folders_of(name)[0] / "__pycache__").mkdir(parents=True)  # git leaves it
         print(json.dumps(commands), file=program.stdin, flush=True)
-        shown, planned, recipes, *refused = json.loads(program.stdout.readline())
+        planned, shown, recipes, *refused = json.loads(program.stdout.readline())
         lint = [sys.executable, "-m", "ruff", "check", "--no-cache", "--quiet", "."]
         linted = subprocess.run(lint, cwd=tree, capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout

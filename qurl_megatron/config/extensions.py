@@ -28,9 +28,14 @@ BUILT_ON = {
 
 def find(extension: str, module: str) -> ModuleType | None:
     """Return a module of an extension; None if it was deleted, or one that it is built on."""
-    if _missing(extension):
-        return None
-    return importlib.import_module(f"{FOLDER}.{extension}.{module}")
+    return (
+        importlib.import_module(f"{FOLDER}.{extension}.{module}") if is_there(extension) else None
+    )
+
+
+def is_there(extension: str) -> bool:
+    """Return whether neither an extension nor one that it is built on was deleted."""
+    return not _missing(extension)
 
 
 def needed(extension: str, module: str, by: str) -> ModuleType:
