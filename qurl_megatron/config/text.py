@@ -157,8 +157,9 @@ def _items(value: str) -> list[str]:
     """Return the texts of a list, in brackets or not; only a comma needs quotes, unlike in YAML."""
     if value.startswith("[") and value.endswith("]"):
         value = value[1:-1]
-    items = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]+)\s*(?:,|$)""", value)
-    return [item.strip().strip("\"'") for item in items if item.strip()]
+    found = re.findall(r"""\s*("[^"]*"|'[^']*'|[^,]*)\s*(?:,|$)""", value.strip())
+    items = [item.strip().strip("\"'") for item in found]
+    return items if items[-1] else items[:-1]  # what follows the last comma may be nothing
 
 
 def no_such_field(path: str, config: Any) -> str:
