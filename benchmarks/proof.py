@@ -1,7 +1,7 @@
 """Does a run's proof let right servers pass, and does it find wrong ones?
 
     python -m benchmarks.proof MODEL --formats int8 fp8 int4-g32 bf16 --temperatures 0.6 1.0
-    python -m benchmarks.proof --prompts 8 --length 24 --output benchmarks/results/proof.jsonl
+    python -m benchmarks.proof --output benchmarks/results/proof.jsonl --formats int8 fp8 int4-g32
 
 MODEL is a Hugging Face directory; without one it is SmolLM2-135M-Instruct from its package. A twin
 of a server draws the tokens: transformers' model, whose linear layers compute what a server's do
@@ -18,20 +18,29 @@ before it trains. Each row is one kind of server:
     rotated       takes positions for a quarter of what they are, as with a wrong rope scaling
 
 It prints the mean difference of log-probs, measured and as the learner predicts it, the mean of
-proximal / behaviour, by how much tokens are likelier than they should be, and the verdict.
+proximal / behaviour, by how much tokens are likelier than they should be, and the verdict. The last
+columns say how many of 100 draws of so many of the tokens would have found the server wrong.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 
 from benchmarks import machine
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, TrainBatch, pack
-from qurl_megatron.algorithm.proof import WrongRollouts, check_mismatch, evidence
+from qurl_megatron.algorithm.proof import (
+    ENOUGH,
+    LEAST,
+    WrongRollouts,
+    check_mismatch,
+    evidence,
+)
 from qurl_megatron.config.schema import (
     FormatName,
     LearnerConfig,
@@ -85,6 +94,8 @@ def _shrink_positions(twin: Any, _: Sequence[Prompt]) -> None:
 
 
 MEANS = ("difference", "predicted", "ratio", "surprise")
+SCORES = ("behaviour_logprobs", "proximal_logprobs", "predicted_logprobs", "entropy")
+DRAWS = 100
 SERVERS = {
     "right": Server(),
     "raw": Server(is_raw=True),
@@ -104,6 +115,7 @@ class Verdict:
 
     sums: dict[str, float]
     why: str = ""  # empty: the servers sample the policy
+    told: dict[int, float] = field(default_factory=dict)  # by number of tokens: draws that tell it
 
     def mean(self, name: str) -> float:
         """Return the mean of one of the `evidence`."""
@@ -132,10 +144,14 @@ def draw(
     twin = QuantizedModel(model, codes, stop_token_ids, temperature)
     kept = twin.names if is_exact else []
     server.change(twin, prompts)
+    steps: list[torch.Tensor] = []  # logits of a token of each completion
+    twin.model.lm_head.register_forward_hook(lambda _, inputs, out: steps.append(out[:, -1]))
     sequences = twin.sample(prompts, length, 0, kept)
+    # To compute them anew would not do: in another batch their rounding is another.
+    logits = torch.stack(steps, 1)
     return [
-        (prompt, sequence[1], twin.logits([sequence], kept)[0])
-        for prompt, sequence in zip(prompts, sequences, strict=True)
+        (prompt, sequence[1], logits[number, : len(sequence[1])])
+        for number, (prompt, sequence) in enumerate(zip(prompts, sequences, strict=True))
     ]
 
 
@@ -178,20 +194,54 @@ def verdicts(
         learner.score(share, ["proximal_logprobs"], temperature=temperature)
         with learner.as_served(converter, ServerConfig()):
             learner.score(share, ["predicted_logprobs", "entropy"], temperature=temperature)
-        sums = learner.measure(share, evidence)
-        try:
-            check_mismatch(
-                "rollout",
-                cast(FormatName, weight_format.removesuffix("-g32")),
-                {kind: sums},
-                quantizes_activations=activation_dtype(weight_format) is not None,
-                has_experts=learner.architecture.num_experts > 0,
-            )
-        except WrongRollouts as wrong:
-            yield Verdict(sums, str(wrong))
-        else:
-            yield Verdict(sums)
+        rows, sums = _measured(learner, share)
+        why = partial(
+            _why,
+            format=cast(FormatName, weight_format.removesuffix("-g32")),
+            quantizes_activations=activation_dtype(weight_format) is not None,
+            has_experts=learner.architecture.num_experts > 0,
+        )
+        yield Verdict(sums, why(sums), {size: _told(rows, size, why) for size in (LEAST, ENOUGH)})
     learner.close()
+
+
+def _measured(learner: Any, share: Any) -> tuple[list[TrainBatch], dict[str, float]]:
+    """Return the scored rows of a share, and the sums of their `evidence`."""
+    rows: list[TrainBatch] = []
+
+    def kept(batch: TrainBatch) -> dict[str, torch.Tensor]:
+        rows.append(batch)
+        return evidence(batch)
+
+    sums = learner.measure(share, kept)
+    return rows, sums
+
+
+def _why(sums: dict[str, float], **facts: Any) -> str:
+    """Return why a server is found wrong; empty if it is not."""
+    try:
+        check_mismatch("rollout", by_server={"": sums}, **facts)
+    except WrongRollouts as wrong:
+        return str(wrong)
+    return ""
+
+
+def _told(
+    batches: Sequence[TrainBatch], size: int, why: Callable[[dict[str, float]], str]
+) -> float:
+    """Return the fraction of draws, with replacement, of so many tokens that tell a server."""
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+    told = 0
+    for _ in range(DRAWS):
+        chosen = torch.randint(num_tokens, (size,), generator=generator)
+        scores = {
+            name: torch.cat([getattr(batch, name)[batch.loss_mask] for batch in batches])[chosen]
+            for name in SCORES
+        }
+        rows: Any = SimpleNamespace(loss_mask=torch.ones(size, dtype=torch.bool), **scores)
+        told += bool(why({name: value.item() for name, value in evidence(rows).items()}))
+    return told / DRAWS
 
 
 def prompts_of(model: Path, number: int) -> list[Prompt]:
@@ -216,7 +266,10 @@ def run(arguments: argparse.Namespace) -> None:
     model: Path = arguments.model
     prompts = prompts_of(model, arguments.prompts)
     ends = stop_token_ids(Architecture.from_directory(model), load_tokenizer(model))
-    print("format    T   server   tokens  measured  predicted   ratio  surprise  verdict")
+    print(
+        "format    T   server   tokens  measured  predicted   ratio  surprise  verdict  told by "
+        f"{LEAST}, by {ENOUGH}"
+    )
     for weight_format in arguments.formats:
         for temperature in arguments.temperatures:
             found = verdicts(
@@ -236,11 +289,13 @@ def run(arguments: argparse.Namespace) -> None:
                         "tokens": verdict.sums["tokens"],
                         **dict(zip(MEANS, means, strict=True)),
                     }
+                    row |= {f"told_by_{size}": part for size, part in verdict.told.items()}
                     append_lines(arguments.output, [row | {"why": verdict.why}])
                 print(
                     f"{weight_format:8} {temperature:3} {kind:8} {verdict.sums['tokens']:6.0f} "
                     f"{means[0]:9.2e} {means[1]:10.2e} {1 + means[2]:7.3f} {means[3]:9.3f}  "
-                    f"{'wrong' if verdict.why else 'right'}",
+                    f"{'wrong' if verdict.why else 'right':8}"
+                    f"{''.join(f'{part:9.0%}' for part in verdict.told.values())}",
                     flush=True,
                 )
 

@@ -132,9 +132,9 @@ class Servers:
         return self.all
 
     def complete(self, *request: Any) -> tuple[list[Completion], Any]:
-        """Note who was to answer; return an answer of 60 tokens, of the first server."""
+        """Note who was to answer; return an answer of 240 tokens, of the first server."""
         self.asked.append(request[-1])
-        tokens = 60
+        tokens = 240
         return [Completion([7] * tokens, [-1.0] * tokens, "", False, [1] * tokens)], "first"
 
 
@@ -144,7 +144,7 @@ def test_a_server_is_to_be_compared_until_it_has_answered_enough_tokens() -> Non
     first, second = client.all
     prompts = [Prompt("0", "", "", [1])]
     proof = Proof({"rollout": client}, {}, prompts, nothing, Config(), nothing)
-    scored: Any = SimpleNamespace(collect=lambda _: [torch.full((61,), -1.0)] * 2)
+    scored: Any = SimpleNamespace(collect=lambda _: [torch.full((241,), -1.0)] * 2)
     assert proof._unproven() == [first, second]
     file = [Prompt(f"{number:03}", "", "", [1]) for number in range(500)]
     drawn = Proof({}, {}, file, nothing, Config(), nothing)._prompts
@@ -156,17 +156,17 @@ def test_a_server_is_to_be_compared_until_it_has_answered_enough_tokens() -> Non
     batch = pack([group for group, _ in sampled[:2]])
     found = proof._by_server("rollout", scored, batch, [first, second])
     assert {name: sums["tokens"] for name, sums in found.items()} == {
-        "rollout_0": 60,
-        "rollout_1": 60,
+        "rollout_0": 240,
+        "rollout_1": 240,
     }
     found = proof._by_server("rollout", scored, batch, [first, first])
-    assert found["rollout_0"]["tokens"] == 180
+    assert found["rollout_0"]["tokens"] == 720
     assert proof._unproven() == [second]
     assert proof._sample_from_new(client) == []  # the first server's answers are no evidence of it
     assert client.asked[2 * ROUNDS :] == ["second"] * ROUNDS
     client.asked.clear()
     proof._answers(client, [first])
-    assert client.asked == ["first"] * 2  # of 60 tokens
+    assert client.asked == ["first"] * 2  # of 240 tokens
 
 
 def test_a_large_distance_is_told_with_what_it_is_and_what_makes_it_smaller() -> None:

@@ -36,7 +36,8 @@ ENGINE = 0.05  # on top of it: an engine computes in BF16, in another order
 ENGINE_WITH_EXPERTS = 0.15  # it then chooses other experts for a few tokens
 SMALL = 0.02  # no mean closer to its expected value counts as wrong
 ERRORS = 5.0  # standard errors beyond which chance is no explanation
-ENOUGH = 100  # tokens; the standard error of fewer is itself a matter of chance
+LEAST = 100  # tokens; the standard error of fewer is itself a matter of chance
+ENOUGH = 400  # tokens of a server; fewer tell some kinds of wrong ones from right ones by luck only
 IMPOSSIBLE = 1e-6  # rollouts of a lower probability are taken for wrong
 _LARGEST = 20.0  # of a difference of log-probs
 
@@ -57,9 +58,11 @@ def evidence(rows: TrainBatch) -> dict[str, Tensor]:
         torch.where(rows.loss_mask, each, 0.0).double() for each in scores
     )
     log_rho = (proximal - behaviour).clamp(-_LARGEST, _LARGEST)
+    expected = (proximal - predicted).clamp(-_LARGEST, _LARGEST).abs()
     measurements = {
         "difference": log_rho.abs(),
-        "predicted": (proximal - predicted).clamp(-_LARGEST, _LARGEST).abs(),
+        "predicted": expected,
+        "excess": log_rho.abs() - FACTOR * expected,
         "residual": (predicted - behaviour).clamp(-_LARGEST, _LARGEST).abs(),
         "ratio": log_rho.expm1(),
         "surprise": behaviour + entropy,
@@ -89,7 +92,7 @@ def check_mismatch(
 ) -> None:
     """Check the log-probs that servers report against the learner's: of each, and of all.
 
-    Fewer tokens than `ENOUGH` are not judged, neither those of a server nor those of all.
+    Fewer tokens than `LEAST` are not judged, neither those of a server nor those of all.
 
     Args:
         set_name: rollout or evaluation.
@@ -122,7 +125,7 @@ def _why(
     has_experts: bool,
 ) -> str | None:
     """Return why log-probs are not those of the policy; None if nothing is wrong with them."""
-    if sums["tokens"] < ENOUGH:
+    if sums["tokens"] < LEAST:
         return None
 
     def mean(name: str) -> tuple[float, float]:
@@ -132,9 +135,10 @@ def _why(
         return value, sqrt(max(sums[f"{name}_squares"] / tokens - value**2, 0.0) / tokens)
 
     explained = ENGINE_WITH_EXPERTS if has_experts else ENGINE
+    difference, error = mean("residual")
     if quantizes_activations:
         explained += FACTOR * mean("predicted")[0]
-    difference, error = mean("difference" if quantizes_activations else "residual")
+        difference, error = mean("difference")[0], mean("excess")[1]
     ratio, ratio_error = mean("ratio")
     surprise, surprise_error = mean("surprise")
     if not (isfinite(difference) and difference <= explained + ERRORS * error):
