@@ -93,6 +93,7 @@ def int4_arms(*objectives: str) -> dict[str, list[str]]:
 
 BF16 = {"bf16": arm("on_policy", "bf16")}
 AWARE = [*arm("acr", "int4"), "learner.quantized_forward=all"]
+ADAPTERS = [*arm("acr", "int4"), "adapters.rank=16", "optimizer.learning_rate=2e-4"]
 LEARNING_RATE = ["optimizer.learning_rate=1.5e-4", "optimizer.warmup_steps=20"]
 TWICE_THE_RATE = "optimizer.learning_rate=3e-4"
 SETTINGS = {
@@ -163,13 +164,7 @@ SETTINGS = {
             f"acr aware int4-g32 {rate}": [*AWARE, f"optimizer.learning_rate={rate}"]
             for rate in ("3e-5", "1e-4")
         }
-        | {
-            "acr adapters int4-g32": [
-                *arm("acr", "int4"),
-                "adapters.rank=16",
-                "optimizer.learning_rate=2e-4",
-            ]
-        }
+        | {"acr adapters int4-g32": ADAPTERS, "acr adapters int4-g32 long": [*ADAPTERS, "steps=32"]}
         | int4_arms("on_policy", "sequence_tis", "decoupled")
         | {"acr+uaq int4-g32": arm("acr", "int4", UAQ)}
         | {f"{name} fp8": arm(name, "fp8") for name in ("naive", "acr")}
