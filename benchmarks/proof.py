@@ -23,6 +23,7 @@ columns say how many of 100 draws of so many of the tokens would have found the 
 """
 
 import argparse
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -189,6 +190,7 @@ def verdicts(
         drawn_at, how = temperature * server.drawn_at, (server.drawn_at, server.change)
         if how not in drawn:  # a raw server draws what a right one does
             of_server = weight_format, server, prompts
+            gc.collect()  # a twin is part of a reference cycle, and has most of a gigabyte
             drawn = {how: draw(model, *of_server, temperature=drawn_at, **settings)}
         share = learner.share(reported(drawn[how], drawn_at if server.is_raw else 1.0))
         learner.score(share, ["proximal_logprobs"], temperature=temperature)
