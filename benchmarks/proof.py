@@ -13,7 +13,7 @@ before it trains. Each row is one kind of server:
     warm, cold    draws at a temperature of 5/3 or 3/5 of the run's
     uaq           multiplies norms by 1.5, as UAQ does, but has the weights as they were
     stale         one block never received its weights
-    swapped       gate and up of each block have each other's scales
+    swapped       gate and up of each block have each other's scales; not with bf16
     smoothed      has weights with the scales of smoothing, and norms without
     rotated       takes positions for a quarter of what they are, as with a wrong rope scaling
 
@@ -73,6 +73,7 @@ def _empty_a_block(twin: Any, _: Sequence[Prompt]) -> None:
     for name, layer in twin.layers.items():
         if name.split(".")[2] == blocks[len(blocks) // 2]:
             layer.codes, layer.scale = torch.zeros_like(layer.codes), torch.ones_like(layer.scale)
+            layer.weight = torch.zeros_like(layer.weight)  # what a BF16 server multiplies
 
 
 def _swap_scales(twin: Any, _: Sequence[Prompt]) -> None:
@@ -274,16 +275,19 @@ def run(arguments: argparse.Namespace) -> None:
     )
     for weight_format in arguments.formats:
         for temperature in arguments.temperatures:
+            servers = [*arguments.servers]
+            if weight_format == "bf16" and "swapped" in servers:
+                servers.remove("swapped")  # it has no scales
             found = verdicts(
                 model,
                 weight_format,
-                arguments.servers,
+                servers,
                 prompts,
                 length=arguments.length,
                 temperature=temperature,
                 stop_token_ids=ends,
             )
-            for kind, verdict in zip(arguments.servers, found, strict=True):
+            for kind, verdict in zip(servers, found, strict=True):
                 means = [verdict.mean(name) for name in MEANS]
                 if arguments.output:
                     row = {"format": weight_format, "temperature": temperature, "server": kind}

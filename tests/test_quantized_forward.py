@@ -54,6 +54,7 @@ from tiny import build_tiny_model
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"architecture": "qwen3", **DIMS, **GROUPS},
     "four layers": {"architecture": "qwen3", **DIMS, **FOUR_LAYERS, **GROUPS},
+    "one key head": {"architecture": "qwen3", **DIMS, **GROUPS, "num_key_value_heads": 1},
     "llama": {"architecture": "llama", "tied": True, **DIMS, **GROUPS},
     "experts": {"architecture": "qwen3_moe", **EXPERTS, **GROUPS, "moe_intermediate_size": 64},
     "hybrid": {
@@ -77,7 +78,12 @@ CASES: dict[str, tuple[dict[str, Any], list[Case]]] = {
     ),
     "TP2, selective": (
         {**TP2, **SELECTIVE},
-        [("dense", "int8", 1, 0), ("llama", "int4-g32", 1, A), ("hybrid", "int8", 2, A)],
+        [
+            ("dense", "int8", 1, 0),
+            ("one key head", "fp8-tensor", 1, 0),  # the other rank has none of its rows
+            ("llama", "int4-g32", 1, A),
+            ("hybrid", "int8", 2, A),
+        ],
     ),
     "TP2xPP2, full": (
         {**TP2, **PP2, **FULL},

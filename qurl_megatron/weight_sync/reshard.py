@@ -220,8 +220,9 @@ class Converter:
         Smoothing of the rows is taken back in the scales, which rounds nothing. Collective over the
         ranks of a team.
         """
-        parts = [part for part in self._split(rule, layer, shard) if part.view.numel()]
-        shared = self._share_absmax(parts, self.teams[rule.of_experts])
+        whole = self._split(rule, layer, shard)  # with key-value heads that another rank has
+        shared = self._share_absmax(whole, self.teams[rule.of_experts])
+        parts = [part for part in whole if part.view.numel()]
         codes, scales, columns = [], [], None
         for part in parts:
             absmax, _ = shared.get(part.name, (None, None))
