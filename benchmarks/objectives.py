@@ -164,6 +164,14 @@ SETTINGS = {
             f"acr aware int4-g32 {rate}": [*AWARE, f"optimizer.learning_rate={rate}"]
             for rate in ("3e-5", "1e-4")
         }
+        # What servers have, as with adapters; the copy of the others is made of the BF16 export.
+        | {
+            "acr aware int4-g32 3e-5 served": [
+                *AWARE,
+                "optimizer.learning_rate=3e-5",
+                "evaluation.quantized=true",
+            ]
+        }
         | {"acr adapters int4-g32": ADAPTERS, "acr adapters int4-g32 long": [*ADAPTERS, "steps=32"]}
         | int4_arms("on_policy", "sequence_tis", "decoupled")
         | {"acr+uaq int4-g32": arm("acr", "int4", UAQ)}
