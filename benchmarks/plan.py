@@ -1,7 +1,8 @@
 """Measure the errors of `qurl plan`'s times: `python -m benchmarks.plan`.
 
 It compares them with published times and ratios, and names their sources. No constant of
-`planning/step_time.py` was fitted to them, but that of adapters on a server to its only row. Settings that a source leaves out stand beside the figure.
+`planning/step_time.py` was fitted to them, but that of adapters on a server to its only row.
+Settings that a source leaves out stand beside the figure.
 
 `tests/test_memory.py` compares the planned memory with what real learners allocate.
 """
