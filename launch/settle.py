@@ -67,7 +67,8 @@ def settle(
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
     cores = use_cores(config, given) if num_gpus == 0 and not resumes else ""
-    for said in filter(None, (cores, choose_placement(config, given, num_gpus or 0))):
+    placement = choose_placement(config, given, num_gpus or 0)
+    for said in filter(None, (cores, placement, what_is_measured(config))):
         print(f"qurl: {said}", file=sys.stderr)
     config.prompts.template_date = config.prompts.template_date or date.today().isoformat()
     tokenizer = load_tokenizer(Path(config.model), *config.prompts.template)
@@ -77,6 +78,16 @@ def settle(
         colocated = needed("colocated", "fit", by="rollout.placement=colocated")
         colocated.settle(architecture, config, node)
     return tokenizer
+
+
+def what_is_measured(config: Config) -> str:
+    """Return a line if a run trains the quantized policy and measures another; else nothing."""
+    if not config.learner.quantized_forward or config.evaluation.quantized:
+        return ""
+    return (
+        "learner.quantized_forward trains what servers compute, and evaluations measure the "
+        "unquantized model; evaluation.quantized=true measures the quantized one"
+    )
 
 
 def settle_steps(config: Config, prompts_per_epoch: float) -> None:

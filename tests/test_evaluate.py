@@ -15,7 +15,14 @@ from rich.console import Console
 from logs import run_log
 from qurl_megatron import device
 from qurl_megatron.algorithm.proof import WrongRollouts
-from qurl_megatron.config.schema import ConfigError, PromptsConfig, RolloutConfig, ScoringConfig
+from qurl_megatron.config.schema import (
+    ConfigError,
+    LearnerConfig,
+    PromptsConfig,
+    QuantizationConfig,
+    RolloutConfig,
+    ScoringConfig,
+)
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.evaluation.avg_at_k import read_answers
 from qurl_megatron.evaluation.evaluate import EvalConfig, check_output, run, unfinished
@@ -133,6 +140,7 @@ def test_a_run_ends_with_commands_for_its_curves_and_for_its_data_as_it_read_the
     options = {"enable_thinking": False}
     rollout = RolloutConfig(agent="a.py:play", max_turns=3, max_prompt_length=7)
     rollout.max_completion_length = 9
+    rollout.stop_token_ids = [5, 6]
     prompts = PromptsConfig(question_key="text", chat_template_options=options)
     prompts.options = {"min_digits": 1, "operators": ["+", "-"]}
     fields: dict[str, Any] = {"reward": "exact,b.py:f", "scoring": ScoringConfig(weights=[1, 0.5])}
@@ -148,3 +156,17 @@ def test_a_run_ends_with_commands_for_its_curves_and_for_its_data_as_it_read_the
         assert getattr(config, name) == value
     assert vars(config.prompts).items() <= vars(prompts).items()
     assert (config.max_prompt_length, config.max_completion_length) == (7, 9)
+    assert (config.stop_token_ids, config.format) == ([5, 6], "bf16")
+
+
+def test_a_policy_that_was_trained_as_served_is_to_be_evaluated_as_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantization = QuantizationConfig(format="int4", group_size=32, keep=["*.o_proj"])
+    learner = LearnerConfig(quantized_forward="all")
+    settings: dict[str, Any] = {"data": "a.jsonl", "learner": learner}
+    run_log(tmp_path / "run", **settings, quantization=quantization).say_results()
+    said = capsys.readouterr().out.replace("\n", " ")
+    _, *words = shlex.split(said.rpartition("its answers: ")[2])
+    config = with_overrides(EvalConfig(), words[3:])
+    assert (config.format, config.group_size, config.keep) == ("int4", 32, ["*.o_proj"])

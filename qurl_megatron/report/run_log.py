@@ -59,8 +59,10 @@ OF_ANSWERS = (
     *("scoring.weights", "scoring.by_source", "prompts.options", "prompts.question_key"),
     *("prompts.answer_key", "prompts.incomplete", "prompts.ignore_media", "prompts.system_prompt"),
     *("prompts.chat_template_options", "rollout.agent", "rollout.max_turns"),
-    "rollout.max_episode_tokens",
+    *("rollout.max_episode_tokens", "rollout.stop_token_ids"),
 )
+# Those by which `qurl eval` makes the copy of a policy that was trained as served.
+OF_CODES = ("quantization.group_size", "quantization.keep", "quantization.smoothing")
 # Of a table of samples.
 COLUMNS = ("step", "kind", "reward", "length", "truncated", "weight_versions", "prompt", "text")
 
@@ -239,11 +241,14 @@ class RunLog:
         words = [config.data, f"reward={config.reward}", f"output={config.run_dir / 'answers'}"]
         words += [f"max_prompt_length={config.rollout.max_prompt_length}"]
         words += [f"max_completion_length={config.rollout.longest_completion}"]
+        is_copy = bool(config.learner.quantized_forward)
+        words += [f"format={config.quantization.format}"] * is_copy
         defaults, values = leaf_values(Config()), leaf_values(config)
-        for field in OF_ANSWERS:
+        for field in (*OF_ANSWERS, *(OF_CODES if is_copy else ())):
             if (value := values[field]) != defaults[field]:
                 text = json.dumps(value) if isinstance(value, dict) else value
-                words.append(f"{field.removeprefix('rollout.')}={text}")
+                name = field.removeprefix("rollout.").removeprefix("quantization.")
+                words.append(f"{name}={text}")
         curves = shlex.quote(str(config.run_dir / "tensorboard"))
         self.say(f"curves: tensorboard --logdir {curves}")
         if (page := config.run_dir / "report" / "index.html").exists():
