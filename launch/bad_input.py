@@ -23,7 +23,7 @@ def exit_on_bad_input() -> Iterator[None]:
         else:
             from qurl_megatron.algorithm.proof import WrongRollouts
             from qurl_megatron.config.schema import ConfigError
-            from qurl_megatron.data.problems import DataError
+            from qurl_megatron.data.entries import DataError
             from qurl_megatron.model.architecture import ArchitectureError
             from qurl_megatron.model.repository import HubError
             from qurl_megatron.quantization.quantize import NonFiniteWeight

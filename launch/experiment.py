@@ -29,7 +29,7 @@ from qurl_megatron.config import extensions
 from qurl_megatron.config.gpus import H100, node_of
 from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.data.problems import parts_of
+from qurl_megatron.data.entries import parts_of
 from qurl_megatron.launch.code_copy import LOGS, PACKAGE, copies, keep_code, place_of, read_code
 from qurl_megatron.launch.placement import smallest_plan
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new

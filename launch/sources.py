@@ -6,7 +6,8 @@ from pathlib import Path
 
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import Given
-from qurl_megatron.data.problems import REASONING_GYM, local_data, parts_of
+from qurl_megatron.data.entries import REASONING_GYM, parts_of
+from qurl_megatron.data.problems import local_data
 from qurl_megatron.data.rewards import absolute
 from qurl_megatron.model import hub
 from qurl_megatron.model.repository import snapshot_of

@@ -16,7 +16,8 @@ from problem_files import numbered
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load
-from qurl_megatron.data.problems import DataError, local_data, read_problems
+from qurl_megatron.data.entries import DataError
+from qurl_megatron.data.problems import local_data, read_problems
 from qurl_megatron.launch import experiment
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume
 from qurl_megatron.launch.sources import snapshots

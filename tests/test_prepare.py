@@ -20,7 +20,7 @@ from qurl_megatron.config.schema import (
     ScoringConfig,
 )
 from qurl_megatron.config.text import load
-from qurl_megatron.data.problems import DataError
+from qurl_megatron.data.entries import DataError
 from qurl_megatron.data.prompts import PromptStream, load_prompts
 from qurl_megatron.launch import local, slurm
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume

@@ -22,15 +22,8 @@ import reasoning_gym
 
 from problem_files import CHAT, GOOD, VERL, numbered, write_lines
 from qurl_megatron.config.schema import Config
-from qurl_megatron.data.problems import (
-    MAX_DEPTH,
-    RECOGNIZED,
-    DataError,
-    Fields,
-    Problem,
-    keep_verifiable,
-    read_problems,
-)
+from qurl_megatron.data.entries import MAX_DEPTH, DataError
+from qurl_megatron.data.problems import RECOGNIZED, Fields, Problem, keep_verifiable, read_problems
 from qurl_megatron.model.hub import local_model
 from qurl_megatron.model.repository import HubError
 

@@ -23,7 +23,8 @@ from problem_files import (
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.config.schema import Config, PromptsConfig, ScoringConfig
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.data.problems import DataError, read_problems
+from qurl_megatron.data.entries import DataError
+from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.prompts import (
     BAR_WIDTH,
     BINS,

@@ -16,7 +16,8 @@ from problem_files import submit
 from qurl_megatron.algorithm.score import Question, Score
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.data import scoring
-from qurl_megatron.data.problems import DataError, Problem, Source, keep_verifiable
+from qurl_megatron.data.entries import DataError
+from qurl_megatron.data.problems import Problem, Source, keep_verifiable
 from qurl_megatron.data.rewards import VERIFIER_CPU_LIMIT_S
 from qurl_megatron.data.scoring import Scorer, check_reward, unverifiable
 from qurl_megatron.machine.processes import start_ticks

@@ -46,53 +46,32 @@ Invariants:
   directory.
 """
 
-import contextlib
-import csv
 import dataclasses
-import difflib
-import glob
-import gzip
-import io
 import itertools
-import json
-import logging
 import math
-import os
 import re
-import shutil
-import sys
-import tempfile
-import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from decimal import Decimal
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO, cast
+from typing import Any, NamedTuple
 
 from qurl_megatron.algorithm.score import Question, texts_of
 from qurl_megatron.config.schema import Config, ReadingConfig, Unusable
+from qurl_megatron.data.entries import (
+    REASONING_GYM,
+    DataError,
+    Entries,
+    from_json,
+    generate,
+    parts_of,
+)
 from qurl_megatron.data.rewards import each_of, names_for, of_set
 from qurl_megatron.data.scoring import unverifiable
-from qurl_megatron.data.verifiers import has_other_words, reasoning_gym_tasks
+from qurl_megatron.data.verifiers import has_other_words
 from qurl_megatron.model.chat_template import read_message
-from qurl_megatron.model.repository import refuse_address, repository_of, snapshot_of
+from qurl_megatron.model.repository import snapshot_of
 
-REASONING_GYM = "reasoning_gym:"
 QUESTION_FIELDS = ("question", "prompt", "problem")
-DEFAULT_TASK_SIZE = 5000
-ROWS_AT_ONCE = 1000  # of an Arrow table that become Python objects
-# Files that say which config of a dataset has which files.
-_CARD = ("README.md", ".huggingface.yaml", "dataset_infos.json")
-# ORG/NAME or the path of a snapshot, @REVISION, :CONFIG:SPLIT, @REVISION
-_HUB_DATA = re.compile(r"([^:@]+)(?:@([^:@]+))?((?::[^:@]+){0,2})(?:@([^:@]+))?")
-MAX_DEPTH = 100  # of lists and objects in JSON; pickling metadata ends at a few hundred
-
-Entries = Iterator[tuple[str, Any]]
-"""The location of each entry, for messages, and the entry, which should be an object."""
-
-
-class DataError(ValueError):
-    """Data that cannot be used; the text says where, what is wrong and what would be right."""
 
 
 class Incomplete(DataError):
@@ -194,11 +173,7 @@ def read_problems(
     entries = (
         (number, *entry)
         for number, part in enumerate(parts_of(data))
-        for entry in (
-            _generate(part.removeprefix(REASONING_GYM), options, seed)
-            if part.startswith(REASONING_GYM)
-            else _read(part)
-        )
+        for entry in _entries(part, options, seed)
     )
     unique: dict[tuple[str, tuple[str, ...]], Problem] = {}
     incomplete: dict[str, Incomplete] = {}  # by location
@@ -237,6 +212,40 @@ def read_problems(
         source.dropped["has no answer"] += incomplete
     source.problems = list(unique.values())
     return source
+
+
+def local_data(data: str, kept: str = "") -> str:
+    """Return sources on this machine: those of `data`, or downloads of what they name on the Hub.
+
+    Of a dataset with several configs, only the files of one are downloaded.
+
+    Args:
+        data: a source, see the top of this module.
+        kept: the sources that a run has already; a name without a revision means their commit.
+
+    Raises:
+        DataError: it has no such config or split, or several and none is named.
+        HubError: it cannot be downloaded, or is an address.
+    """
+    directories = [part.partition(":")[0] for part in parts_of(kept)]
+    commits = {known.name: each for each in directories if (known := snapshot_of(each))}
+    return ",".join(_local(part, commits) for part in parts_of(data))
+
+
+def _entries(part: str, options: Mapping[str, Any], seed: int) -> Entries:
+    if part.startswith(REASONING_GYM):
+        return generate(part.removeprefix(REASONING_GYM), options, seed)
+    from qurl_megatron.data import files
+
+    return files.read(part)
+
+
+def _local(part: str, commits: Mapping[str, str]) -> str:
+    if part.startswith(REASONING_GYM):
+        return part
+    from qurl_megatron.data import files
+
+    return files.local(part, commits)
 
 
 def keep_verifiable(sources: Mapping[str, Source], config: Config) -> None:
@@ -294,388 +303,6 @@ def _keep_verifiable_by(
                 f"{len(reasons):,} answers cannot be compared by reward {config.reward}, and only "
                 f"their exact text is right; the first is {reasons[0]}"
             )
-
-
-# Sources: each yields entries.
-
-
-def _generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
-    import reasoning_gym
-
-    tasks = reasoning_gym_tasks()
-    if task not in tasks:
-        raise DataError(f"{REASONING_GYM}{task}: no such task;{_suggestion(task, tasks)}")
-    _, config_class = tasks[task]
-    known = [field.name for field in dataclasses.fields(config_class)]
-    for option in options:
-        if option not in known:
-            raise DataError(
-                f"prompts.options.{option}: reasoning_gym's {task} has no such option;"
-                f"{_suggestion(option, known)}"
-            )
-    options = {"size": DEFAULT_TASK_SIZE, "seed": seed, **options}
-    wholes = {"size": "a whole number from 1, such as 10000", "seed": "a whole number, such as 7"}
-    for option, right in wholes.items():
-        value = options[option]  # a seed of None would be another one in each process
-        if type(value) is not int or (option == "size" and value < 1):
-            raise DataError(f"prompts.options.{option}={value}: must be {right}")
-    try:
-        entries = reasoning_gym.create_dataset(task, **options)
-        for index in range(len(entries)):  # a task may look at its options only here
-            yield f"{REASONING_GYM}{task} entry {index}", entries[index]
-    except Exception as error:  # the library's own checks: AssertionError, TypeError, ValueError
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{REASONING_GYM}{task} with {options}: {reason}") from error
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    known = sorted(known)
-    matches = difflib.get_close_matches(name, known, n=3)
-    return f" did you mean {', '.join(matches)}?" if matches else f" known are {', '.join(known)}"
-
-
-def parts_of(data: str) -> list[str]:
-    """Return the sources that a text names: itself, or several between commas."""
-    if _place(data):  # its name may have a comma
-        return [data]
-    return [part.strip() for part in data.split(",") if part.strip()]
-
-
-def local_data(data: str, kept: str = "") -> str:
-    """Return sources on this machine: those of `data`, or downloads of what they name on the Hub.
-
-    Of a dataset with several configs, only the files of one are downloaded.
-
-    Args:
-        data: a source, see the top of this module.
-        kept: the sources that a run has already; a name without a revision means their commit.
-
-    Raises:
-        DataError: it has no such config or split, or several and none is named.
-        HubError: it cannot be downloaded, or is an address.
-    """
-    directories = [part.partition(":")[0] for part in parts_of(kept)]
-    commits = {known.name: each for each in directories if (known := snapshot_of(each))}
-    return ",".join(_local(part, commits) for part in parts_of(data))
-
-
-def _local(data: str, commits: Mapping[str, str]) -> str:
-    refuse_address(data)
-    match = _HUB_DATA.fullmatch(data)
-    if not match or data.startswith(REASONING_GYM):
-        return data
-    name, before, names, after = match.groups(default="")
-    if _reader(Path(name)) or (before and after):
-        return data
-    from qurl_megatron.model import downloads
-
-    revision = f"@{before or after}" if before or after else ""
-    known = snapshot_of(f"{name}{revision}")
-    # The files of a snapshot may be only a part of it.
-    if _place(data) and not (known and downloads.is_listed(known, "dataset")):
-        return data
-    repository = repository_of(f"{name}{revision}", commits.get(name, ""))
-    if repository is None:
-        return data
-    snapshot = downloads.download(repository, "dataset", _CARD)
-    commit = snapshot_of(str(snapshot)) or repository
-    with tempfile.TemporaryDirectory(prefix="qurl-data-") as scratch:
-        # The library finds the files of a config by names alone, so empty files will do.
-        for file in downloads.listed(commit, "dataset"):
-            (Path(scratch) / file).parent.mkdir(parents=True, exist_ok=True)
-            (Path(scratch) / file).touch()
-        for file in _CARD:
-            if (snapshot / file).is_file():
-                shutil.copyfile(snapshot / file, Path(scratch) / file)
-        title, splits, rest = _config_files(Path(scratch), names.split(":")[1:], name + revision)
-        _choose_split(splits, rest, title)
-        files = [os.path.relpath(file, scratch) for split in splits.values() for file in split]
-    downloads.download(commit, "dataset", [*_CARD, *map(glob.escape, files)])
-    if not snapshot_of(name):
-        print(f"qurl: {data} is {snapshot}{names}", file=sys.stderr)
-    return f"{snapshot}{names}"
-
-
-def _place(data: str) -> tuple[Path, list[str]] | None:
-    """Return the path that a source names, and the names after it; None if it does not exist."""
-    if Path(data).is_file():
-        return Path(data), []
-    words = data.split(":")
-    for length in range(len(words), max(len(words) - 3, 0), -1):
-        directory, names = ":".join(words[:length]), words[length:]
-        # DIR, DIR:SPLIT or DIR:CONFIG, DIR:CONFIG:SPLIT; a comma is between two sources.
-        if directory and "," not in "".join(names) and Path(directory).is_dir():
-            return Path(directory), names
-    return None
-
-
-def _read(data: str) -> Entries:
-    place = _place(data)
-    if place is None:
-        files = sorted(map(Path, glob.glob(data, recursive=True)))
-        if not files:
-            nothing = (
-                "no file's name matches" if glob.has_magic(data) else "no such file or directory"
-            )
-            raise DataError(f"{data}: {nothing}")
-        return itertools.chain.from_iterable(map(_read_file, filter(Path.is_file, files)))
-    path, names = place
-    return _read_directory(path, names) if path.is_dir() else _read_file(path)
-
-
-def _reader(path: Path) -> Callable[[Path], Entries] | None:
-    """Return what reads a file of this name; None if nothing does."""
-    if path.suffix == ".gz" and path.stem.endswith(_TEXTS):
-        path = path.with_suffix("")
-    return _READERS.get(path.suffix)
-
-
-def _read_file(path: Path) -> Entries:
-    reader = _reader(path)
-    if reader is None:
-        raise DataError(
-            f"{path}: unsupported; expected a {', '.join(_READERS)} or .jsonl.gz file, a dataset "
-            f"directory or {REASONING_GYM}TASK"
-        )
-    try:
-        yield from reader(path)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(
-            f"{path}: not a whole gzip file ({error}); copy it again, or without .gz if it is text"
-        ) from error
-
-
-def _read_jsonl(path: Path) -> Entries:
-    number = 0
-    try:
-        with _open(path) as lines:
-            for number, line in enumerate(lines, start=1):
-                location = f"{path} line {number}"
-                if line.strip():
-                    encoded = line.encode(errors="surrogateescape")  # with any wrong bytes
-                    yield location, _from_json(encoded, location, "one object per line")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} line {number + 1}: not text ({error})") from error
-
-
-def _open(path: Path, newline: str = "\n") -> TextIO:
-    """Open a file of text, which is in UTF-8, UTF-16 or UTF-32, with a byte order mark or not.
-
-    By default its lines end with a line feed only: the other separators can be inside a JSON
-    string. Bytes that are not UTF-8 become surrogates.
-    """
-    with _open_bytes(path) as file:
-        encoding = json.detect_encoding(file.read(4))
-    return io.TextIOWrapper(_open_bytes(path), encoding, "surrogateescape", newline)
-
-
-def _open_bytes(path: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
-
-
-def _read_json(path: Path) -> Entries:
-    with _open(path) as file:
-        is_list = file.read(64).lstrip()[:1] == "["
-    if not is_list:
-        yield from _read_jsonl(path)
-        return
-    with _open_bytes(path) as whole:
-        entries = _from_json(whole.read(), str(path), "a list of objects")
-    for number, entry in enumerate(entries, start=1):
-        yield f"{path} entry {number}", entry
-
-
-def _read_csv(path: Path) -> Entries:
-    csv.field_size_limit(sys.maxsize)
-    number = 0
-    mark, separator = ("\t", "tab") if ".tsv" in path.suffixes else (",", "comma")
-    try:
-        with _open(path, newline="") as file:
-            rows = csv.reader(file, delimiter=mark, strict=True)
-            names = next(rows, [])
-            number = rows.line_num
-            "".join(names).encode()  # finds bytes that were not UTF-8
-            if len(names) == 1 and (other := re.search("[;,\t|]", names[0])):
-                raise DataError(
-                    f"{path}: its first line has {other[0]!r} between names; expected a {separator}"
-                )
-            if len({*names}) < len(names):
-                raise DataError(f"{path}: its first line must name each column, and no two alike")
-            for cells in filter(None, rows):
-                number = rows.line_num
-                "".join(cells).encode()
-                if len(cells) != len(names):
-                    raise DataError(
-                        f"{path} line {number}: has {len(cells)} cells, and the first line "
-                        f"{len(names)}; a cell with a comma or a line break needs quotes"
-                    )
-                yield f"{path} line {number}", dict(zip(names, cells, strict=True))
-    except UnicodeEncodeError as error:
-        raise DataError(f"{path} line {number}: not UTF-8; save the file in it") from error
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} line {number + 1}: not readable as CSV ({error})") from error
-
-
-def _from_json(text: str | bytes, location: str, expected: str) -> Any:
-    """Return the value of JSON text; may raise DataError."""
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-        is_deep = _depth(value) > MAX_DEPTH
-    except RecursionError:
-        is_deep = True
-    except ValueError as error:  # also raised for bytes that are not UTF-8
-        raise DataError(f"{location}: not JSON ({error}); expected {expected}") from error
-    if is_deep:
-        raise DataError(f"{location}: nested more than {MAX_DEPTH} deep; expected {expected}")
-    return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; raise ValueError if a field is given twice."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        twice = next(
-            name for name, count in Counter(name for name, _ in pairs).items() if count > 1
-        )
-        raise ValueError(f"the field {twice} is given twice")
-    return fields
-
-
-def _depth(value: Any) -> int:
-    """Return how deep lists and objects are nested; raise RecursionError beyond some hundreds."""
-    parts = value.values() if isinstance(value, dict) else value
-    return 1 + max(map(_depth, parts), default=0) if isinstance(value, list | dict) else 0
-
-
-def _read_parquet(path: Path) -> Entries:
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for rows in file.iter_batches():
-                for entry in _entries(rows):
-                    number += 1
-                    yield f"{path} row {number}", entry
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not readable as parquet after row {number} ({error})") from error
-
-
-def _entries(rows: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an Arrow table or batch."""
-    narrow = [field for field in rows.schema if "float" in str(field.type)]  # 64 bits are "double"
-    for entry in rows.to_pylist():
-        yield entry | {field.name: _shortest(entry[field.name], field.type) for field in narrow}
-
-
-def _shortest(value: Any, arrow_type: Any) -> Any:
-    """Return a value with floats of 16 or 32 bits as the shortest decimals of their own type.
-
-    Arrow gives 0.10000000149011612 for 0.1 in 32 bits.
-    """
-    import pyarrow.types
-
-    if value is None:
-        return None
-    if pyarrow.types.is_float32(arrow_type) or pyarrow.types.is_float16(arrow_type):
-        return float(str(arrow_type.to_pandas_dtype()(value)))
-    if pyarrow.types.is_struct(arrow_type):
-        return {field.name: _shortest(value[field.name], field.type) for field in arrow_type}
-    if isinstance(value, list):
-        return [_shortest(each, arrow_type.value_type) for each in value]
-    return value
-
-
-_READERS: dict[str, Callable[[Path], Entries]] = {
-    ".jsonl": _read_jsonl,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-}
-_TEXTS = (".jsonl", ".json", ".csv", ".tsv")  # which may be compressed
-
-
-def _read_directory(directory: Path, names: list[str]) -> Entries:
-    """Read one split of a Hugging Face dataset; `names` are as for `_config_files`."""
-    if not any((directory / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        title, splits, rest = _config_files(directory, names, str(directory))
-        for shard in splits[_choose_split(splits, rest, title)]:
-            yield from _read_file(Path(shard))
-        return
-    import datasets  # takes seconds: imported only where it is used
-
-    with _as_data_error(str(directory)):
-        saved = datasets.load_from_disk(directory)
-        by_name = saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
-        name = _choose_split(by_name, names, str(directory))
-        batches = by_name[name].with_format("arrow").iter(ROWS_AT_ONCE)
-        rows = (entry for batch in batches for entry in _entries(batch))
-        for number, entry in enumerate(rows, start=1):
-            yield f"{directory} split {name} row {number}", entry
-
-
-def _config_files(
-    directory: Path, names: list[str], title: str
-) -> tuple[str, Mapping[Any, list[str]], list[str]]:
-    """Return a config's title, its files by split, and the `names` that are left for a split.
-
-    The library finds the files, by their names and the README.md. `names` are those after the
-    directory: a config, a split, both or none. `title` is the user's name for the dataset.
-    """
-    import datasets  # takes seconds: imported only where it is used
-
-    with _as_data_error(title):
-        config = _choose_config(directory, names, title)
-        if names[:1] == [config]:
-            title, names = f"{title}:{config}", names[1:]
-        with tempfile.TemporaryDirectory(prefix="qurl-data-") as cache:
-            shards = datasets.load_dataset_builder(str(directory), config, cache_dir=cache)
-        return title, shards.config.data_files or {}, names
-
-
-@contextlib.contextmanager
-def _as_data_error(title: str) -> Iterator[None]:
-    """Turn any exception of the library `datasets` into a DataError of one line."""
-    # The library's log messages repeat its exceptions.
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:  # the library raises many kinds
-        reason = " ".join(str(error).split())
-        raise DataError(
-            f"{title}: not the directory of one dataset ({reason}); give the directory of one"
-        ) from error
-
-
-def _choose_config(directory: Path, names: list[str], title: str) -> str:
-    """Return the config that `names` begins with, or the default one; may raise DataError."""
-    import datasets
-
-    configs = datasets.get_dataset_config_names(str(directory))
-    if names and names[0] in configs:
-        return names[0]
-    default = datasets.get_dataset_default_config_name(str(directory))
-    if default is None or len(names) == 2:
-        given = f"no config {names[0]!r}" if names else "several configs"
-        raise DataError(
-            f"{title}: has {given}; name one of {', '.join(configs)} as {title}:{configs[0]}"
-        )
-    return default
-
-
-def _choose_split(splits: Mapping[Any, Any], names: list[str], dataset: str) -> Any:
-    """Return the key of the split in `names`, or of the default split; may raise DataError."""
-    known = [str(split) for split in splits]
-    name = ":".join(names) or (known[0] if len(known) == 1 else "train")
-    if name not in known:
-        raise DataError(
-            f"{dataset}: has no split {name!r}; name one of {', '.join(known)} as "
-            f"{dataset}:{known[0]}"
-        )
-    return list(splits)[known.index(name)]
 
 
 # From an entry to a problem.
@@ -878,7 +505,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     """Return the tools of an entry: objects, or their JSON; None for anything else."""
     if isinstance(value, str):
         try:
-            value = _from_json(value, "tools", "a list of objects")
+            value = from_json(value, "tools", "a list of objects")
         except DataError:
             return None
     value = [value] if isinstance(value, dict) else value

@@ -19,15 +19,8 @@ from typing import Any, NamedTuple
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.score import texts_of
 from qurl_megatron.config.schema import Config, Overlong
-from qurl_megatron.data.problems import (
-    DataError,
-    Fields,
-    Problem,
-    Source,
-    keep_verifiable,
-    parts_of,
-    read_problems,
-)
+from qurl_megatron.data.entries import DataError, parts_of
+from qurl_megatron.data.problems import Fields, Problem, Source, keep_verifiable, read_problems
 from qurl_megatron.data.rewards import is_user_function, of_set, reads_entries
 from qurl_megatron.model.chat_template import TemplateError, knows_developer, render
 from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end

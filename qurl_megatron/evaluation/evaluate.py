@@ -64,7 +64,8 @@ from qurl_megatron.config.values import (
     Smoothing,
     Text,
 )
-from qurl_megatron.data.problems import Fields, keep_verifiable, parts_of, read_problems
+from qurl_megatron.data.entries import parts_of
+from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
 from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer_lines
 from qurl_megatron.data.rewards import absolute, is_user_function, of_set, reads_entries
 from qurl_megatron.data.scoring import check_rewards, scoring
