@@ -73,7 +73,7 @@ def _empty_a_block(twin: Any, _: Sequence[Prompt]) -> None:
     for name, layer in twin.layers.items():
         if name.split(".")[2] == blocks[len(blocks) // 2]:
             layer.codes, layer.scale = torch.zeros_like(layer.codes), torch.ones_like(layer.scale)
-            layer.weight = torch.zeros_like(layer.weight)  # what a BF16 server multiplies
+            layer.weight.data.zero_()  # what a BF16 server multiplies
 
 
 def _swap_scales(twin: Any, _: Sequence[Prompt]) -> None:
