@@ -630,7 +630,7 @@ class SamplingConfig:
 
     max_episode_tokens: CountOrZero = 0
     """Maximum length of a sequence in tokens: its prompt, and what the policy samples and
-    reads. 0: `max_prompt_length` plus `max_completion_length`."""
+    reads. 0: `max_prompt_length` plus `max_completion_length`, in a run that of the stage."""
 
     agent_workers: CountOrZero = 0
     """Number of processes that play episodes. 0: a quarter of the cores, from 1 to 16."""

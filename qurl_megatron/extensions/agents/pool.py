@@ -95,7 +95,9 @@ class Agents(contextlib.AbstractContextManager["Agents"]):
         """
         config = self._config
         drawn = config.temperature, config.top_p
-        limits = Limits(config.max_turns, max_turn_tokens, config.max_length, *drawn)
+        # Of this stage or evaluation; `config.max_length` is the longest of a run's stages.
+        longest = config.max_episode_tokens or config.max_prompt_length + max_turn_tokens
+        limits = Limits(config.max_turns, max_turn_tokens, longest, *drawn)
         for _ in range(MOST_PROCESSES):
             process = min(self._processes, key=lambda each: each.num_episodes)
             key = next(self._keys)

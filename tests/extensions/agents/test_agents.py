@@ -15,7 +15,14 @@ import torch
 from conversations import VOCABULARY, chat_tokenizer
 from qurl_megatron.algorithm.batch import Completion, Episode, Prompt
 from qurl_megatron.algorithm.score import Score
-from qurl_megatron.config.schema import Config, ConfigError, SamplingConfig, ScoringConfig
+from qurl_megatron.config.schema import (
+    Config,
+    ConfigError,
+    RolloutConfig,
+    SamplingConfig,
+    ScoringConfig,
+    StageConfig,
+)
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation.evaluate import EvalConfig
 from qurl_megatron.extensions.agents import episodes
@@ -196,13 +203,19 @@ def play(directory: Path) -> Iterator[Play]:
     opened: dict[str, Agents] = {}
 
     def play(
-        *answers: str, delay_s: float = 0.0, max_turns: int = 0, **settings: Any
+        *answers: str,
+        delay_s: float = 0.0,
+        max_turns: int = 0,
+        max_episode_tokens: int = 40,
+        **settings: Any,
     ) -> tuple[list[Completion], Scripted]:
-        config = SamplingConfig(
+        config = RolloutConfig(
             agent=f"{directory}/agent.py:play",
             agent_workers=1,
             max_turns=max_turns,
-            max_episode_tokens=40,
+            max_episode_tokens=max_episode_tokens,
+            max_prompt_length=20,
+            stages={2: StageConfig(99, 1)},
             **{"agent_turn_timeout_s": 1.5, **settings},
         )
         if str(settings) not in opened:
@@ -266,6 +279,12 @@ def test_a_token_keeps_the_experts_of_the_pass_that_sampled_the_next() -> None:
     episode = sequence.completion()
     assert episode.token_ids == [3, 4, 5, 6] and episode.routed_experts is not None
     assert episode.routed_experts[:, 0, 0].tolist() == [7, 7, 7, 8, 8]
+
+
+def test_an_episode_without_a_limit_has_the_lengths_of_its_stage(play: Play) -> None:
+    """A prompt and a turn: 20 tokens and 9, and not the 99 of a later stage."""
+    (episode,), _ = play("fills", max_episode_tokens=0)
+    assert len(PROMPT + episode.token_ids) == 20 + 9 and episode_of(episode).end == "tokens"
 
 
 def test_a_turn_that_nobody_waits_for_is_given_up(play: Play) -> None:
