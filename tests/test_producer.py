@@ -400,7 +400,7 @@ def test_what_could_not_be_scored_is_sampled_again_and_ends_the_run_the_third_ti
     ]
     servers.is_down = False
     with sampler_of(config, servers, servers.score, PROMPTS) as sampler:
-        sampler.restore(state)
+        sampler.restore(state, len(batches))
         sample_on(sampler)
     assert batches == expected
 
@@ -429,7 +429,7 @@ def run_with_kills(seed: int) -> tuple[list[list[str]], int]:
         score = servers.score
         with sampler_of(config, servers, score, PROMPTS, servers_join=killed) as sampler:
             if state:
-                sampler.restore(json.loads(state))
+                sampler.restore(json.loads(state), len(batches))
             new = list(batches)
             try:
                 for step in range(1 + len(batches), STEPS + 1):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import pairwise
@@ -115,6 +116,45 @@ def test_prompts_of_equal_rewards_are_retired_unless_their_scores_failed() -> No
         for step in range(7, 12):  # an epoch of nine
             sampler.sample(step, version=1)
     assert {*client.asked[first : first + 9]} == asked - {"7", "9", "11"}
+
+
+def test_retired_prompts_get_another_chance_when_what_decides_their_rewards_changes() -> None:
+    """By a stage, or by a resume with other settings, and by no other resume."""
+    config = with_overrides(two_prompt_config(), ["rollout.retire_after=1"])
+    staged = with_overrides(config, [])
+    staged.rollout.stages = {6: StageConfig(8, 2)}
+    texts = {prompt.id: ["yes", "no"] for prompt in PROMPTS[::2]}
+
+    def run(
+        config: Config, steps: range, saved: dict[str, Any] | None = None
+    ) -> tuple[list[int], list[str], dict[str, Any]]:
+        """Return how many are retired after each step, the prompts asked for, and the state."""
+        client = ScriptedClient(texts)
+        with sampler_of(config, client, score_exactly, PROMPTS) as sampler:
+            if saved:
+                sampler.restore(saved, steps[0] - 1)
+            done = [sampler.sample(step, version=1)[1] for step in steps]
+            return [each["prompts_retired"] for each in done], client.asked, sampler.state()
+
+    retired, _, saved = run(config, range(1, 6))
+    last, rest = retired[-1], range(6, 13)  # the second epoch begins at step 7
+    assert last > 0
+    of_stage, first, at_stage = run(staged, range(1, 6))
+    assert of_stage == [*retired[:-1], 0]
+    whole = run(staged, range(1, 13))
+    resumed, asked, state = run(staged, rest, json.loads(json.dumps(at_stage)))
+    assert (of_stage + resumed, first + asked, state) == whole
+    assert resumed[0] < last and len(set(asked[2:])) == 12 - resumed[0]
+    resumed, asked, _ = run(config, rest, json.loads(json.dumps(saved)))
+    assert resumed[0] >= last and len(set(asked[2:])) == 12 - resumed[0]
+    for change in (
+        "rollout.max_completion_length=8",
+        "rollout.temperature=0.5",
+        "reward=gsm8k",
+        "scoring.wrong=-1",
+    ):
+        resumed, asked, _ = run(with_overrides(config, [change]), rest, saved)
+        assert resumed[0] < last and len(set(asked[2:])) == 12 - resumed[0], change
 
 
 @pytest.mark.parametrize("baseline", ["", "_baseline"])

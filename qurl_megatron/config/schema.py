@@ -676,7 +676,8 @@ class RolloutConfig(SamplingConfig):
     retire_after: CountOrZero = 0
     """Leave a prompt out of later epochs when the rewards of its completions were equal in its last
     so many groups: it is always solved, or always failed. If fewer than `prompts_per_step` would be
-    left, an epoch has all prompts. 0 disables."""
+    left, an epoch has all prompts. Groups are counted anew from a stage on, and from a resume with
+    other lengths, sampling or rewards; so the next epoch has all prompts too. 0 disables."""
 
     mask_truncated: bool = False
     """Leave completions out of the loss that a limit cut off (DAPO's overlong filtering). Their

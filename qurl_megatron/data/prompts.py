@@ -282,7 +282,8 @@ class PromptStream:
     With `weights`, it serves those of each part of the data so many times on average. `shuffle`
     gives each epoch a new order; without it, that is the order of `prompts`. With
     `retire_after`, an epoch leaves out the prompts that were `visited` with equal rewards in their
-    last so many visits before it began, as long as `least` prompts are left.
+    last so many visits before it began, as long as `least` prompts are left. Only visits under the
+    same settings count: under others, such as a longer limit, the rewards may differ.
 
     Prompts are numbered from 0 in the order of the stream: these are their ordinals. Which prompt
     an ordinal stands for depends on `seed`, the prompts, and visits before its epoch began, so the
@@ -306,6 +307,7 @@ class PromptStream:
         self._retire_after = retire_after
         self._least = least
         self._equal: Counter[str] = Counter()  # last visits with equal rewards, by prompt's id
+        self._settings: Mapping[str, Any] | None = None  # of these visits
         self._epochs: list[_Epoch] = []  # that began, from the one of `position`
         self.position = 0  # ordinal of the next prompt
 
@@ -314,6 +316,13 @@ class PromptStream:
         """Ids of the prompts that an epoch that begins now would leave out."""
         after = self._retire_after
         return {prompt for prompt, visits in self._equal.items() if after and visits >= after}
+
+    def visit_under(self, settings: Mapping[str, Any]) -> None:
+        """Say which settings later visits have, as JSON; visits under others count no more."""
+        if self._retire_after:
+            if self._settings not in (None, settings):
+                self._equal.clear()
+            self._settings = settings
 
     def visited(self, prompt: Prompt, *, is_equal: bool) -> None:
         """Record whether the completions of a prompt had equal rewards."""
@@ -362,6 +371,7 @@ class PromptStream:
             "prompts": _fingerprint(self._prompts),
             "retired": [sorted(ids - each) for each in served],
             "equal": {prompt: visits for prompt, visits in self._equal.items() if visits},
+            "settings": self._settings,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -373,6 +383,7 @@ class PromptStream:
         check_saved(self._prompts, state)
         self._seed = state["seed"]
         self._equal = Counter(state.get("equal", {}))
+        self._settings = state.get("settings")  # older checkpoints had none
         self._epochs, first = [], state["epoch"] * len(self._prompts)
         for retired in state.get("retired", [[]]):  # version 0.2 had none
             self._begin(set(retired), 0, state["epoch"], first)

@@ -86,7 +86,7 @@ class Run:
                 "put that model back, or start a new run"
             )
         self.checkpoints.restore(newest)
-        self.sampler.restore(state.prompts)
+        self.sampler.restore(state.prompts, state.step)
         self.publisher.version = state.weight_version - 1  # the next publish repeats that version
         self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
         return state.step

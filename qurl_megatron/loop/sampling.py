@@ -84,6 +84,7 @@ class Sampler:
                 retire_after=config.rollout.retire_after,
                 least=config.rollout.prompts_per_step,
             )
+            self._stream.visit_under(what_decides_rewards(config, step=1))
             self._wait = client.fleet.controller.wait
             self._producer = Producer(config.rollout, config.steps, self._stream, sample, score)
 
@@ -91,14 +92,15 @@ class Sampler:
         """Return the position in the stream of prompts; an empty dictionary on other ranks."""
         return self._stream.state() if rank() == 0 else {}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`.
+    def restore(self, state: dict[str, Any], steps_done: int) -> None:
+        """Continue from `state`, which is of so many steps done.
 
         Raises:
             DataError: the state belongs to other prompts; on global rank 0.
         """
         if rank() == 0:
             self._stream.restore(state)
+            self._stream.visit_under(what_decides_rewards(self._config, steps_done + 1))
 
     def close(self) -> None:
         """Cancel all requests that run."""
@@ -182,6 +184,8 @@ class Sampler:
         for group in sampled:
             if not (group.failed or any(score.failure for score in group.scores)):
                 self._stream.visited(group.prompt, is_equal=is_zero_variance(group.rewards))
+        # Here and not when the next step begins: a checkpoint may begin the next epoch.
+        self._stream.visit_under(what_decides_rewards(self._config, step + 1))
         self._groups = [_penalize_length(group, rollout) for group in chosen]
         estimator, advantages = self._config.objective.advantage_estimator, None
         if estimator != "gae":
@@ -214,6 +218,17 @@ def settings_of(rollout: RolloutConfig) -> dict[str, Any]:
         "max_completion_length": rollout.max_completion_length,
         "top_p": rollout.top_p,
         "records_masks": rollout.top_p < 1,
+    }
+
+
+def what_decides_rewards(config: Config, step: int) -> dict[str, Any]:
+    """Return the settings, as JSON, that decide which rewards a prompt's completions may get."""
+    rollout, scores = config.rollout.at(step), config.scoring
+    return {
+        **settings_of(rollout),
+        "episode": [rollout.agent, rollout.max_turns, rollout.max_episode_tokens],
+        "reward": [config.reward, scores.right, scores.wrong, scores.partial],
+        "of_several": [scores.weights, scores.by_source],
     }
 
 
