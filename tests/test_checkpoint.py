@@ -279,7 +279,7 @@ OF_FAMILIES: dict[str, tuple[Family, str, dict[str, Any], dict[str, Any]]] = {
     "hybrid": ("qwen3_5_text", "bfloat16", TP2, VPP2),
     "hybrid experts": ("qwen3_5_moe_text", "bfloat16", {**TP2, **EP2}, PP2),
 }
-STATES = ("master", "exp_avg", "exp_avg_sq")
+STATES = ("master", "exp_avg", "exp_avg_sq", "step")
 
 
 def save_or_restore(
@@ -287,13 +287,15 @@ def save_or_restore(
 ) -> list[list[TensorPart]]:
     """Train a step and save it, or restore what is saved; return this rank's parts of the state.
 
-    They are those of the weights, of the masters and of Adam's two moments.
+    They are those of the weights, of the masters, and of Adam's two moments and count of updates.
+    The learner that restores has more updates a step, and so has its schedule.
     """
     from batches import negative_log_likelihood
     from qurl_megatron.learner.checkpoint import RunState
     from qurl_megatron.learner.learner import Learner
 
     config = config_of(directory, dtype, layout)
+    config.optimizer.minibatches_per_step = 1 if saves else 3
     learner = Learner(Path(config.model), config.learner, config.optimizer)
     checkpoints = Checkpoints(config, learner)
     if saves:
@@ -305,6 +307,7 @@ def save_or_restore(
         newest = checkpoints.newest()
         assert newest is not None
         checkpoints.restore(newest)
+        assert learner.scheduler.num_steps == 3
     state = [parts_of(learner, learner.shards())]
     state += [parts_of(learner, of_optimizer(learner, name)) for name in STATES]
     checkpoints.close()
@@ -329,7 +332,7 @@ def test_weights_and_moments_of_every_family_are_equal_in_another_layout(
         ranks = config_of(tmp_path, dtype, layout).learner.world_size
         states.append(run_ranks(run, ranks, tmp_path, dtype, layout))
     before, after = (
-        [gathered([rank[kind] for rank in state]) for kind in range(4)] for state in states
+        [gathered([rank[kind] for rank in state]) for kind in range(5)] for state in states
     )
     for own, expected in zip(after, before, strict=True):
         assert own.keys() == expected.keys()

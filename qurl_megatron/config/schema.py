@@ -309,7 +309,8 @@ class OptimizerConfig:
 
     schedule: Schedule = "constant"
     """How the learning rate falls towards the end of the run: constant, linear or cosine. A run
-    that resumes with other `steps` has the schedule of the new number."""
+    that resumes with other `steps` or `minibatches_per_step` has the schedule of the new numbers,
+    from the step that it has reached."""
 
     decay_fraction: Annotated[Finite, Gt(0), Le(1)] = 1.0
     """Part of the run, at its end, in which the learning rate falls. Below 1 it is constant before

@@ -84,8 +84,8 @@ class Saved(Protocol):
     def sharded_state(self) -> dict[str, Any]:
         """Return its state, as Megatron saves it."""
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Load a `sharded_state`."""
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """Load the `sharded_state` after a run's `step`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +200,12 @@ class Checkpoints:
     def restore(self, checkpoint: Path) -> None:
         """Load weights, optimizer and schedule of learner and critic from a checkpoint."""
         self._saved_at = time.monotonic()
+        step = read_state(checkpoint).step
         with megatron_runtime():
             state = dist_checkpointing.load(self._sharded_state(), str(checkpoint / "megatron"))
-            self._learner.restore(state)
+            self._learner.restore(state, step)
             if self._critic:
-                self._critic.restore(state["critic"])
+                self._critic.restore(state["critic"], step)
 
     def poll(self, *, wait: bool = False) -> None:
         """Complete a save if every rank has written its shards; with `wait`, wait for them.

@@ -300,6 +300,7 @@ class Learner:
                 self._run(share.micro_batches, loss, temperature, forward_only=False)
             # Before the update: Megatron's warmup starts at a learning rate of 0.
             self.scheduler.step(increment=1)
+            self._updates += 1
             learning_rate = self.optimizer.param_groups[0]["lr"]
             _, grad_norm, _ = self.optimizer.step()
         stats = self._total(measured)
@@ -407,20 +408,25 @@ class Learner:
             f"chunk{number}": chunk.module.sharded_state_dict()
             for number, chunk in enumerate(self.chunks)
         }
-        self._optimizer_shards.prepare_state(self.scheduler.num_steps)
+        self._optimizer_shards.prepare_state(self._updates)
         return {
             "model": model,
             "optimizer": self._optimizer_shards.sharded_state(model),
-            "optimizer_steps": self.scheduler.num_steps,
+            "optimizer_steps": self._updates,
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Load a `sharded_state`, but keep this learner's own learning rate and weight decay."""
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """Load the `sharded_state` after a run's `step`.
+
+        Learning rate and weight decay are those of this learner's own configuration at that step,
+        whose steps may have had another number of updates before.
+        """
         for number, chunk in enumerate(self.chunks):
             chunk.module.load_state_dict(state["model"][f"chunk{number}"])
         # Masters and moments were loaded in place.
-        self._optimizer_shards.prepare_state(state["optimizer_steps"])
-        self.scheduler.step(increment=state["optimizer_steps"])
+        self._updates = state["optimizer_steps"]
+        self._optimizer_shards.prepare_state(self._updates)
+        self.scheduler.step(increment=step * self._updates_per_step)
 
     def close(self) -> None:
         """Destroy Megatron's parallel state and the process groups that this learner created."""
@@ -475,6 +481,8 @@ class Learner:
         dithers = {} if self.rounding == "nearest" else dict(self._dithers())
         self._optimizer_shards = OptimizerShards(self.optimizer, dithers)
         self.scheduler = make_scheduler(self.optimizer, optimizer, steps)
+        self._updates = 0  # as Adam counts them
+        self._updates_per_step = optimizer.minibatches_per_step
 
     def _dithers(self) -> Iterator[tuple[Tensor, Dither]]:
         """Yield the parameters, and where they lie in the full tensors."""

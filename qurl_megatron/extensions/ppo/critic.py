@@ -113,10 +113,10 @@ class Critic:
         add_prefix_for_sharding(state, "critic.")
         return state
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Load a `sharded_state`."""
+    def restore(self, state: dict[str, Any], step: int) -> None:
+        """Load the `sharded_state` after a run's `step`."""
         with self._critics_parallel_state():
-            self._learner.restore(state)
+            self._learner.restore(state, step)
 
     def leave(self) -> None:
         """Move to the host's memory, as `Learner.leave` does."""

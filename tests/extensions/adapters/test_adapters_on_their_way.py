@@ -227,7 +227,8 @@ def resume(model: Path, layout: dict[str, Any], directory: Path, dtype: str) -> 
 
     learner = learner_of(model, layout, Adapters(RANK, ALPHA, "int8"), dtype)
     with megatron_runtime():
-        learner.restore(dist_checkpointing.load(learner.sharded_state(), str(directory / "saved")))
+        saved = dist_checkpointing.load(learner.sharded_state(), str(directory / "saved"))
+        learner.restore(saved, step=4)
     return state_of(learner)
 
 
