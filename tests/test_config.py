@@ -294,6 +294,10 @@ def test_resume_refuses_changes_that_contradict_the_checkpoints() -> None:
     validate_resume(targeted, with_overrides(targeted, ["adapters.targets=[v_proj, q_proj]"]))
     with pytest.raises(ConfigError, match="adapters.targets=.*the run has "):
         validate_resume(targeted, with_overrides(targeted, ["adapters.targets=[v_proj]"]))
+    of_epochs, more = with_overrides(saved, ["epochs=2"]), "rollout.prompts_per_step=128"
+    validate_resume(of_epochs, with_overrides(of_epochs, [more, "epochs=0", "steps=7"]))
+    with pytest.raises(ConfigError, match=f"^{more}: the run has 64, and epochs=2 counts its step"):
+        validate_resume(of_epochs, with_overrides(of_epochs, [more]))
     refused = set()
     for word in FIXED:
         prefix = next(filter(word.startswith, _FIXED))

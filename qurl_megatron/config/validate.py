@@ -338,6 +338,9 @@ def validate_resume(saved: Config, config: Config) -> None:
     if saved.adapters.rank:
         base = "its adapters were trained over a base in this format"
         fixed |= {"quantization.format": base, "quantization.group_size": base}
+    if config.epochs:
+        by = f"epochs={config.epochs:g} counts its steps by that (epochs=0 with steps=N does not)"
+        fixed["rollout.prompts_per_step"] = by
     for field, value in after.items():
         reason = next((why for prefix, why in fixed.items() if field.startswith(prefix)), None)
         if reason and before[field] != value:
