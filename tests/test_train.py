@@ -61,6 +61,12 @@ def test_all_minibatches_but_the_first_are_scored_and_all_by_the_reference() -> 
     assert passes(["a", "b"], kl) == proximal[1:] + reference
 
 
+def test_a_run_evaluates_at_its_last_step_whatever_ended_it() -> None:
+    config = with_overrides(Config(), ["steps=9", "evaluation.every_steps=4"])
+    due = [step for step in range(1, 7) if train.evaluation_is_due(config, step, step == 6)]
+    assert due == [4, 6]
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -96,13 +96,15 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             try:
                 with clock("evaluation"):
                     # An evaluation may take longer than whoever asks to stop will wait.
-                    if evaluation_is_due(config, step) and not asked_to_stop():
+                    if evaluation_is_due(config, step, is_last) and not asked_to_stop():
                         evaluation = run.evaluate(step)
             finally:  # the step is done, even if its evaluation fails
                 log.write(step_metrics(config, results), evaluation)
                 log.write_samples(samples)
                 log.write_weights(published.version, weight_metrics(published.conversion))
             is_last = is_last or device.from_rank_zero(log.has_reached)
+            if is_last and not (evaluation or asked_to_stop()):
+                evaluation = run.evaluate(step)  # the checkpoint may be the best
             stopping = asked_to_stop() and not (is_last and evaluation)
             run.checkpoint(step, published.version, evaluation, is_last=is_last, now=stopping)
             if stopping:
@@ -145,10 +147,10 @@ def score_before_updates(config: Config, learner: Learner, shares: Sequence[Shar
                 score(share, ["reference_logprobs"])
 
 
-def evaluation_is_due(config: Config, step: int) -> bool:
+def evaluation_is_due(config: Config, step: int, is_last: bool) -> bool:
     """Return True if the run evaluates after `step`; it always does after its last step."""
     every = config.evaluation.every_steps
-    is_due = step == config.steps or (every > 0 and step % every == 0)
+    is_due = is_last or (every > 0 and step % every == 0)
     return config.evaluation.enabled and is_due
 
 

@@ -39,7 +39,8 @@ def test_a_run_goes_on_without_one_of_its_servers_and_waits_for_new_ones_without
     start: Start,
 ) -> None:
     num_steps = 7
-    words = [f"steps={num_steps}", "rollout.servers=2", "evaluation.problems=16"]
+    words = [f"stop_above.weight_version={num_steps}", "steps=1000"]
+    words += ["rollout.servers=2", "evaluation.problems=16"]
     words += ["rollout.max_staleness=1", "learner.tensor_parallel_size=1"]
     run = start("train", *QUICK, *LONG_ANSWERS, *words)
     run.wait_for("step 1/")
@@ -76,6 +77,9 @@ def test_a_run_goes_on_without_one_of_its_servers_and_waits_for_new_ones_without
     assert prompts_trained(run) == num_steps * PER_STEP
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert 0 <= summary["held_out_accuracy_after"] <= 1
+    # A metric ended the run, and its last checkpoint may still be the best.
+    (*_, last) = list_checkpoints(run.run_dir)
+    assert read_state(last).accuracy == summary["held_out_accuracy_after"]
     logs = {log.name: log for log in (run.run_dir / "logs").glob("server_rollout_*.log")}
     assert len(logs) == 5
     logs.pop("server_rollout_0_restarted_1.log")  # the run may be over before it has its settings
