@@ -41,6 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     (home / "tmp").mkdir()
     model = build_tiny_model(home / "model")
+    build_tiny_model(home / "short", max_position_embeddings=150)
     (home / "problems.jsonl").write_text("\n".join(good_problems(40)) + "\n")
     (home / "few.jsonl").write_text("\n".join(good_problems(3)) + "\n")
     offline.quantize_directory(model, home / "quantized", "int8", lambda done, total: None)
@@ -240,6 +241,7 @@ FIELDS = rows(r"""
     STAGE & objective.advantage_estimator=gae & critic.optimizer.minibatches_per_step=32  16 complet
     critic.model=nowhere & objective.advantage_estimator=gae  critic: model directory 'nowhere'
     critic.model=quantized & objective.advantage_estimator=gae  is quantized already
+    critic.model=short & objective.advantage_estimator=gae  short: rollout.max_completion_length=100
     prompts.options=9                       not of the form {key: value}; {} leaves no key
     prompts.options={                       prompts.options={: not readable as YAML
     prompts.options.a.b=9                   prompts.options.a.b: no such field

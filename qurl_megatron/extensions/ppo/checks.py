@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from qurl_megatron.config.schema import Config
-from qurl_megatron.config.validate import check_layout, wrong_schedule
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.validate import check_layout, check_lengths, wrong_schedule
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
 
 
@@ -39,3 +39,7 @@ def wrong_critic(config: Config, policy: Architecture) -> Iterator[str]:
                 f"critic.model={directory}: has a vocabulary of {architecture.vocab_size} "
                 f"tokens, the policy one of {policy.vocab_size}; they must be equal"
             )
+        try:
+            check_lengths(rollout, architecture)
+        except ConfigError as error:
+            yield f"critic.model={directory}: {error}"
