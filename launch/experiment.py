@@ -215,7 +215,7 @@ def named_runs(
     sweeps there is one run; if it has no name, it gets the recipe's and the time.
 
     Raises:
-        ConfigError: an axis has another form, or lists a value twice.
+        ConfigError: an axis has another form or lists a value twice, or two runs have one name.
     """
     if not sweeps and not layouts:
         return [[f"name={name or default_name(recipe)}"]]
@@ -229,12 +229,18 @@ def named_runs(
             raise ConfigError(f"--sweep {word}: lists a value twice")
         axes.append({value: [f"{field}={value}"] for value in listed})
     name = name or f"{name_prefix(recipe)}-sweep"
-    runs = []
+    runs: dict[str, list[str]] = {}  # by name
     for chosen in itertools.product(*axes):
         swept = [word for axis, value in zip(axes, chosen, strict=True) for word in axis[value]]
         parts = [re.sub(r"[^\w.+-]+", "_", value) for value in chosen]
-        runs.append([*swept, f"name={'-'.join([name, *parts])}"])
-    return runs
+        own = "-".join([name, *parts])
+        if own in runs:
+            raise ConfigError(
+                f"--sweep: the runs of {' '.join(runs[own])} and of {' '.join(swept)} would both "
+                f"be called {own}; launch one of them by itself, with a name"
+            )
+        runs[own] = swept
+    return [[*swept, f"name={own}"] for own, swept in runs.items()]
 
 
 def _planned_layouts(table: Path) -> dict[str, list[str]]:

@@ -571,6 +571,7 @@ COMMANDS = rows("""
     launch quickstart --sweep steps                --sweep steps: not of the form
     launch quickstart --sweep steps=1,             --sweep steps=1,: not of the form
     launch quickstart --sweep steps=1,1            --sweep steps=1,1: lists a value twice
+    launch quickstart name=n --sweep data=a/b,a_b  data=a_b would both be called n-a_b
     launch quickstart --sweep steps=1,0            steps=0: input should be greater
     launch quickstart name=a;b --sweep steps=1,2   name=a;b: a run's name has
 """)
