@@ -19,6 +19,7 @@ from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.algorithm.score import Score
 from qurl_megatron.config.schema import Config, ScoringConfig, StageConfig
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.data import rewards
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.loop.sampling import NothingToTrainOn
 from samplers import sampler_of, scores_of
@@ -116,6 +117,30 @@ def test_prompts_of_equal_rewards_are_retired_unless_their_scores_failed() -> No
         for step in range(7, 12):  # an epoch of nine
             sampler.sample(step, version=1)
     assert {*client.asked[first : first + 9]} == asked - {"7", "9", "11"}
+
+
+def test_of_several_rewards_the_first_decides_what_is_retired_and_their_sum_what_is_replaced() -> (
+    None
+):
+    """Always solved is always solved, however long the answers are; but lengths can be learned."""
+    words = ["rollout.retire_after=1", "rollout.dynamic_sampling_tries=1"]
+    words += ["reward=[exact, own.py:brief]", "scoring.weights=[1, 0.001]"]
+    config = with_overrides(two_prompt_config(), [*words, "scoring.by_source.short=own.py:short"])
+
+    def score(prompt: Prompt, completions: Sequence[Completion]) -> Future[list[Score]]:
+        right = score_exactly(prompt, completions).result()
+        lengths = [Score(float(-len(each.token_ids)), {}, "") for each in completions]
+        scores: Future[list[Score]] = Future()
+        of_question = rewards.of_question(config, prompt.asked)
+        pairs = zip(right, lengths, strict=True)
+        scores.set_result([rewards.weighted_sum(of_question, each) for each in pairs])
+        return scores
+
+    client = ScriptedClient({prompt.id: ["yes", "no"] for prompt in PROMPTS[::2]})
+    short = dataclasses.replace(PROMPTS[1], columns={"data_source": "short"})
+    with sampler_of(config, client, score, [short, *PROMPTS[::2], *PROMPTS[3::2]]) as sampler:
+        steps = [sampler.sample(step, version=1)[1] for step in range(1, 7)]
+    assert steps[-1]["prompts_retired"] == 6 and not any(each["groups_replaced"] for each in steps)
 
 
 def test_retired_prompts_get_another_chance_when_what_decides_their_rewards_changes() -> None:

@@ -667,8 +667,8 @@ class RolloutConfig(SamplingConfig):
     """Number of completions to each prompt: GRPO's group size."""
 
     dynamic_sampling_tries: CountOrZero = 0
-    """Maximum number of times per step that zero-variance groups (all rewards equal) are replaced
-    by new prompts. 0 disables."""
+    """Maximum number of times per step that zero-variance groups (all rewards equal; of several
+    rewards, their weighted sums) are replaced by new prompts. 0 disables."""
 
     soft_overlong_tokens: CountOrZero = 0
     """Number of tokens before `max_completion_length` over which the reward falls linearly by 1
@@ -676,9 +676,10 @@ class RolloutConfig(SamplingConfig):
 
     retire_after: CountOrZero = 0
     """Leave a prompt out of later epochs when the rewards of its completions were equal in its last
-    so many groups: it is always solved, or always failed. If fewer than `prompts_per_step` would be
-    left, an epoch has all prompts. Groups are counted anew from a stage on, and from a resume with
-    other lengths, sampling or rewards; so the next epoch has all prompts too. 0 disables."""
+    so many groups: it is always solved, or always failed. Of several rewards, the first is judged.
+    If fewer than `prompts_per_step` would be left, an epoch has all prompts. Groups are counted
+    anew from a stage on, and from a resume with other lengths, sampling or rewards; so the next
+    epoch has all prompts too. 0 disables."""
 
     mask_truncated: bool = False
     """Leave completions out of the loss that a limit cut off (DAPO's overlong filtering). Their

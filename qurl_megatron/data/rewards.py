@@ -93,6 +93,16 @@ def weighted_sum(config: Config, scores: Sequence[Score]) -> Score:
     return Score(total, parts, next((each.failure for each in scores if each.failure), ""))
 
 
+def first_value(config: Config, question: Question, score: Score) -> float:
+    """Return what a question's first reward gave, of a score that `weighted_sum` or an agent made.
+
+    With one reward that is the score's value.
+    """
+    if len(config.rewards) == 1:
+        return score.value
+    return score.parts.get(reward_title(names_for(config, question)[0]), score.value)
+
+
 def absolute(function: str) -> str:
     """Return FILE.py:NAME with the file's absolute path, so that a resumed run finds it."""
     place, colon, name = function.rpartition(":")

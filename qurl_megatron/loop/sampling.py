@@ -25,6 +25,7 @@ from qurl_megatron.algorithm.proof import check_differ
 from qurl_megatron.algorithm.score import mean_parts
 from qurl_megatron.config.schema import OBJECTIVES, Config, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
+from qurl_megatron.data.rewards import first_value
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import SharedError, from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
@@ -183,7 +184,8 @@ class Sampler:
         producer.end_step()
         for group in sampled:
             if not (group.failed or any(score.failure for score in group.scores)):
-                self._stream.visited(group.prompt, is_equal=is_zero_variance(group.rewards))
+                firsts = [first_value(self._config, group.prompt.asked, s) for s in group.scores]
+                self._stream.visited(group.prompt, is_equal=is_zero_variance(firsts))
         # Here and not when the next step begins: a checkpoint may begin the next epoch.
         self._stream.visit_under(what_decides_rewards(self._config, step + 1))
         self._groups = [_penalize_length(group, rollout) for group in chosen]
