@@ -40,6 +40,7 @@ from qurl_megatron.learner.checkpoint import (
     CheckpointError,
     Checkpoints,
     RunState,
+    measure_of,
     read_config,
     read_state,
 )
@@ -171,7 +172,7 @@ def test_of_evaluations_that_cannot_be_told_apart_the_newest_is_the_best(tmp_pat
     config = Config(output_dir=str(tmp_path), name="run")
     checkpoints = Checkpoints.__new__(Checkpoints)
     checkpoints._config, checkpoints._directory = config, config.run_dir / "checkpoints"
-    checkpoints._highest, checkpoints._bytes = [], 0
+    checkpoints._highest, checkpoints._bytes, checkpoints._measure = [], 0, measure_of(config)
     config.model = str(build_tiny_model(tmp_path / "model"))
     best = checkpoints._directory / "best"
 
@@ -194,6 +195,25 @@ def test_of_evaluations_that_cannot_be_told_apart_the_newest_is_the_best(tmp_pat
     assert save(20, 0.20) == "step_000012"
     assert read_state(best).highest[0] == 0.53
     assert save(24, 0.90) == save(28, 0.53) == "step_000024"
+    # A resume with another measure begins anew; until there is a score by that, the best stays.
+    resumed = with_overrides(config, ["rollout.max_completion_length=9", "evaluation.k=4"])
+    checkpoints._highest, checkpoints._measure = [], measure_of(resumed)
+    assert not checkpoints.compares(read_state(best))
+    assert [save(step, None) for step in (30, 32, 34)] == ["step_000024"] * 3
+    assert save(36, 0.10) == "step_000036" and read_state(best).highest[0] == 0.10
+    older = json.loads((best / "state.json").read_text())
+    del older["measure"]
+    (best / "state.json").write_text(json.dumps(older))
+    assert checkpoints.compares(read_state(best))  # as an older version wrote it
+
+
+def test_a_score_over_held_out_problems_does_not_depend_on_how_files_are_sampled() -> None:
+    config = Config()
+    more = with_overrides(config, ["evaluation.k=4", "quantization.format=int4"])
+    assert measure_of(more) == measure_of(config)
+    for word in ("evaluation.problems=0", "evaluation.quantized=true"):
+        changed = [measure_of(with_overrides(each, [word])) for each in (config, more)]
+        assert changed[0] != changed[1]
 
 
 @pytest.mark.parametrize("setting", ["keep_best", "every_steps"])

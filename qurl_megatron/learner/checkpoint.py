@@ -14,7 +14,8 @@ Invariants:
 - Any tensor, pipeline and data parallel layout can resume from the checkpoint of any other.
 
 RUN/checkpoints/best is a link to the newest checkpoint whose evaluation cannot be told apart from
-the best: it is at most `SIGNIFICANT` standard errors below. It is kept beside the newest ones.
+the best: it is at most `SIGNIFICANT` standard errors below. It is kept beside the newest ones. When
+a run resumes with another measure, such as another k, it stays until there is a score by that.
 
 RUN/checkpoints.jsonl has one line per complete checkpoint: its step, and the seconds it took to
 write.
@@ -54,6 +55,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from qurl_megatron.config import text
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.text import leaf_values
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.files import PARTIAL, append_lines, partial_of, rename_whole, sync, write_whole
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
@@ -72,6 +74,16 @@ from qurl_megatron.report.record import list_checkpoints
 BEST = "best"
 SIGNIFICANT = 2.0  # standard errors of a difference from which it counts
 CONTENTS = ("megatron", "model", "config.yaml", "state.json")
+# Fields that decide a score and may change when a run resumes: of any score, of one over files, and
+# of one of the quantized copy.
+OF_SCORES = (
+    *("reward", "scoring.right", "scoring.wrong", "scoring.partial", "scoring.weights"),
+    *("scoring.by_source", "rollout.agent", "rollout.max_turns", "rollout.max_episode_tokens"),
+)
+OF_FILES = tuple(
+    f"evaluation.{name}" for name in ("k", "k_of", "reward_of", "temperature", "top_p")
+)
+OF_COPY = tuple(f"quantization.{name}" for name in ("format", "group_size", "keep", "smoothing"))
 
 
 class CheckpointError(ConfigError):
@@ -111,6 +123,8 @@ class RunState:
     highest: list[float] = dataclasses.field(default_factory=list)
     """The highest accuracy of all checkpoints until this one, and its standard error; empty: none.
     `Checkpoints.save` sets it."""
+    measure: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """`measure_of` the configuration; as `highest`. Empty: of an older version."""
 
     @property
     def best(self) -> list[float]:
@@ -134,6 +148,7 @@ class Checkpoints:
         self._learner = learner
         self._critic = critic
         self.best_by = config.checkpoint.best_by
+        self._measure = measure_of(config)
         self._directory = config.run_dir / "checkpoints"
         # The highest accuracy, also of a save that is not complete; on global rank 0.
         self._highest: list[float] = []
@@ -169,8 +184,7 @@ class Checkpoints:
         settings = self._config.checkpoint
         if accuracy is None or not settings.keep_best or settings.every_steps == 0:
             return False
-        run_dir = self._config.run_dir
-        highest = from_rank_zero(lambda: max(self._highest, _highest(_states(run_dir))))
+        highest = from_rank_zero(lambda: max(self._highest, _highest(self._states())))
         return not highest or accuracy > highest[0]
 
     def save(self, state: RunState) -> None:
@@ -225,6 +239,15 @@ class Checkpoints:
                 f"a checkpoint was not written: {reason}; {self._last()}"
             ) from error
 
+    def compares(self, state: RunState) -> bool:
+        """Return whether the scores of a state can be compared with those of this attempt."""
+        return state.measure in ({}, self._measure)
+
+    def _states(self) -> dict[Path, RunState]:
+        """Return the comparable states of complete checkpoints, oldest first."""
+        states = {path: read_state(path) for path in list_checkpoints(self._config.run_dir)}
+        return {path: state for path, state in states.items() if self.compares(state)}
+
     def _last(self) -> str:
         """Return a text that names the last whole checkpoint."""
         newest = self.newest()
@@ -244,9 +267,8 @@ class Checkpoints:
         return state
 
     def _prepare(self, partial: Path, state: RunState) -> None:
-        before = max(self._highest, _highest(_states(self._config.run_dir)))
-        self._highest = max(before, state.best)
-        state = dataclasses.replace(state, highest=self._highest)
+        self._highest = max(self._highest, _highest(self._states()), state.best)
+        state = dataclasses.replace(state, highest=self._highest, measure=self._measure)
         for leftover in self._directory.glob("*" + PARTIAL):
             shutil.rmtree(leftover)
         self._check_space(state.step)
@@ -274,11 +296,13 @@ class Checkpoints:
         time_write_s = written - (checkpoint / "state.json").stat().st_mtime
         line = {"step": read_state(checkpoint).step, "time_write_s": time_write_s}
         append_lines(run_dir / "checkpoints.jsonl", [line])
-        states = _states(run_dir) if settings.keep_best else {}
+        states = self._states() if settings.keep_best else {}
         highest = _highest(states)
         level = [path for path, state in states.items() if not state.is_below(highest)]
-        best = max(level, default=None)
-        _link(self._directory / BEST, best)
+        best, link = max(level, default=None), self._directory / BEST
+        if settings.keep_best and not highest and link.exists():
+            best = self._directory / link.readlink()  # by another measure
+        _link(link, best)
         for old in list_checkpoints(run_dir)[: -settings.keep_last]:
             if old == best:
                 continue
@@ -286,9 +310,12 @@ class Checkpoints:
             shutil.rmtree(old.rename(partial_of(old)))
 
 
-def _states(run_dir: Path) -> dict[Path, RunState]:
-    """Return the state in each complete checkpoint, oldest first."""
-    return {path: read_state(path) for path in list_checkpoints(run_dir)}
+def measure_of(config: Config) -> dict[str, Any]:
+    """Return what decides a score, beside the policy and the fields that a run keeps, as JSON."""
+    by_files = bool(config.checkpoint.best_by) or not config.evaluation.held_out
+    fields = OF_SCORES + by_files * OF_FILES + config.evaluation.quantized * OF_COPY
+    values = leaf_values(config) | {"longest_completion": config.rollout.longest_completion}
+    return {field: values[field] for field in (*fields, "longest_completion")}
 
 
 def _highest(states: dict[Path, RunState]) -> list[float]:

@@ -89,6 +89,8 @@ class Run:
         self.sampler.restore(state.prompts, state.step)
         self.publisher.version = state.weight_version - 1  # the next publish repeats that version
         self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
+        if state.highest and not self.checkpoints.compares(state):
+            self.log.say("evaluations are measured otherwise now: the highest score is forgotten")
         return state.step
 
     def checkpoint(
