@@ -245,7 +245,7 @@ STARTS = {
 }
 # Lower them when the code does. To raise one needs a reason.
 MOST_REACHED_LINES = 30_030
-MOST_PER_1000_LINES = {ast.Raise: 12.4, ast.ExceptHandler: 4.2}
+MOST_PER_1000_LINES = {ast.Raise: 12.2, ast.ExceptHandler: 4.1}
 
 
 def test_a_plain_run_reaches_no_more_than_before() -> None:
