@@ -25,7 +25,7 @@ columns say how many of 100 draws of so many of the tokens would have found the 
 import argparse
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,8 +116,8 @@ class Verdict:
     """What a proof finds of one server."""
 
     sums: dict[str, float]
-    why: str = ""  # empty: the servers sample the policy
-    told: dict[int, float] = field(default_factory=dict)  # by number of tokens: draws that tell it
+    why: str  # empty: the servers sample the policy
+    told: dict[int, float]  # by number of tokens: the fraction of draws that tell it
 
     def mean(self, name: str) -> float:
         """Return the mean of one of the `evidence`."""

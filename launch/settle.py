@@ -82,7 +82,8 @@ def settle(
 
 def what_is_measured(config: Config) -> str:
     """Return a line if a run trains the quantized policy and measures another; else nothing."""
-    if not config.learner.quantized_forward or config.evaluation.quantized:
+    evaluation = config.evaluation
+    if not (config.learner.quantized_forward and evaluation.enabled) or evaluation.quantized:
         return ""
     return (
         "learner.quantized_forward trains what servers compute, and evaluations measure the "

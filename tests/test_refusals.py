@@ -117,7 +117,7 @@ STAGE = "rollout.stages.9={max_completion_length: 9, completions_per_prompt: 2}"
 FIELDS = rows(r"""
     steps=                                  valid integer
     steps=0                                 steps=0: input should be greater than or equal to 1
-    steps=1\n2                              'steps=1\n2': input should be a valid
+    steps=1\n2                              'steps=1\n2': input should be a valid integer
     optimizer.minibatches_per_step=7        do not divide into minibatches
     optimizer.min_learning_rate=1           is above learning_rate=
     objective.objective=ppo                 no such objective; there are naive, on_policy, decoupled
@@ -175,7 +175,7 @@ FIELDS = rows(r"""
     quantization.smoothing=1.5              less than or equal to 1
     quantization.uaq.layer_scales.99=2      layers are numbered from 0 to 1
     quantization.uaq.layer_scales.-1=2      layers are numbered from 0 to 1
-    quantization.uaq.layer_scales.two=2     layer_scales.two: input should be a valid
+    quantization.uaq.layer_scales.two=2     layer_scales.two: input should be a valid integer
     quantization.uaq.through_up=perhaps     valid boolean
     learner.tensor_parallel_size=3          4 attention heads are not divisible by
     learner.pipeline_parallel_size=3        2 layers are not divisible by pipeline_parallel_size=3
@@ -190,7 +190,7 @@ FIELDS = rows(r"""
     rollout.prompts_per_step=1000000000     problems to train on
     rollout.completions_per_prompt=1        needs at least two; gae and reinforce_plus_plus take one
     rollout.stop_token_ids=[1,256]          rollout.stop_token_ids: the model has no token 256
-    rollout.stop_token_ids=[1,,2]           rollout.stop_token_ids.1=: input should be a valid
+    rollout.stop_token_ids=[1,,2]           stop_token_ids.1=: input should be a valid integer
     rollout.stop_token_ids=[-1]             greater than or equal to 0
     prompts.template_date=2026-13-01        prompts.template_date=2026-13-01: a day is YYYY-MM-DD
     prompts.chat_template_options.a=1       prompts.chat_template_options.a=1: the chat template of
@@ -368,9 +368,9 @@ FILES = rows(r"""
     rollout: 7                              , line 1: rollout: has no value of its own; give its
     rollout:\n temperature: warm            , line 2: rollout.temperature=warm: input should be a
     quantization: {format: int3}            , line 1: quantization.format=int3: input should be 'bf
-    steps: yes                              , line 1: steps=yes: input should be a valid
-    steps: 1e3                              , line 1: steps=1e3: input should be a valid
-    steps:                                  , line 1: steps=null: input should be a valid
+    steps: yes                              , line 1: steps=yes: input should be a valid integer
+    steps: 1e3                              , line 1: steps=1e3: input should be a valid integer
+    steps:                                  , line 1: steps=null: input should be a valid integer
     prompts: {system_prompt: null}          valid string; an empty one is ''
     scoring.weights: ~                      valid list; an empty one is []
     rollout.stages.9: {max_completion_length: 9}  9.completions_per_prompt: field required

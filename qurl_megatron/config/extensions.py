@@ -28,9 +28,9 @@ BUILT_ON = {
 
 def find(extension: str, module: str) -> ModuleType | None:
     """Return a module of an extension; None if it was deleted, or one that it is built on."""
-    return (
-        importlib.import_module(f"{FOLDER}.{extension}.{module}") if is_there(extension) else None
-    )
+    if not is_there(extension):
+        return None
+    return importlib.import_module(f"{FOLDER}.{extension}.{module}")
 
 
 def is_there(extension: str) -> bool:

@@ -465,6 +465,10 @@ class UaqConfig:
     """Also divide down_proj by s and multiply up_proj by s."""
 
 
+# Fields that decide the codes of a quantized copy.
+OF_COPY = tuple(f"quantization.{name}" for name in ("format", "group_size", "keep", "smoothing"))
+
+
 @dataclasses.dataclass
 class QuantizationConfig:
     """The quantized copy of the policy that the rollout servers run."""
@@ -631,7 +635,7 @@ class SamplingConfig:
 
     max_episode_tokens: CountOrZero = 0
     """Maximum length of a sequence in tokens: its prompt, and what the policy samples and
-    reads. 0: `max_prompt_length` plus `max_completion_length`, in a run that of the stage."""
+    reads. 0: `max_prompt_length` plus the `max_completion_length` of the stage."""
 
     agent_workers: CountOrZero = 0
     """Number of processes that play episodes. 0: a quarter of the cores, from 1 to 16."""

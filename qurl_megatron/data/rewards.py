@@ -39,12 +39,18 @@ from typing import Any, Literal
 
 from qurl_megatron.algorithm.score import ACCURACY, TIMED_OUT, Question, Score
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config, reward_title
+from qurl_megatron.config.text import leaf_values
 from qurl_megatron.data.verifiers import VERIFIERS, right_answers
 
 VERIFIER_CPU_LIMIT_S = 3.0
 MAX_FAILURE_LENGTH = 300
 REWARD = "reward"
 LARGEST_REWARD = 3.4028234e38  # of float32
+OF_SCORES = (
+    *("reward", "scoring.right", "scoring.wrong", "scoring.partial", "scoring.weights"),
+    *("scoring.by_source", "rollout.agent", "rollout.max_turns", "rollout.max_episode_tokens"),
+)
+"""Fields of a run that decide a completion's score, beside its own length."""
 Style = Literal["single", "batch", "verl", "trl"]
 
 
@@ -101,6 +107,12 @@ def first_value(config: Config, question: Question, score: Score) -> float:
     if len(config.rewards) == 1:
         return score.value
     return score.parts.get(reward_title(names_for(config, question)[0]), score.value)
+
+
+def what_decides_scores(config: Config) -> dict[str, Any]:
+    """Return the values of `OF_SCORES`, as JSON."""
+    values = leaf_values(config)
+    return {field: values[field] for field in OF_SCORES}
 
 
 def absolute(function: str) -> str:

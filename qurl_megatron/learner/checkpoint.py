@@ -54,8 +54,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from qurl_megatron.config import text
-from qurl_megatron.config.schema import Config, ConfigError
-from qurl_megatron.config.text import leaf_values
+from qurl_megatron.config.schema import OF_COPY, Config, ConfigError
+from qurl_megatron.data.rewards import what_decides_scores
 from qurl_megatron.device import from_rank_zero
 from qurl_megatron.files import PARTIAL, append_lines, partial_of, rename_whole, sync, write_whole
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
@@ -74,16 +74,8 @@ from qurl_megatron.report.record import list_checkpoints
 BEST = "best"
 SIGNIFICANT = 2.0  # standard errors of a difference from which it counts
 CONTENTS = ("megatron", "model", "config.yaml", "state.json")
-# Fields that decide a score and may change when a run resumes: of any score, of one over files, and
-# of one of the quantized copy.
-OF_SCORES = (
-    *("reward", "scoring.right", "scoring.wrong", "scoring.partial", "scoring.weights"),
-    *("scoring.by_source", "rollout.agent", "rollout.max_turns", "rollout.max_episode_tokens"),
-)
-OF_FILES = tuple(
-    f"evaluation.{name}" for name in ("k", "k_of", "reward_of", "temperature", "top_p")
-)
-OF_COPY = tuple(f"quantization.{name}" for name in ("format", "group_size", "keep", "smoothing"))
+# Fields that decide a score over files, and may change when a run resumes.
+OF_FILES = tuple(f"evaluation.{each}" for each in "k k_of reward_of temperature top_p".split())
 
 
 class CheckpointError(ConfigError):
@@ -313,9 +305,10 @@ class Checkpoints:
 def measure_of(config: Config) -> dict[str, Any]:
     """Return what decides a score, beside the policy and the fields that a run keeps, as JSON."""
     by_files = bool(config.checkpoint.best_by) or not config.evaluation.held_out
-    fields = OF_SCORES + by_files * OF_FILES + config.evaluation.quantized * OF_COPY
-    values = leaf_values(config) | {"longest_completion": config.rollout.longest_completion}
-    return {field: values[field] for field in (*fields, "longest_completion")}
+    values = text.leaf_values(config)
+    fields = by_files * OF_FILES + config.evaluation.quantized * OF_COPY
+    measured = what_decides_scores(config) | {field: values[field] for field in fields}
+    return measured | {"longest_completion": config.rollout.longest_completion}
 
 
 def _highest(states: dict[Path, RunState]) -> list[float]:

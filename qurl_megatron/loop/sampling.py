@@ -25,7 +25,7 @@ from qurl_megatron.algorithm.proof import check_differ
 from qurl_megatron.algorithm.score import mean_parts
 from qurl_megatron.config.schema import OBJECTIVES, Config, RolloutConfig
 from qurl_megatron.data.prompts import PromptStream
-from qurl_megatron.data.rewards import first_value
+from qurl_megatron.data.rewards import first_value, what_decides_scores
 from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.device import SharedError, from_rank_zero, rank
 from qurl_megatron.learner.shares import Share
@@ -225,13 +225,7 @@ def settings_of(rollout: RolloutConfig) -> dict[str, Any]:
 
 def what_decides_rewards(config: Config, step: int) -> dict[str, Any]:
     """Return the settings, as JSON, that decide which rewards a prompt's completions may get."""
-    rollout, scores = config.rollout.at(step), config.scoring
-    return {
-        **settings_of(rollout),
-        "episode": [rollout.agent, rollout.max_turns, rollout.max_episode_tokens],
-        "reward": [config.reward, scores.right, scores.wrong, scores.partial],
-        "of_several": [scores.weights, scores.by_source],
-    }
+    return {**settings_of(config.rollout.at(step)), **what_decides_scores(config)}
 
 
 def _penalize_length(group: RolloutGroup, rollout: RolloutConfig) -> RolloutGroup:

@@ -35,7 +35,7 @@ import numpy as np
 from rich.table import Table
 
 from qurl_megatron import device
-from qurl_megatron.config.schema import Config
+from qurl_megatron.config.schema import OF_COPY, Config
 from qurl_megatron.config.text import leaf_values
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.machine.output import qurl_command
@@ -61,8 +61,6 @@ OF_ANSWERS = (
     *("prompts.chat_template_options", "rollout.agent", "rollout.max_turns"),
     *("rollout.max_episode_tokens", "rollout.stop_token_ids"),
 )
-# Those by which `qurl eval` makes the copy of a policy that was trained as served.
-OF_CODES = ("quantization.group_size", "quantization.keep", "quantization.smoothing")
 # Of a table of samples.
 COLUMNS = ("step", "kind", "reward", "length", "truncated", "weight_versions", "prompt", "text")
 
@@ -241,14 +239,13 @@ class RunLog:
         words = [config.data, f"reward={config.reward}", f"output={config.run_dir / 'answers'}"]
         words += [f"max_prompt_length={config.rollout.max_prompt_length}"]
         words += [f"max_completion_length={config.rollout.longest_completion}"]
-        is_copy = bool(config.learner.quantized_forward)
-        words += [f"format={config.quantization.format}"] * is_copy
         defaults, values = leaf_values(Config()), leaf_values(config)
-        for field in (*OF_ANSWERS, *(OF_CODES if is_copy else ())):
+        for field in OF_ANSWERS:
             if (value := values[field]) != defaults[field]:
                 text = json.dumps(value) if isinstance(value, dict) else value
-                name = field.removeprefix("rollout.").removeprefix("quantization.")
-                words.append(f"{name}={text}")
+                words.append(f"{field.removeprefix('rollout.')}={text}")
+        if config.learner.quantized_forward:  # of the copy that was trained
+            words += [f"{field.removeprefix('quantization.')}={values[field]}" for field in OF_COPY]
         curves = shlex.quote(str(config.run_dir / "tensorboard"))
         self.say(f"curves: tensorboard --logdir {curves}")
         if (page := config.run_dir / "report" / "index.html").exists():
