@@ -166,11 +166,13 @@ SETTINGS = {
         }
         # What servers have, as with adapters; the copy of the others is made of the BF16 export.
         | {
-            "acr aware int4-g32 3e-5 served": [
+            f"acr aware int4-g32 3e-5 served{name}": [
                 *AWARE,
                 "optimizer.learning_rate=3e-5",
                 "evaluation.quantized=true",
+                *words,
             ]
+            for name, words in (("", []), (" bf16 learner", ["learner.dtype=bfloat16"]))
         }
         | {"acr adapters int4-g32": ADAPTERS, "acr adapters int4-g32 long": [*ADAPTERS, "steps=32"]}
         | int4_arms("on_policy", "sequence_tis", "decoupled")
@@ -191,11 +193,13 @@ SETTINGS = {
         late=0.5,
     ),
 }
+RATES = {rate: [f"optimizer.learning_rate={rate}"] for rate in ("3e-6", "1e-5", "1e-6", "3e-7")}
+RATES["1e-6 long"] = [*RATES["1e-6"], "steps=60"]
 SETTINGS["rounding"] = replace(
     SETTINGS["smollm2"],
     arms={
-        f"{name} {rate}": [*arm("acr", "int8"), f"optimizer.learning_rate={rate}", *words]
-        for rate in ("3e-6", "1e-5", "1e-6", "3e-7")
+        f"{name} {rate}": [*arm("acr", "int8"), *steps, *words]
+        for rate, steps in RATES.items()
         for name, words in {
             "unbiased": ["learner.dtype=bfloat16"],
             "nearest": ["learner.dtype=bfloat16", "optimizer.rounding=nearest"],
@@ -271,7 +275,7 @@ def main() -> None:
         rows[key] = summarize(*complete_run(run_dir, words), setting.late)
         # Verifiers of other tasks read more than a right answer's text; BF16 has no other copy, and
         # with adapters the policy is what servers have.
-        has_copy = "bf16" not in name and "adapters" not in name
+        has_copy = "quantization.format=bf16" not in words and "adapters" not in name
         if (setting.digits or not setting.is_taught) and has_copy:
             rows[key]["copy_accuracy"] = copy_accuracy(run_dir)
         add_row(arguments.setting, name, seed, rows[key])
@@ -484,6 +488,11 @@ def summarize(
         "update_shown_fraction": steps[-1]["update_shown_fraction"],
         "steps": len(steps),
         "ratio_proximal_behaviour_max": max(step["ratio_proximal_behaviour_max"] for step in steps),
+        # A mean over late steps does not show what happens in a single one.
+        **{
+            f"{metric}_by_step": [round(step[metric], 6) for step in steps]
+            for metric in ("reward_mean", "tis_truncated_fraction", "acr_widened_fraction")
+        },
         **{
             metric: fmean(step[metric] for step in late)
             for metric in means

@@ -28,6 +28,8 @@ MANY_STEPS = """steps=200 optimizer.minibatches_per_step=1 rollout.prompts_per_s
     rollout.completions_per_prompt=4 rollout.max_completion_length=8"""
 TOY = """steps=1000 prompts.options.size=10000 rollout.prompts_per_step=32
     rollout.completions_per_prompt=4 learner.micro_batch_size=128"""
+LONG_ANSWERS = """data=reasoning_gym:gsm_symbolic prompts.options={"size":400}
+    rollout.max_prompt_length=384 rollout.max_completion_length=512"""
 ARMS: list[dict[str, Any]] = [
     {"words": f"{words} rollout.temperature={temperature}"}
     for words in (
@@ -44,6 +46,9 @@ ARMS: list[dict[str, Any]] = [
     {"words": "quantization.smoothing=0.5 quantization.format=fp8"},
     {"words": "quantization.keep=[down_proj]"},
     {"words": "rollout.top_p=0.9"},
+    {"words": "rollout.servers=2"},
+    {"words": f"rollout.servers=2 {LONG_ANSWERS}"},
+    {"words": f"rollout.servers=2 {LONG_ANSWERS} {INT4}"},
     {"words": "rollout.server.tensor_parallel_size=3"},
     {"words": "learner.tensor_parallel_size=3"},
     {"words": "learner.pipeline_parallel_size=2"},
