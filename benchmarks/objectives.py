@@ -309,7 +309,7 @@ def add_row(setting: str, name: str, seed: int, row: dict[str, Any]) -> None:
         "arm": name,
         "seed": seed,
         "date": date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}",
+        "machine": f"{os.cpu_count()} cores, {machine.processor()} ({machine.instructions()})",
         "python": platform.python_version(),
         **machine.package_versions(PACKAGES),
         **row,

@@ -47,6 +47,7 @@ def main() -> None:
         with machine.real_model(arguments.model) as model:
             for arm in missing:
                 words = {"chapter": arguments.chapter, "arm": arm, "torch": torch.__version__}
+                words["machine"] = f"{machine.processor()} ({machine.instructions()})"
                 row = words | chapter.measure(model, **arm)
                 with RESULTS.open("a") as file:
                     file.write(json.dumps(row) + "\n")
