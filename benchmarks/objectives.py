@@ -158,7 +158,10 @@ SETTINGS = {
         | {"acr+uaq int8": arm("acr", "int8", UAQ)}
         | {
             "acr aware int4-g32": AWARE,
-            "acr smoothed int8": [*arm("acr", "int8"), "quantization.smoothing=0.5"],
+            **{
+                f"acr smoothed {name}": [*words, "quantization.smoothing=0.5"]
+                for name, words in (("int8", arm("acr", "int8")), ("int4-g32", arm("acr", "int4")))
+            },
         }
         | {
             f"acr aware int4-g32 {rate}": [*AWARE, f"optimizer.learning_rate={rate}"]
