@@ -31,7 +31,7 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.entries import parts_of
 from qurl_megatron.launch.code_copy import LOGS, PACKAGE, copies, keep_code, place_of, read_code
-from qurl_megatron.launch.placement import smallest_plan
+from qurl_megatron.launch.placement import make_plan, smallest_plan
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new
 from qurl_megatron.launch.recipe import STDIN, Recipe, default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s
@@ -321,6 +321,8 @@ def job_script(
         nodes = str(options.sbatch.get("nodes"))
         if nodes.isdecimal() and int(nodes) < num_nodes:
             raise ConfigError(f"nodes={nodes}: too few; the run takes {num_nodes} of them")
+        if nodes.isdecimal() and int(nodes) > num_nodes:
+            _check_more_nodes(config, options, int(nodes), len(learner))
         lines += ["#SBATCH hetjob"] if number else []
         of_group = _sbatch_lines(asked, options)
         lines += [line for line in of_group if line.startswith("#SBATCH") or not number]
@@ -337,6 +339,24 @@ def job_script(
     command = [sys.executable, "-m", "qurl_megatron.launch.slurm", "run"]
     lines += [f'exec {shlex.join(command)} "$0" {_here(recipe)}']
     return "\n".join(lines) + "\n"
+
+
+def _check_more_nodes(config: Config, options: JobOptions, nodes: int, learner: int) -> None:
+    """Check that a job has work for so many nodes, which are more than the run needs.
+
+    `learner` is the number of nodes that the learner has in a job of equal nodes.
+
+    Raises:
+        ConfigError: it would be refused when it starts, or leave nodes idle.
+    """
+    names = [f"node{number}" for number in range(nodes)]
+    sides = (names, names) if options.heterogeneous else (names[:learner], names[learner:])
+    if config.rollout.placement == "colocated":
+        raise ConfigError(f"nodes={nodes}: too many; the run takes {learner} of them")
+    try:
+        make_plan(config, 0, *sides, 0, None if options.heterogeneous else options.gpus_per_node)
+    except ConfigError as error:
+        raise ConfigError(f"nodes={nodes}: too many: {error}") from None
 
 
 def _here(recipe: Recipe) -> str:
@@ -425,10 +445,11 @@ def _sbatch_lines(asked: Mapping[str, object], options: JobOptions) -> list[str]
     given = {name: value for name, value in options.sbatch.items() if value is not None}
     named = {name.replace("_", "-"): value for name, value in given.items()}
     takes_whole = named.get("exclusive", True) is not False
+    has_memory = any(name.startswith("mem-per-") for name in named)  # which exclude "mem"
     everywhere = {
         "chdir": Path.cwd(),
         "exclusive": True,
-        "mem": 0 if takes_whole else False,
+        "mem": 0 if takes_whole and not has_memory else False,
         "output": OUTPUT,
     }
     chosen = everywhere | dict(asked) | named

@@ -180,6 +180,12 @@ def test_a_job_has_at_least_the_nodes_that_its_run_needs_and_variables_with_name
     assert parts_of(script_of(sbatch={"time": 10}))[0]["signal"] == "B:USR1@300"  # not sooner
     with pytest.raises(ConfigError, match="^nodes=1: too few; the run takes 2 of them"):
         script_of("rollout.servers=6", sbatch={"nodes": 1})
+    with pytest.raises(ConfigError, match="^nodes=9: too many: rollout.servers=6: 8 rollout nodes"):
+        script_of("rollout.servers=6", sbatch={"nodes": 9})
+    with pytest.raises(ConfigError, match="^nodes=3: too many: --nodes=3 for the learner: its 2 r"):
+        script_of("rollout.servers=6", sbatch={"nodes": 3}, heterogeneous=True)
+    with pytest.raises(ConfigError, match="^nodes=2: too many; the run takes 1 of them"):
+        script_of("rollout.placement=colocated", sbatch={"nodes": 2})
     with pytest.raises(ConfigError, match="^--env A B: not the name of an environment variable"):
         script_of(environment={"A B": "x"})
 
@@ -409,6 +415,9 @@ def test_a_job_may_share_its_nodes_and_asks_for_gpus_in_one_way(
 ) -> None:
     (part,) = parts_of(script_of(sbatch={"exclusive": False}, gpus_per_node=4))
     assert not part.keys() & {"exclusive", "mem"} and part["gpus-per-node"] == "4"
+    for option in ("mem-per-cpu", "mem_per_gpu"):  # sbatch refuses either beside mem
+        (part,) = parts_of(script_of(sbatch={option: "4G"}))
+        assert part.keys() & {"mem", "mem-per-cpu", "mem-per-gpu"} == {option.replace("_", "-")}
     for option, value in {"gres": "gpu:8", "gpus": "8", "tres-per-node": "gres/gpu:8"}.items():
         with pytest.raises(ConfigError, match=f"^{option}={value}: the job asks for --gpus-per-no"):
             script_of(sbatch={option: value})
