@@ -5,6 +5,7 @@ functions are in: the Python files of that directory and of packages below it. T
 are links, because a function may read them by its `__file__`.
 """
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -84,8 +85,12 @@ def copies(config: Config, place: Path) -> list[Given]:
 
 
 def keep_code(code: Code, place: Path) -> None:
-    """Write a copy of the code, unless there is one."""
+    """Write a copy of the code, or add to the one that is there links to files that are new."""
     if place.exists():
+        for file, target in code.items():
+            if isinstance(target, Path):
+                with contextlib.suppress(FileExistsError):
+                    (place / file).symlink_to(target)
         return
     unfinished = Path(tempfile.mkdtemp(dir=place.parent))
     try:

@@ -390,6 +390,15 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
     assert code_copy.copies(Config(evaluation=of_sets), code) == [
         Given("evaluation.reward_of", {"d": reward})
     ]
+    # What is laid beside it later changes no code, so the next launch has the same copy.
+    (own / "mine.py").write_text((code / Path(reward.partition(":")[0])).read_text())
+    (own / "build.py").write_text(Path(given["model_builder"].partition(":")[0]).read_text())
+    (own / "package" / "part.py").write_text("right = 1.0\n")
+    (own / "run.yaml").unlink()
+    (own / "later.txt").write_text("later\n")
+    launch("quickstart", ["name=t", "reward=own/mine.py:reward"], options=JobOptions())
+    assert [*Path("logs").absolute().iterdir()] == [code]
+    assert Path(reward.partition(":")[0]).with_name("later.txt").read_text() == "later\n"
     for function in (reward, given["model_builder"]):
         copy = Path(function.partition(":")[0])
         assert copy.is_relative_to(code) and "changed" not in copy.read_text()
