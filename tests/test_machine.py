@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 from subprocess import PIPE
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -177,6 +178,24 @@ def test_a_scratch_directory_whose_owner_was_killed_is_removed_and_no_other(
     assert left == {used.name, Path(new).name, Path(other).name, of_older_version.name}
     owners[1].kill()
     owners[1].communicate()
+
+
+def test_a_scratch_directory_of_another_machine_is_left_whatever_its_lock_says_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines may share TMPDIR on a file system whose locks are each machine's own, or that has
+    none.
+    """
+    with monkeypatch.context() as of_other:
+        of_other.setattr(surroundings, "MACHINE", b"other")
+        directory, lock = scratch_directory("qurl-server-", str(tmp_path))
+        os.close(lock)
+    os.utime(f"{directory}/{LOCK}", (0, 0))
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(surroundings.fcntl, "flock", Mock(side_effect=OSError(38, "none")))
+        scratch_directory("qurl-server-", str(tmp_path))
+    scratch_directory("qurl-server-", str(tmp_path))
+    assert Path(directory).exists() and len([*tmp_path.iterdir()]) == 3
 
 
 def listened_at() -> list[str]:

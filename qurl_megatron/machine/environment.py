@@ -4,12 +4,14 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
 
-LOCK = "lock"  # in a directory of `scratch_directory`
+LOCK = "lock"  # in a directory of `scratch_directory`; it names the machine
+MACHINE = os.fsencode(socket.gethostname())
 NEW_S = 60.0  # a scratch directory younger than this may not be locked yet
 THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 LONGEST_TMPDIR = 74  # a socket's path has at most 107 bytes, and those of a server add 33
@@ -73,7 +75,8 @@ def scratch_directory(prefix: str, place: str | None = None) -> tuple[str, int]:
     """Make a directory for temporary files of this process, and remove what others left behind.
 
     Return its path, and a file descriptor that marks it as in use until it is closed. Whoever
-    removes the directory closes it, or the kernel does if the process is killed.
+    removes the directory closes it, or the kernel does if the process is killed. What another
+    machine left is not touched: its locks need not be seen on this one.
 
     `place` is the directory in which it is made; None: that of temporary files.
     """
@@ -82,7 +85,9 @@ def scratch_directory(prefix: str, place: str | None = None) -> tuple[str, int]:
             _remove_unused(leftover)
     directory = tempfile.mkdtemp(prefix=prefix, dir=place)
     lock = os.open(f"{directory}/{LOCK}", os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.suppress(OSError):  # without locks on its file system it is never removed
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    os.write(lock, MACHINE)
     return directory, lock
 
 
@@ -95,8 +100,9 @@ def _remove_unused(directory: Path) -> None:
     lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
         status = os.fstat(lock)
+        is_own = status.st_uid == os.getuid() and os.read(lock, 256) == MACHINE
         # A directory that is just being made is not locked yet.
-        if status.st_uid == os.getuid() and time.time() - status.st_mtime > NEW_S:
+        if is_own and time.time() - status.st_mtime > NEW_S:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(directory)
     finally:
