@@ -37,6 +37,7 @@ from qurl_megatron.launch.recipe import STDIN, Recipe, default_name, load_recipe
 from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.sources import snapshots, sources
 from qurl_megatron.launch.status import JOB_SCRIPT, owner_of, slurm_jobs
+from qurl_megatron.machine.environment import THREAD_PLACES
 from qurl_megatron.machine.processes import ending_signals
 from qurl_megatron.model.repository import snapshot_of
 
@@ -63,6 +64,9 @@ DEFAULTS = {
     "account": "SBATCH_ACCOUNT",
     "partition": "SBATCH_PARTITION",
 }
+# Further ones of sbatch's variables whose names do not follow from the option.
+VARIABLES = DEFAULTS | {"mem": "SBATCH_MEM_PER_NODE", "requeue": "SBATCH_NO_REQUEUE"}
+OF_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # which are not about a job
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,6 +337,8 @@ def job_script(
     lines += ["# Python does not prefer the working directory, which may be a checkout."]
     lines += ["export PYTHONSAFEPATH=1"]
     lines += [f'export PYTHONPATH={shlex.quote(str(code))}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+    lines += ["# With these, every process of a node would run on its first CPU."]
+    lines += [f"unset {' '.join(THREAD_PLACES)}"]
     variables = _variables(config, options, code) | uncounted
     lines += ["# For the batch process, which takes the shell's place, so that signals reach it."]
     lines += [_export(name, value) for name, value in variables.items()]
@@ -421,8 +427,9 @@ def _first_lines(options: JobOptions) -> list[str]:
 
 def _limit_s(options: JobOptions) -> float:
     """Return the time limit of a job in seconds; infinity if the partition sets it."""
+    given = options.sbatch.get("time") or os.environ.get(DEFAULTS["time"])
     with contextlib.suppress(ConfigError):  # `_sbatch_line` refuses a malformed limit
-        return time_limit_s(str(options.sbatch.get("time")))
+        return time_limit_s(str(given))
     return float("inf")
 
 
@@ -580,13 +587,30 @@ def submit(scripts: Mapping[str, str]) -> None:
     Path(LOGS).mkdir(exist_ok=True)
     for title, script in scripts.items():
         done = subprocess.run(
-            ["sbatch", "--parsable"], input=script, capture_output=True, text=True
+            ["sbatch", "--parsable"],
+            input=script,
+            capture_output=True,
+            text=True,
+            env=submission_environment(script, os.environ),
         )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["sbatch failed"]
             raise ConfigError(lines[-1])
         number = done.stdout.strip().partition(";")[0]  # before the name of a cluster
         print(f"{title}: job {number}", flush=True)
+
+
+def submission_environment(script: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which sbatch submits a script as it stands.
+
+    It lacks the variables by which sbatch would replace options of the script, and those of a job
+    that this process is in, which the new job would take for its own.
+    """
+    options = re.findall(r"^#SBATCH --([a-z0-9-]+)", script, re.MULTILINE)
+    dropped = {VARIABLES.get(each, f"SBATCH_{each.upper().replace('-', '_')}") for each in options}
+    if "SLURM_JOB_ID" in environment:
+        dropped |= {name for name in environment if name.startswith("SLURM_")} - {*OF_CLUSTER}
+    return {name: value for name, value in environment.items() if name not in dropped}
 
 
 def run_here(jobs: Sequence[Job]) -> int:

@@ -78,6 +78,13 @@ SRUN_WAIT_S = 20  # for the other tasks of a side to end, once the first has end
 # A request to stop early must not kill a task whose Python is still starting. (The option
 # --ignore-signal of `env` would do, but needs coreutils 8.31, and RHEL 8 has 8.30.)
 IGNORE_SIGNALS = ["sh", "-c", "trap '' USR1 TERM; exec \"$@\"", "sh"]
+# Variables that srun takes as options. sbatch sets some of them, and a job that is submitted from
+# within another job also has those of the other: its memory, its CPUs, its list of variables.
+SRUN_OPTIONS = re.compile(
+    "SLURM_(N?TASKS|NPROCS|CPUS_PER|CPU_BIND|MEM_|GPU|GRES|TRES|DISTRIBUTION|EXPORT_ENV|EXACT"
+    "|EXCLUSIVE|OVERCOMMIT|OVERLAP|TIMELIMIT|LABELIO|STD(IN|OUT|ERR)MODE|REMOTE_CWD|WORKING_DIR)"
+    "|SRUN_(EXPORT_ENV|CPUS_PER_TASK|OUTPUT|ERROR|INPUT)"
+)
 OF_SLURM = ("srun: ", "slurmstepd: ", "pyxis: ")  # begin Slurm's lines in a step's output
 LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this much late
 LEAD_GROWTH = 1.1  # how much longer than the longest yet a step, evaluation or save may take
@@ -418,10 +425,9 @@ def task(module: str, *arguments: object) -> list[str]:
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a step, with `NO_THREADS` on a machine without GPUs.
 
-    It lacks sbatch's variables about tasks and GPUs, which srun would take as its own options.
+    It lacks `SRUN_OPTIONS`: a step has all memory and GPUs of the job, and all of its variables.
     """
-    dropped = re.compile(r"SLURM_(N?TASKS|NPROCS|GPUS|CPUS_PER_TASK|TRES_PER_TASK|DISTRIBUTION)")
-    kept = {name: value for name, value in environment.items() if not dropped.match(name)}
+    kept = {name: value for name, value in environment.items() if not SRUN_OPTIONS.match(name)}
     return kept | ({} if shutil.which("nvidia-smi") else NO_THREADS)
 
 

@@ -319,6 +319,41 @@ def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
         launch("quickstart", ["name=s"], options=JobOptions())
 
 
+def test_a_job_has_the_options_of_its_script_whatever_the_shell_of_its_launch_has(
+    program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch prefers variables to a script, and hands on those of the job that it is run in."""
+    program("sbatch", "cat > script; env > environment; echo 7")
+    replacing = ["ACCOUNT", "TIMELIMIT", "MEM_PER_NODE", "NO_REQUEUE", "GPUS_PER_NODE", "SIGNAL"]
+    of_job = ["SLURM_MEM_PER_CPU", "SLURM_HET_SIZE", "SLURM_RESTART_COUNT"]
+    kept = ["SBATCH_RESERVATION", "SLURM_CONF", "NCCL_DEBUG"]
+    for name in (*[f"SBATCH_{name}" for name in replacing], *of_job, *kept):
+        monkeypatch.setenv(name, "3")
+
+    def inherited() -> set[str]:
+        options = JobOptions({"account": "a", "time": "2:00:00"})
+        launch("quickstart", ["name=s"], options=options)
+        names = {line.partition("=")[0] for line in Path("environment").read_text().splitlines()}
+        return {name for name in names if name.startswith(("SBATCH_", "SLURM_", "NCCL_"))}
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert inherited() == {*of_job, *kept}
+    monkeypatch.setenv("SLURM_JOB_ID", "6")
+    assert inherited() == {*kept}
+    # A limit that the shell alone gives is the one by which Slurm's signal is timed.
+    assert parts_of(script_of())[0]["signal"] == "B:USR1@90"
+
+
+def test_threads_are_not_bound_to_the_first_cpu_of_a_node() -> None:
+    script = script_of(
+        setup_lines="export OMP_PROC_BIND=close", environment={"OMP_PLACES": "cores"}
+    )
+    shown = subprocess.run(
+        ["bash", "-c", f"exec() {{ env; }}\n{script}"], capture_output=True, text=True
+    )
+    assert "PYTHONSAFEPATH=1" in shown.stdout and "OMP_P" not in shown.stdout
+
+
 def test_a_job_runs_the_code_that_was_submitted(
     program: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -299,9 +299,19 @@ def test_a_task_whose_python_still_starts_ignores_the_signals_that_ask_it_to_sto
     assert done.stdout.split() == [str(signal.SIG_IGN.value)] * 2
 
 
-def test_steps_do_not_inherit_the_options_of_sbatch() -> None:
-    environment = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "8", "SLURM_JOB_ID": "7"}
-    assert slurm.step_environment(environment) == {"SLURM_JOB_ID": "7", **NO_THREADS}
+def test_steps_inherit_no_options_of_sbatch_and_none_of_a_job_that_has_submitted_theirs() -> None:
+    of_sbatch = {"SLURM_NTASKS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "8"}
+    of_sbatch |= {"SLURM_CPUS_PER_GPU": "12", "SLURM_MEM_PER_GPU": "1024"}
+    # With --export=NONE a step would lack PYTHONPATH, and so run another copy of the code.
+    of_sbatch |= {"SLURM_EXPORT_ENV": "NONE", "SRUN_EXPORT_ENV": "HOME"}
+    # In salloc --mem=8G --ntasks=1, and in a shell of srun --pty
+    of_other_job = {"SLURM_MEM_PER_NODE": "8192", "SLURM_MEM_PER_CPU_HET_GROUP_1": "2048"}
+    of_other_job |= {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_GRES": "gpu:1"}
+    of_other_job |= {"SLURM_TRES_BIND": "gres/gpu:single:1", "SLURM_STDOUTMODE": "out"}
+    kept = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NETWORK": "job_vni"}
+    kept |= {"SLURM_CONF": "/c", "SLURMD_NODENAME": "n1", "PYTHONPATH": "/code"}
+    environment = {**of_sbatch, **of_other_job, **kept}
+    assert slurm.step_environment(environment) == {**kept, **NO_THREADS}
 
 
 def test_a_step_names_its_nodes_and_their_group_and_has_a_task_with_all_cpus_on_each() -> None:

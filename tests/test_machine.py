@@ -395,6 +395,22 @@ def test_requests_to_this_machine_go_through_no_proxy_beside_those_of_the_user()
     assert settled(no_proxy="*") == {"*", ""}
 
 
+def test_threads_are_bound_to_no_cpu_before_torch_is_imported() -> None:
+    environment = {
+        "HOME": "/",
+        "OMP_PROC_BIND": "close",
+        "OMP_PLACES": "cores",
+        "OMP_NUM_THREADS": "2",
+    }
+    surroundings.settle_environment(environment)
+    assert {name for name in environment if name.startswith("OMP_")} == {"OMP_NUM_THREADS"}
+    assert surroundings.mended.pop(0).startswith("OMP_PROC_BIND, OMP_PLACES would bind all proc")
+    surroundings.mended.clear()
+    program = "import sys, qurl_megatron.cli; print('torch' in sys.modules)"
+    asked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert asked.stdout == "False\n"
+
+
 def settled_by_a_program(**variables: str) -> list[str]:
     """Return HOME, TMPDIR and the name of a socket below it, as a fresh program has them."""
     program = (

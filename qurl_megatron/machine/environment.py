@@ -25,6 +25,9 @@ NO_THREADS = {
     "OPENBLAS_NUM_THREADS": "1",
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
+# Where these are set, importing torch binds a process to the first CPU. It hands that on to all
+# that it starts: a node's ranks and servers would share one CPU.
+THREAD_PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 mended: list[str] = []  # what `settle_environment` has changed, for `qurl doctor`
 
 
@@ -32,6 +35,7 @@ def settle_environment(environment: MutableMapping[str, str]) -> None:
     """Mend the variables of a machine under which processes would fail; children inherit them.
 
     - Requests to this machine go through no proxy.
+    - `THREAD_PLACES` are removed; a process that has imported torch must not have had them.
     - Where HOME cannot be written, libraries get a scratch one for their caches.
     - Where TMPDIR is too long for the paths of sockets, a link to it takes its place.
     """
@@ -40,6 +44,8 @@ def settle_environment(environment: MutableMapping[str, str]) -> None:
     if "*" not in names:
         value = ",".join(dict.fromkeys([*names, *THIS_MACHINE]))
         environment.update(dict.fromkeys(("no_proxy", "NO_PROXY"), value))
+    if bound := [name for name in THREAD_PLACES if environment.pop(name, "")]:
+        mended.append(f"{', '.join(bound)} would bind all processes to one CPU; left out")
     # Path.expanduser would raise for a user whom the machine does not know, as in some containers.
     home, temporary = Path(os.path.expanduser("~")), tempfile.gettempdir()
     short = next((each for each in SHORT_DIRECTORIES if os.access(each, os.W_OK)), temporary)
