@@ -166,6 +166,15 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_newest(tmp_pat
     result = CliRunner().invoke(app, ["export", str(source), str(exported)])
     assert result.exit_code == 0 and (exported / "config.json").exists(), result.output
 
+    def find_a_better_one(*_: int) -> None:  # as the run may, while one is exported
+        source.unlink()
+        source.symlink_to("step_000008")
+
+    again = tmp_path / "again"
+    export_checkpoint(source, again, find_a_better_one)
+    one, other = (each / "model.safetensors" for each in (exported, again))
+    assert one.read_bytes() == other.read_bytes()
+
 
 def test_of_evaluations_that_cannot_be_told_apart_the_newest_is_the_best(tmp_path: Path) -> None:
     """32 problems: 53 % and 38 % are within two standard errors of each other, 20 % is not."""

@@ -80,6 +80,7 @@ def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -
         CheckpointError: `checkpoint` is not a checkpoint, `destination` exists, or the disk is
             too small for it.
     """
+    checkpoint = checkpoint.resolve()  # a run may let `best` lead elsewhere meanwhile
     config = checkpoints.read_config(checkpoint)
     if adapter_rank := config.adapters.rank:
         of_adapters = _of_adapters(adapter_rank)

@@ -89,7 +89,8 @@ def _write(
     # A layer that fuses projections has adapters for all of them, also without a target.
     kept = {name: values for name, values in tensors.items() if name.split(".lora_")[0] in layers}
     partial, weight_format = partial_of(of_adapters), adapters.weight_format
-    shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+    for killed in (partial, partial_of(destination)):  # maybe an export of an earlier step
+        shutil.rmtree(killed, ignore_errors=True)
     try:
         write_adapters(
             partial,

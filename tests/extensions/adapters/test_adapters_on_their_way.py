@@ -461,8 +461,12 @@ def test_an_export_that_is_refused_leaves_nothing_and_can_be_repeated(
     with pytest.raises(ConfigError, match="trained over another base"):
         export._write(tensors, own, "another", model, *places, "unbiased")
     assert {path.name for path in tmp_path.iterdir()} == {"model", "adapters"}
+    other = tmp_path / "merged.partial" / "job.json"  # of a killed export of another step
+    other.parent.mkdir()
+    other.write_text("{}")
     export._write(tensors, own, base, model, *places, "unbiased")
     assert all(place.is_dir() for place in places)
+    assert not (places[0] / "job.json").exists()
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"hash": "0"}', "not JSON"])
