@@ -188,11 +188,16 @@ def options_of(
     Raises:
         ConfigError: its servers multiply what its learner multiplies.
     """
-    if run.adapters.rank:
-        raise ConfigError(
-            f"adapters.rank={run.adapters.rank}: learner and servers multiply the same codes, so "
-            "there is no distance to measure; set it to 0 to measure that of the base"
-        )
+    of_codes = {
+        "adapters.rank": (run.adapters.rank, 0),
+        "learner.quantized_forward": (run.learner.quantized_forward, "none"),
+    }
+    for field, (value, without) in of_codes.items():
+        if value:
+            raise ConfigError(
+                f"{field}={value}: learner and servers multiply the same codes, so their distance "
+                f"is not that of the codes from BF16; set it to {without} to measure that"
+            )
     if run.quantization.format == "bf16":
         raise ConfigError("quantization.format=bf16: is not quantized; choose int8, int4 or fp8")
     return MismatchOptions(

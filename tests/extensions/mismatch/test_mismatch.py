@@ -247,6 +247,13 @@ def test_a_models_options_are_no_options_of_a_recipe(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "of a recipe, change the field" in result.output
 
 
+@pytest.mark.parametrize("word", ["adapters.rank=8", "learner.quantized_forward=all"])
+def test_a_recipe_whose_learner_multiplies_codes_is_refused(word: str) -> None:
+    result = CliRunner().invoke(app, ["mismatch", "quickstart", word])
+    assert result.exit_code == 2
+    assert f"qurl: {word}: learner and servers multiply the same codes" in result.stderr
+
+
 def test_uaq_of_a_power_of_two_scales_the_weights_and_changes_no_logit(tmp_path: Path) -> None:
     directory = build_tiny_model(tmp_path / "model")
     models = [
