@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 from batches import ragged, score, update
 from distributed import run_ranks
 from learner_reference import CP2, DP2, EP2, PP2, TP2, VPP2, gathered, of_optimizer, parts_of
+from logs import evaluation, run_log, write
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import (
     CheckpointConfig,
@@ -49,6 +50,7 @@ from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import checkpoint_tensors
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.report.record import list_checkpoints
+from qurl_megatron.report.run_log import RunLog
 from qurl_megatron.weight_sync.export import export_checkpoint
 from tiny import build_tiny_model
 
@@ -394,6 +396,35 @@ def test_a_rank_that_loaded_another_base_than_the_launcher_saw_does_not_resume(
     parts["checkpoints"] = SimpleNamespace(newest=lambda: tmp_path)
     with pytest.raises(CheckpointError, match="trained over another base than MODEL is now"):
         assemble.Run(**parts | {"model": "MODEL"}).resume()
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_resume_that_measures_otherwise_has_no_score_from_before_rl(
+    compares: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qurl_megatron.loop import assemble
+
+    monkeypatch.setattr(assemble.device, "from_rank_zero", lambda work: work())
+    monkeypatch.setattr(RunLog, "_open_curves", lambda log, after_step: None)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    log, said = run_log(tmp_path / "run"), list[str]()
+    monkeypatch.setattr(log, "say", said.append)
+    log.start(evaluation(0.25))
+    write(log, 1)
+    state = RunState(1, 2, 1.0, asdict(log.before), prompts={})
+    (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
+    parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(assemble.Run))
+    parts["learner"] = SimpleNamespace(base_hash=str)
+    parts["publisher"], parts["sampler"] = SimpleNamespace(), SimpleNamespace(restore=print)
+    whether = {"compares": lambda state: compares, "restore": print}
+    parts["checkpoints"] = SimpleNamespace(newest=lambda: checkpoint, **whether)
+    assert assemble.Run(**parts | {"log": log}).resume() == 1
+    assert any("are forgotten" in line for line in said) != compares
+    log.finish(evaluation(0.75))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["held_out_accuracy_before"] == 0.25) == compares
+    assert bool(summary["evaluation_before"]) == compares
 
 
 def test_a_killed_save_leaves_no_checkpoint_and_the_next_one_removes_it(tmp_path: Path) -> None:

@@ -88,9 +88,13 @@ class Run:
         self.checkpoints.restore(newest)
         self.sampler.restore(state.prompts, state.step)
         self.publisher.version = state.weight_version - 1  # the next publish repeats that version
-        self.log.resume(state.step, state.time_s, Evaluation(**state.evaluation_before))
-        if state.highest and not self.checkpoints.compares(state):
-            self.log.say("evaluations are measured otherwise now: the highest score is forgotten")
+        before, compares = Evaluation(**state.evaluation_before), self.checkpoints.compares(state)
+        self.log.resume(state.step, state.time_s, before if compares else Evaluation())
+        if not compares and (state.highest or before.lines()):
+            self.log.say(
+                "evaluations are measured otherwise now: the highest score, and what was measured "
+                "before RL, are forgotten"
+            )
         return state.step
 
     def checkpoint(

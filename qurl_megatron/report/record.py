@@ -1,7 +1,7 @@
 """Read what a run's directory holds of its steps."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import load
 from qurl_megatron.files import read_json_lines, read_json_object
-from qurl_megatron.report.metrics import RunSummary, Sample, StepMetrics, WeightMetrics
+from qurl_megatron.report.metrics import Evaluation, RunSummary, Sample, StepMetrics, WeightMetrics
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class RunRecord:
     summary: dict[str, Any]  # summary.json; empty until the run is complete
     mismatch: dict[str, dict[str, float]]  # mismatch.json, by server set; empty if there is none
     samples: list[dict[str, Any]]  # samples.jsonl
+    # The fields of the `Evaluation` before RL; empty until a checkpoint has them.
+    before: dict[str, Any] = field(default_factory=dict)
 
     @property
     def final_model(self) -> Path:
@@ -57,7 +59,7 @@ class RunRecord:
 
     def scores(self) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
         """Return the averages of evaluations, by file and measure, then by step (0: before RL)."""
-        by_step = {0: self.summary.get("evaluation_before")}
+        by_step = {0: self.before.get("files")}
         by_step |= {step["step"]: step.get("evaluation") for step in self.steps}
         if after := self.summary.get("evaluation_after"):
             by_step[self.steps[-1]["step"]] = after
@@ -67,6 +69,13 @@ class RunRecord:
                 for measure, average in averages.items():
                     scores.setdefault((name, measure), {})[step] = average
         return scores
+
+
+@dataclass
+class _State:
+    """The part of a checkpoint's state.json that a record has."""
+
+    evaluation_before: Evaluation
 
 
 def check_run(run_dir: Path) -> None:
@@ -91,14 +100,24 @@ def read_run(directory: Path | str) -> RunRecord:
     if not steps:
         raise ConfigError(f"{run_dir}: no step is complete yet, metrics.jsonl is empty")
     publishes = read_json_lines(run_dir / "weights.jsonl", WeightMetrics)
+    config = load(run_dir / "config.yaml")
+    config.output_dir, config.name = str(run_dir.parent), run_dir.name  # it may have moved
+    summary = read_json_object(run_dir / "summary.json", RunSummary)
+    newest = max(list_checkpoints(run_dir), default=run_dir)
+    before = read_json_object(newest / "state.json", _State).get("evaluation_before", {})
+    if summary:
+        of_held_out = ("held_out_accuracy", "held_out_standard_error")
+        before = {name: summary.get(f"{name}_before") for name in of_held_out}
+        before["files"] = summary["evaluation_before"]
     return RunRecord(
         name=run_dir.name,
-        config=load(run_dir / "config.yaml"),
+        config=config,
         steps=steps,
         weights=publishes[-1]["weights"] if publishes else {},
-        summary=read_json_object(run_dir / "summary.json", RunSummary),
+        summary=summary,
         mismatch=read_json_object(run_dir / "mismatch.json", dict[str, dict[str, float]]),
         samples=read_json_lines(run_dir / "samples.jsonl", Sample),
+        before=before,
     )
 
 

@@ -187,14 +187,14 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
             f"{rollout.prompts_per_step} prompts x {rollout.completions_per_prompt}, in "
             f"{run.config.optimizer.minibatches_per_step} minibatches"
         ),
-        "longest completion": f"{rollout.max_completion_length} tokens",
+        "longest completion": f"{rollout.longest_completion} tokens",
         "objective": run.config.objective.objective,
         "rollout format": quantization.format,
         "learner dtype": run.config.learner.dtype,
         "UAQ scale s": f"{quantization.uaq.scale:g}",
         "steps": f"{len(run.steps)} of {run.config.steps}",
-        "held-out accuracy before RL": _held_out(run.summary, "before"),
-        "held-out accuracy after RL": _held_out(run.summary, "after"),
+        "held-out accuracy before RL": _held_out(run.before),
+        "held-out accuracy after RL": _held_out(run.summary, "_after"),
         f"reward, {late}": f"{run.late('reward_mean'):.3f}",
         "KL before training, evaluation servers": _if_measured(
             run.mismatch.get("evaluation"), KL, ".1e"
@@ -223,11 +223,11 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
     return quantities
 
 
-def _held_out(summary: dict[str, Any], when: str) -> str:
-    accuracy = summary.get(f"held_out_accuracy_{when}")
+def _held_out(measured: dict[str, Any], when: str = "") -> str:
+    accuracy = measured.get(f"held_out_accuracy{when}")
     if accuracy is None:
         return NOT_MEASURED
-    return accuracy_and_error(accuracy, summary.get(f"held_out_standard_error_{when}"))
+    return accuracy_and_error(accuracy, measured.get(f"held_out_standard_error{when}"))
 
 
 def _if_measured(measured: dict[str, Any] | None, name: str, form: str) -> str:

@@ -100,15 +100,15 @@ def reward(axes: Axes, runs: list[RunRecord]) -> None:
     """Draw the mean reward as a line, and held-out accuracy as dots with standard errors."""
     curves(axes, runs, ["reward_mean"], "reward, held-out accuracy")
     for number, run in enumerate(runs):
-        points = {step["step"]: _held_out(step, "") for step in run.steps}
+        points = {0: _held_out(run.before)}
+        points |= {step["step"]: _held_out(step) for step in run.steps}
         if run.summary:
-            points[0] = _held_out(run.summary, "_before")
             points[run.steps[-1]["step"]] = _held_out(run.summary, "_after")
         accuracies, errors = zip(*points.values(), strict=True)
         axes.errorbar(list(points), accuracies, errors, fmt="o", color=run_colour(number))
 
 
-def _held_out(measured: dict[str, Any], when: str) -> tuple[float, float]:
+def _held_out(measured: dict[str, Any], when: str = "") -> tuple[float, float]:
     """Return a held-out accuracy and its standard error; NaN and 0 if they were not measured."""
     accuracy = measured.get(f"held_out_accuracy{when}")
     error = measured.get(f"held_out_standard_error{when}")

@@ -1,8 +1,10 @@
 """Check the report page: its contents, that it loads nothing, and its light and dark colours."""
 
+import json
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,12 +14,13 @@ from matplotlib.figure import Figure
 from PIL import Image
 from typer.testing import CliRunner
 
-from logs import Page, write_run
+from logs import Page, averages, write_run
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import save, with_overrides
 from qurl_megatron.extensions.report import plots
 from qurl_megatron.extensions.report.page import write_report
+from qurl_megatron.report.metrics import Evaluation
 from qurl_megatron.report.record import read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -112,6 +115,15 @@ def test_a_run_that_is_still_training_has_a_page(tmp_path: Path) -> None:
     plot = plots.svg("divergence", plots.divergence, [read_run(run_dir)])
     assert "nats" in plot and "before training" not in plot
     assert list(read_run(run_dir).scores()["aime24", "Avg@1"]) == [20]
+    state = run_dir / "checkpoints" / "step_000020" / "state.json"
+    state.parent.mkdir(parents=True)
+    before = Evaluation(0.25, {"aime24": averages(0.2)}, 0.03125)
+    state.write_text(json.dumps({"evaluation_before": asdict(before)}))
+    write_report([run_dir], tmp_path / "index.html")
+    cells = Page((tmp_path / "index.html").read_text()).cells
+    assert cells["held-out accuracy before RL"] == ["25.0% \u00b1 3.1%"]
+    score = cells["aime24 Avg@1, first \u2192 last"]
+    assert score == ["20.0% \u00b1 6.2% \u2192 30.0% \u00b1 6.2%"]
     for name in ("summary.json", "mismatch.json"):  # a copy that was interrupted
         (run_dir / name).write_text("")
     record = read_run(run_dir)
@@ -123,6 +135,18 @@ def test_the_page_shows_the_mismatch_of_each_server_set_before_training(one_run:
     assert page.cells["KL before training, evaluation servers"] == ["2.5e-05"]
     assert page.cells["KL before training, rollout servers"] == ["1.3e-04"]
     assert "evaluation servers before training" in page.text
+
+
+def test_a_run_that_has_moved_is_read_where_it_is(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path), name="run")
+    moved = write_run(tmp_path / "run", config=config).rename(tmp_path / "moved")
+    write_run(tmp_path / "run", config=config)
+    run = read_run(moved)
+    assert (run.name, run.config.run_dir, run.final_model) == (
+        "moved",
+        moved,
+        moved / "final_model",
+    )
 
 
 def test_evaluations_are_ordered_by_step(tmp_path: Path) -> None:
