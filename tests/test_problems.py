@@ -120,6 +120,20 @@ def test_an_answer_that_is_the_text_of_an_object_is_no_mathematics(
     )
 
 
+@pytest.mark.parametrize("reward", ["math", "dapo", "deepscaler", "exact"])
+def test_an_answer_that_says_that_there_is_none_is_no_answer(reward: str, tmp_path: Path) -> None:
+    answers = ["proof", "2", " NotFound", "proof by cases"]
+    rows = [{"problem": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
+    source = read_problems(write_lines(tmp_path / "a.jsonl", *rows), {})
+    keep_verifiable({"": source}, Config(reward=reward))
+    if reward == "exact":  # which compares any text
+        assert len(source.problems) == 4
+        return
+    assert {"2"} <= {problem.answer for problem in source.problems} <= {"2", "proof by cases"}
+    (reasons,) = source.dropped.values()
+    assert reasons[0].endswith("line 1: the answer 'proof' says that there is none to compare")
+
+
 def test_answers_among_words_are_counted(tmp_path: Path) -> None:
     answers = ["18 wolves", "5 dollars", "The answer is 5", "6", "x", "5 (five)"]
     rows = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]

@@ -83,6 +83,8 @@ CASES = {
         ("\\sqrt{2}", "Answer: \\sqrt2", RIGHT),
         ("34", "Answer: 34" + "\n" + "x" * 289, RIGHT),  # exactly 300 characters
         ("34", "Answer: 34" + "\n" + "x" * 290, WRONG),
+        ("48/2 = <<48/2=24>>24\n#### 1,200", "Answer: 1200", RIGHT),
+        ("48/2 = <<48/2=24>>24\n#### 72", "Answer: 24", WRONG),
     ],
     "deepscaler": [
         ("2", "thought </think> \\boxed{2}", RIGHT),
@@ -114,6 +116,8 @@ CASES = {
         ("\\text{Monday}", "</think> \\boxed{monday}", RIGHT),
         ("5 \\sqrt[3]{4}", "</think> \\boxed{5 \\cdot \\sqrt[3]{4}}", RIGHT),
         ("2 \\sqrt{4}", "</think> \\boxed{2 \\sqrt[3]{4}}", RIGHT),  # pylatexenc drops the 3
+        ("48/2 = <<48/2=24>>24\n#### 1,200", "</think> \\boxed{1200}", RIGHT),
+        ("48/2 = <<48/2=24>>24\n#### 72", "</think> \\boxed{24}", WRONG),
         ("x+y+z", "</think> \\boxed{z+y+x}", WRONG),  # more than two letters are not evaluated
     ],
     "math": [
@@ -220,6 +224,11 @@ def test_a_long_answer_is_looked_over_in_no_time() -> None:
 def test_answers_that_are_not_plain_are_looked_at() -> None:
     assert not is_plain("gsm8k", "seven")
     assert "is no number" in verifier("gsm8k").unverifiable(question("seven"))
+    for solution in ("Two and two.\nSo $x = 4$.", "so " * 100 + "4"):
+        assert not is_plain("dapo", solution)
+        assert "more than the line" in verifier("dapo").unverifiable(question(solution))
+    matrix = "\\begin{pmatrix}" + "1 & 2 \\\\ " * 16 + "\\end{pmatrix}"
+    assert not is_plain("dapo", matrix) and not verifier("dapo").unverifiable(question(matrix))
     assert not is_plain("deepscaler", "\\boxed{2")
     assert "a box that cannot be read" in verifier("deepscaler").unverifiable(question("\\boxed{2"))
     assert not is_plain("reasoning_gym", "7")

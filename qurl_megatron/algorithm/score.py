@@ -38,6 +38,11 @@ def texts_of(answer: Any, answers: tuple[str, ...]) -> tuple[str, ...]:
     return answers or (answer if isinstance(answer, str) else json.dumps(answer, default=str),)
 
 
+def final_answer(answer: str) -> str:
+    """Return an answer without the solution that GSM8K has before it, up to "####"."""
+    return answer.rpartition("####")[2]
+
+
 class Score(NamedTuple):
     """The reward of one completion, before any penalty for its length. Produced by `data/`."""
 

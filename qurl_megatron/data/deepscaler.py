@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from qurl_megatron.algorithm.score import Question
+from qurl_megatron.algorithm.score import Question, final_answer
 
 END_OF_THOUGHT = "</think>"
 _UNITS = (
@@ -89,7 +89,7 @@ def _are_equal(found: str, answer: str) -> bool:
 
 
 def _answer(question: Question) -> str | None:
-    answer = question.answer
+    answer = final_answer(question.answer)
     return last_boxed(answer) if "\\boxed" in answer else answer
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any, Protocol
 
-from qurl_megatron.algorithm.score import Question, texts_of
+from qurl_megatron.algorithm.score import Question, final_answer, texts_of
 
 TAIL_LENGTH = 300  # the last characters of a text, all that GSM8K's and DAPO's rules read
 PLAIN_LENGTH = 1000  # of an answer's LaTeX; the time to check it grows with its square
@@ -75,7 +75,7 @@ class Gsm8k(Verifier):
 
 
 def _gsm8k_answer(answer: str) -> str:
-    return answer.rsplit("####", 1)[-1].strip().replace(",", "")
+    return final_answer(answer).strip().replace(",", "")
 
 
 class Dapo(Verifier):
@@ -95,7 +95,14 @@ class Dapo(Verifier):
         found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text[-TAIL_LENGTH:])
         # Without an answer the reference compares the text "[INVALID]".
         candidate = found[-1] if found else "[INVALID]"
-        return float(minerva_normal_form(candidate) == minerva_normal_form(question.answer))
+        right = minerva_normal_form(final_answer(question.answer))
+        return float(minerva_normal_form(candidate) == right)
+
+    def unverifiable(self, question: Question) -> str:
+        """Return a reason if the answer is several lines, or longer than what is read."""
+        if self.credit(f"Answer: {final_answer(question.answer).strip()}", question):
+            return ""
+        return f"the answer {_shown(question.answer)} is more than the line that reward dapo reads"
 
 
 _REPLACED = (  # in this order
@@ -245,7 +252,7 @@ class Math(Verifier):
 
 def _boxed(answer: str) -> str:
     r"""Put an answer into \boxed{}, unless it is a sentence around its own \boxed{} or $...$."""
-    answer = answer.rsplit("####", 1)[-1].strip().replace("\\$", "")  # \$ is a currency
+    answer = final_answer(answer).strip().replace("\\$", "")  # \$ is a currency
     outside = re.sub(r"\$[^$]*\$", " ", answer)
     is_sentence = outside != answer and re.search(r"(?!(?:and|or)\b)\b[A-Za-z]{2,}", outside)
     if "\\boxed" in answer or is_sentence:
@@ -315,13 +322,16 @@ def _has_words(value: Any) -> bool:
 
 
 def no_mathematics(reward: str, question: Question) -> str:
-    """Return why an answer is data rather than mathematics; empty if it is not.
+    """Return why an answer is no mathematics; empty if it may be.
 
     An object as text, or a list of lists with texts in it, belongs to a function of the user's own.
+    NuminaMath-1.5 has "proof" and "notfound" where there is no answer.
     """
     if reward == "exact" or "source_dataset" in question.metadata:
         return ""
     given = texts_of(question.answer, question.answers)
+    if {each.strip().lower() for each in given} <= {"proof", "notfound"}:
+        return f"the answer {_shown(given[0])} says that there is none to compare"
     data = [each for each in given if _listed(each) == [each] and _data_in(each) is not None]
     if len(data) < len(given):
         return ""
@@ -345,7 +355,7 @@ _UNITS = set(
 
 def _among_words(answer: str) -> re.Match[str] | None:
     """Return the match of a number with nothing but words around it."""
-    answer = answer.rsplit("####", 1)[-1].strip()
+    answer = final_answer(answer).strip()
     return _AMONG_WORDS.fullmatch(answer) if len(answer) <= 80 else None
 
 
@@ -374,10 +384,13 @@ def is_plain(reward: str, answer: str) -> bool:
     verifiers can compare any text.
     """
     if reward == "math":
-        latex = answer.rpartition("####")[2].strip()
+        latex = final_answer(answer).strip()
         return len(latex) <= PLAIN_LENGTH and _is_simple_latex(latex)
     if reward in ("gsm8k", "gsm8k_flexible"):
         return re.fullmatch(_NUMBER, _gsm8k_answer(answer)) is not None
+    if reward == "dapo":
+        line = final_answer(answer).strip()
+        return "\n" not in line and len(line) < TAIL_LENGTH // 2
     return reward != "reasoning_gym" and (reward != "deepscaler" or "\\boxed" not in answer)
 
 
