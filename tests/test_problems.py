@@ -70,8 +70,9 @@ def test_a_function_of_the_users_own_gets_any_answer_as_it_is(tmp_path: Path) ->
         ):
             (problem,) = read_problems(data, {}, fields=own).problems
             assert problem.answer == answer and not problem.answers
-    (number,) = read(tmp_path, {**GOOD, "answer": 2.0}, fields=own)
-    assert number.answer == "2"
+    for value, text, texts in ((2.0, "2", ()), ([1, 2], "1", ("1", "2")), ("2", "2", ())):
+        (number,) = read(tmp_path, {**GOOD, "answer": value}, fields=own)
+        assert (number.answer, number.answers, number.asked.given) == (text, texts, value)
     refusal(
         write_lines(tmp_path / "a.jsonl", {**GOOD, "answer": target}),
         "answer is a dict; expected a string or a number, such as answer.target, answer.numbers",
@@ -163,6 +164,12 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
     assert problems[1].location == f"{tmp_path}/a.jsonl line 3"
 
 
+def test_metadata_is_an_object_or_its_text_and_anything_else_is_ignored(tmp_path: Path) -> None:
+    for metadata, read_as in (('{"level": 3}', {"level": 3}), ("menu", {}), ("[1]", {}), (7, {})):
+        (problem,) = read(tmp_path, {**GOOD, "metadata": metadata})
+        assert problem.metadata == read_as
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -236,7 +243,6 @@ def test_jsonl_accepts_every_name_of_the_question_field(tmp_path: Path) -> None:
         ),
         ({"prompt": "1?", "chosen": "1", "rejected": "2"}, "has chosen and rejected, a preference"),
         ({"prompt": "3?", "reward_model": {}}, "reward_model.ground_truth is missing or empty"),
-        ({"question": "3 + 3?", "answer": "6", "metadata": "x"}, "metadata is a str"),
     ],
 )
 def test_broken_line_is_refused_and_its_number_is_named(

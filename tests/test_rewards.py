@@ -1,6 +1,7 @@
 """Rewards: from a verifier's credit to a number on the scale of the run."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -204,7 +205,8 @@ def test_rewards_of_verl_and_trl_and_arrays_are_scores(function: Callable[..., A
         "solution": "42",
     }
     answers = ("7", "42") if function is verl_with_two else ()
-    question = Question("How many", "42", {}, answers, columns)
+    given = list(answers) or "42"
+    question = Question("How many", "42", {}, answers, columns, given)
     scoring = ScoringConfig(wrong=-2, timeout_s=0.5)
     reward = RewardFunction(function, Config(reward="a.py:f", scoring=scoring))
     scores = list(reward.score(["42", "7"], question))
@@ -220,11 +222,13 @@ def test_rewards_of_verl_and_trl_and_arrays_are_scores(function: Callable[..., A
 
 def test_a_function_of_verl_gets_the_answer_of_its_data() -> None:
     def verl(solution_str, ground_truth):  # type: ignore[no-untyped-def]
-        return float(str(ground_truth["target"]) in solution_str)
+        return ground_truth == json.loads(solution_str)
 
     reward = RewardFunction(verl, Config(reward="a.py:f"))
-    (score,) = reward.score(["9 is the target"], Question("How many?", {"target": 9}, {}))
-    assert score == Score(1, {}, "")
+    for given in ({"target": 9}, 9, 0.5, [1, 2], "9", ["9"]):
+        question = Question("How many?", "9", {}, given=given)
+        (score,) = reward.score([json.dumps(given)], question)
+        assert score == Score(1, {}, "")
 
 
 def test_texts_of_a_plain_question_are_no_messages() -> None:

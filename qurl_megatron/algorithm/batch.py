@@ -33,11 +33,13 @@ class Prompt:
     answers: tuple[str, ...] = ()  # the data's list of right answers, if it has one
     columns: dict[str, Any] = field(default_factory=dict)  # the data's entry, for a user's reward
     part: int = 0  # of the data's sources, the number of its own
+    given: Any = None  # the answer as the data has it
 
     @property
     def asked(self) -> Question:
         """What a verifier, a reward function or an agent learns of the problem."""
-        return Question(self.question, self.answer, self.metadata, self.answers, self.columns)
+        learned = self.question, self.answer, self.metadata, self.answers, self.columns, self.given
+        return Question(*learned)
 
 
 class SamplingMasks(NamedTuple):

@@ -22,6 +22,7 @@ class Question:
     metadata: dict[str, Any]
     answers: tuple[str, ...] = ()  # the data's list of right answers, if it has one
     columns: dict[str, Any] = field(default_factory=dict)  # the data's entry, for a user's reward
+    given: Any = None  # the answer as the data has it; `answer` and `answers` are texts of it
 
     @property
     def source(self) -> str:

@@ -91,11 +91,13 @@ class Problem:
     answers: tuple[str, ...] = ()  # of a list: each is right
     columns: dict[str, Any] = dataclasses.field(default_factory=dict)  # the entry, if it is kept
     part: int = 0  # of the data's sources, the number of its own
+    given: Any = None  # the answer as the entry has it
 
     @property
     def asked(self) -> Question:
         """What a verifier learns of the problem."""
-        return Question(self.question, self.answer, self.metadata, self.answers, self.columns)
+        learned = self.question, self.answer, self.metadata, self.answers, self.columns, self.given
+        return Question(*learned)
 
 
 class Fields(NamedTuple):
@@ -355,17 +357,16 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     verl = isinstance(entry.get("reward_model"), dict)
     usual = "reward_model.ground_truth" if verl else "answer"
     name = _name(entry, fields.answer, (usual,), fields.required)
-    answer: Any = None
+    answer = given = None
     if last and not fields.answer and _look_up(entry, name) is None:
-        answer = last
+        answer = given = last
     elif not fields.without_answer:
-        answer = _value(entry, name, "prompts.answer_key", Incomplete)
+        answer = given = _value(entry, name, "prompts.answer_key", Incomplete)
         if not fields.for_function or _is_text(answer):
             answers = _answers(answer, name) if isinstance(answer, list) else ()
             answer = answers[0] if answers else _text(answer, name)
-    metadata = entry.get("metadata")
-    if not isinstance(metadata, dict | None):
-        raise DataError(f"metadata is a {type(metadata).__name__}; expected an object")
+    metadata = _from_text(entry.get("metadata"))
+    metadata = metadata if isinstance(metadata, dict) else {}
     tools = _tools(entry.get("tools"))
     if any("parameters" in each for each in _tools(entry.get("functions")) or []):
         raise DataError("has functions; give them as tools")
@@ -377,7 +378,8 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
             f"has no field {missing[0]}, which is a parameter of the reward function; give the "
             f"parameter a default, or name a field: {', '.join(columns)}"
         )
-    return Problem(question, messages, answer, metadata or {}, location, tools, answers, columns)
+    read = question, messages, answer, metadata, location, tools, answers, columns
+    return Problem(*read, given=given)
 
 
 def _name(entry: dict[str, Any], given: str, usual: tuple[str, ...], required: bool) -> str:
@@ -503,14 +505,18 @@ def _media(fields: dict[str, Any]) -> str:
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
     """Return the tools of an entry: objects, or their JSON; None for anything else."""
-    if isinstance(value, str):
-        try:
-            value = from_json(value, "tools", "a list of objects")
-        except DataError:
-            return None
+    value = _from_text(value)
     value = [value] if isinstance(value, dict) else value
     is_tools = isinstance(value, list) and value and all(isinstance(tool, dict) for tool in value)
     return _without_none(value) if is_tools else None
+
+
+def _from_text(value: Any) -> Any:
+    """Return what a text says as JSON; None if it says nothing; anything else as it is."""
+    try:
+        return from_json(value, "", "") if isinstance(value, str) else value
+    except DataError:
+        return None
 
 
 def _without_none(value: Any) -> Any:

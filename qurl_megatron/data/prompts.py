@@ -185,6 +185,7 @@ def tokenize(
                 problem.answers,
                 problem.columns,
                 problem.part,
+                problem.given,
             )
         )
     if num_cut:

@@ -296,9 +296,8 @@ def _offered(style: Style, texts: list[str], question: Question) -> dict[str, An
     """Return the arguments that a function for verl or TRL may take, by parameter."""
     columns = question.columns
     if style == "verl":
-        right = list(question.answers) or question.answer
         source, more = columns.get("data_source") or "", columns.get("extra_info") or {}
-        return dict(zip(_VERL, (source, texts[0], right, more), strict=True))
+        return dict(zip(_VERL, (source, texts[0], question.given, more), strict=True))
     prompt = columns.get("prompt")
     is_chat = isinstance(prompt, list)
     return {name: [value] * len(texts) for name, value in columns.items() if name != "prompt"} | {
