@@ -787,8 +787,35 @@ def test_an_input_beside_an_instruction_is_not_dropped_silently(tmp_path: Path) 
     (plain,) = read(tmp_path, entry, fields=fields)
     assert (plain.question, plain.answer) == ("Add.", "6")
     for also in ("input", "context"):
-        with pytest.raises(DataError, match=f"line 2: has an instruction and {also}; join them"):
+        with pytest.raises(DataError, match=f"line 2: has instruction and {also}; join them in"):
             read(tmp_path, entry, {**entry, also: "3 + 3"}, fields=fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("choices", ["3", "5"]),
+        ("choices", {"text": ["a half", "a third"], "label": ["1", "?"]}),
+        ("options", {"A": 1, "B": 5}),
+        ("context", "Ada adds."),
+        ("passage", "Ada adds."),
+    ],
+)
+@pytest.mark.parametrize("name", ["question", "problem"])
+def test_what_a_question_needs_is_not_dropped_silently(
+    name: str, field: str, value: Any, tmp_path: Path
+) -> None:
+    entry = {name: "1 + 1?", "answer": "2", field: value}
+    told = f"line 1: has {name} and {field}; join them in one field, or ask without: prompts."
+    for fields in (RECOGNIZED, Fields("text", required=False), Fields(for_function=True)):
+        with pytest.raises(DataError, match=f"{told}question_key={name}$"):
+            read(tmp_path, entry, fields=fields)
+    said = f"{entry[name]} {value}"
+    for other in ({field: None}, {field: []}, {field: {"A": " "}}, {name: said}):
+        (problem,) = read(tmp_path, {**entry, **other})
+        assert problem.answer == "2"
+    assert len(read(tmp_path, entry, fields=Fields(name))) == 1
+    assert len(read(tmp_path, {"prompt": "1 + 1?", "answer": "2", field: value})) == 1
 
 
 def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(

@@ -379,6 +379,20 @@ def test_what_a_chat_template_leaves_out_is_refused_by_line_and_role(tmp_path: P
         tokenized(tmp_path, {**VERL, "tools": [{"name": "add"}]}, chat_template=ONLY_USERS)
 
 
+def test_a_text_that_the_chat_template_has_written_already_is_refused(tmp_path: Path) -> None:
+    rendered = {"prompt": "<user>2 + 2?<assistant>Let me think.", "answer": "4"}
+    told = "line 2: '<assistant>' is in its text, and the chat template would write it again; give"
+    for entry in (rendered, {**rendered, "prompt": [{**CHAT[0], "content": rendered["prompt"]}]}):
+        with pytest.raises(DataError, match=told):
+            tokenized(tmp_path, GOOD, entry, chat_template=CHAT_TEMPLATE)
+        for template in (None, "{{ messages[0].content }}"):
+            prompt = tokenized(tmp_path, GOOD, entry, chat_template=template)[1]
+            assert text(prompt) == rendered["prompt"]
+    words = "{{ messages[0].content }}{% if add_generation_prompt %}: {% endif %}"
+    (prompt,) = tokenized(tmp_path, {"prompt": "2: 3?", "answer": "4"}, chat_template=words)
+    assert text(prompt) == "2: 3?: "
+
+
 def test_a_developers_message_is_written_as_the_systems_and_the_summary_says_so(
     tmp_path: Path,
 ) -> None:

@@ -72,6 +72,9 @@ from qurl_megatron.model.chat_template import read_message
 from qurl_megatron.model.repository import snapshot_of
 
 QUESTION_FIELDS = ("question", "prompt", "problem")
+_CHOICES = ("choices", "options", "context", "passage")
+# Fields without which a question may be half of one. A prompt is whole.
+_READ_WITH = {"instruction": ("input", "context"), "question": _CHOICES, "problem": _CHOICES}
 
 
 class Incomplete(DataError):
@@ -315,11 +318,6 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
         raise DataError(f"a JSON {type(entry).__name__}; expected an object")
     conversations = ("messages", "conversations")
     name = _name(entry, fields.question, (*QUESTION_FIELDS, *conversations), fields.required)
-    beside = [each for each in ("input", "context") if not _is_missing(entry.get(each))]
-    if name == "instruction" and beside:
-        raise DataError(
-            f"has an instruction and {beside[0]}; join them in one field, such as question"
-        )
     if _is_missing(_look_up(entry, name)) and {"instruction", "output"} <= entry.keys():
         raise DataError(
             "has Alpaca's fields; give prompts.question_key=instruction prompts.answer_key=output; "
@@ -331,6 +329,10 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
             "it with prompts.answer_key="
         )
     asked = _value(entry, name, "prompts.question_key")
+    beside = [each for each in _READ_WITH.get(name, ()) if not _says(asked, entry.get(each))]
+    if beside and (name == "instruction" or name != fields.question):
+        alone = "" if name == "instruction" else f", or ask without: prompts.question_key={name}"
+        raise DataError(f"has {name} and {beside[0]}; join them in one field{alone}")
     if not fields.ignores_media and (media := _media({**entry, "type": None})):
         raise DataError(f"has the field {media}; {_TEXT_ONLY}")
     others = {each: entry.get(each) for each in QUESTION_FIELDS}
@@ -414,6 +416,14 @@ def _is_missing(value: Any) -> bool:
     """Return whether it is nothing, blank, or NaN: what pandas puts where a column has a gap."""
     is_blank = isinstance(value, str) and not value.strip()
     return value is None or is_blank or (isinstance(value, float) and math.isnan(value))
+
+
+def _says(text: Any, value: Any) -> bool:
+    """Return whether a text repeats a value: all texts of a list, as those of choices."""
+    if isinstance(value, list | dict):
+        parts = value.values() if isinstance(value, dict) else value
+        return all(_says(text, each) for each in parts)
+    return _is_missing(value) or str(value).strip() in str(text)
 
 
 def _is_text(value: Any) -> bool:

@@ -23,7 +23,13 @@ from qurl_megatron.data.entries import DataError, parts_of
 from qurl_megatron.data.problems import Fields, Problem, Source, keep_verifiable, read_problems
 from qurl_megatron.data.rewards import is_user_function, of_set, reads_entries
 from qurl_megatron.model.chat_template import TemplateError, knows_developer, render
-from qurl_megatron.model.tokenizer import end_tokens, opens_turn, what_differs, without_end
+from qurl_megatron.model.tokenizer import (
+    end_tokens,
+    opens_turn,
+    turn_begin,
+    what_differs,
+    without_end,
+)
 
 DRAWN = 64  # prompts that stand for all, such as those by which smoothing chooses its scales
 BINS = 8
@@ -209,6 +215,12 @@ def tokenize(
 
 def _prompt_text(problem: Problem, messages: list[dict[str, Any]], tokenizer: Any) -> str:
     if getattr(tokenizer, "chat_template", None):
+        begin = turn_begin(tokenizer)
+        if begin and any(begin in message["content"] for message in messages):
+            raise DataError(
+                f"{problem.location}: {begin!r} is in its text, and the chat template would write "
+                "it again; give the messages, or prompts.chat_template='{{ messages[0].content }}'"
+            )
         try:
             return render(tokenizer, messages, problem.tools or ())
         except TemplateError as error:

@@ -9,6 +9,7 @@ Agents' processes load it too, so it imports no torch.
 """
 
 import functools
+import re
 from collections.abc import Collection, Iterable, Mapping
 from datetime import date
 from pathlib import Path
@@ -339,6 +340,15 @@ def opens_turn(tokenizer: Any) -> bool:
     before, _ = _around_answer(tokenizer)
     prompt = _rendered(tokenizer, _ASKED, opens=True)
     return prompt != _rendered(tokenizer, _ASKED) or before in ("", prompt)
+
+
+@functools.cache
+def turn_begin(tokenizer: Any) -> str:
+    """Return what begins the policy's turn, a token of its own and a role; empty: only words."""
+    prompt, asked = _rendered(tokenizer, _ASKED, opens=True), _rendered(tokenizer, _ASKED)
+    begin = re.split(r"\n|<think>", prompt.removeprefix(asked).strip())[0]
+    token_ids = tokenizer.encode(begin, add_special_tokens=False)
+    return begin if token_ids and token_ids[0] in tokenizer.added_tokens_decoder else ""
 
 
 def what_differs(tokenizer: Any, texts: Iterable[str]) -> str:
