@@ -170,18 +170,23 @@ def slurm_jobs(run_dir: Path) -> list[str]:
 
     A job from `qurl launch` has the run's directory as its comment. A job that has started has
     written its number to a job.json beside its logs.
+
+    Raises:
+        ConfigError: Slurm does not tell, and jobs have worked on this run.
     """
     if not shutil.which("squeue"):
         return []
     files = run_dir.glob("logs/**/job.json")
     started = {read_json_object(path, dict[str, str]).get("id") for path in files}
     command = ["squeue", "--me", "--noheader", "--format=%i|%T|%r|%k"]
+    limits: dict[str, Any] = {"timeout": SQUEUE_TIMEOUT_S, "check": (run_dir / JOB_SCRIPT).exists()}
     try:
-        queue = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"squeue does not answer in {SQUEUE_TIMEOUT_S:.0f} s; ask again"
-        ) from None
+        queue = subprocess.run(command, capture_output=True, text=True, **limits)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        silent = f"no answer in {SQUEUE_TIMEOUT_S:.0f} s"
+        said = error.stderr if isinstance(error.stderr, str) else silent
+        reason = " ".join(said.split())
+        raise ConfigError(f"{run_dir}: its jobs are not known: {reason}; ask again") from None
     jobs: dict[str, str] = {}
     for line in queue.stdout.splitlines():
         if line.count("|") < 3:  # of a comment with a line break

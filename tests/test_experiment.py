@@ -635,6 +635,22 @@ def test_status_shows_the_progress_of_a_run(no_slurm: None) -> None:
     assert status.status(run_dir).endswith("to resume after step 1: sbatch runs/first/job.sh")
 
 
+def test_a_run_whose_jobs_slurm_does_not_tell_is_not_said_to_have_none(
+    program: Callable[[str, str], None],
+) -> None:
+    program("squeue", "echo slurm_load_jobs error: Socket timed out >&2; exit 1")
+    prepare_new("quickstart", ["name=first"])
+    run_dir = Path("runs/first")
+    assert "not running" in status.status(run_dir)  # no job has ever worked on it
+    (run_dir / "job.sh").touch()
+    said = (
+        "^runs/first: its jobs are not known: slurm_load_jobs error: Socket timed out; ask again$"
+    )
+    for ask in (status.status, experiment.check_unused):
+        with pytest.raises(ConfigError, match=said):
+            ask(run_dir)
+
+
 def test_a_run_of_slurm_jobs_is_resumed_here_only_in_a_job_or_if_told_so(
     no_slurm: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

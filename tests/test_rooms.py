@@ -244,7 +244,7 @@ STARTS = {
     *(name for name in NAMES if room_of(name) == "sglang_plugin"),
 }
 # Lower them when the code does. To raise one needs a reason.
-MOST_REACHED_LINES = 30_125
+MOST_REACHED_LINES = 30_131
 MOST_PER_1000_LINES = {ast.Raise: 12.2, ast.ExceptHandler: 4.1}
 
 
