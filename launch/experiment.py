@@ -38,7 +38,7 @@ from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.sources import snapshots, sources
 from qurl_megatron.launch.status import JOB_SCRIPT, owner_of, slurm_jobs
 from qurl_megatron.machine.environment import THREAD_PLACES
-from qurl_megatron.machine.processes import ending_signals
+from qurl_megatron.machine.processes import die_with_parent, ending_signals
 from qurl_megatron.model.repository import snapshot_of
 
 GPUS_PER_NODE = 8
@@ -631,7 +631,9 @@ def run_here(jobs: Sequence[Job]) -> int:
     states: dict[Path, str] = {}
     for job in jobs:
         given = job.recipe.as_file().encode()
-        code = subprocess.run(job.command, input=given, start_new_session=True).returncode
+        code = subprocess.run(
+            job.command, input=given, start_new_session=True, preexec_fn=die_with_parent
+        ).returncode
         known = {0: "succeeded", STOPPED_EARLY: "stopped early"}
         states[job.config.run_dir] = known.get(code, "failed")
         if ending := [number for number in received if number != signal.SIGUSR1]:

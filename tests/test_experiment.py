@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import nemo_run
+import psutil
 import pytest
 import yaml
 from nemo_run.cli.api import create_cli
@@ -300,6 +301,22 @@ def test_runs_on_this_machine_go_on_after_one_that_fails_or_is_stopped_early(
     states = ["runs/a: succeeded", "runs/b: stopped early", "runs/c: failed"]
     assert capsys.readouterr().out.splitlines() == states[:1] + states[:2] + states
     assert sorted(path.name for path in Path.cwd().iterdir()) == [*ends]
+
+
+def test_a_killed_sweep_leaves_no_run_behind() -> None:
+    program = (
+        "import sys; from types import SimpleNamespace as Job\n"
+        "from qurl_megatron.launch.experiment import run_here\n"
+        "recipe = Job(as_file=lambda: '')\n"
+        "run_here([Job(recipe=recipe, command=['sh', '-c', 'echo $$; exec sleep 99'])])"
+    )
+    sweep = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert sweep.stdout
+    run = psutil.Process(int(sweep.stdout.readline()))
+    sweep.kill()
+    sweep.wait()
+    psutil.wait_procs([run], timeout=10)
+    assert not run.is_running() or run.status() == psutil.STATUS_ZOMBIE
 
 
 def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
