@@ -190,9 +190,9 @@ def problems(plan: JobPlan, own: NodePlan, num_gpus: int) -> list[str]:
             found.append(problem)
     for node in plan.nodes:
         try:
-            socket.getaddrinfo(node.name, None)
+            socket.gethostbyname(node.name)
         except OSError as error:
-            found.append(f"cannot resolve {node.name}: {error.strerror}")
+            found.append(f"cannot resolve {node.name} to an IPv4 address: {error.strerror}")
     if own == plan.nodes[0]:
         try:
             with socket.socket() as probe:

@@ -210,7 +210,7 @@ def test_every_problem_of_a_node_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         found = problems(plan, plan.nodes[0], num_gpus=0)
     assert [re.split("[:,]", problem)[0] for problem in found] == [
         "Slurm granted 2 GPUs",
-        "cannot resolve -",
+        "cannot resolve - to an IPv4 address",
         f"port {plan.master_port} is not free",
     ]
     assert found[0].endswith("the driver shows 8, torch sees 0; the driver may be too old")
