@@ -582,10 +582,11 @@ def submit(scripts: Mapping[str, str]) -> None:
     """Submit scripts, and print the number of each one's job with its title.
 
     Raises:
-        ConfigError: sbatch refused a script; the text is its last line.
+        ConfigError: sbatch refused a script; the text has what it and a site's own rules say, and
+            how many jobs have been submitted.
     """
     Path(LOGS).mkdir(exist_ok=True)
-    for title, script in scripts.items():
+    for before, (title, script) in enumerate(scripts.items()):
         done = subprocess.run(
             ["sbatch", "--parsable"],
             input=script,
@@ -595,7 +596,9 @@ def submit(scripts: Mapping[str, str]) -> None:
         )
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["sbatch failed"]
-            raise ConfigError(lines[-1])
+            said = [line for line in lines if line.startswith("sbatch: ")] or lines[-1:]
+            said += [f"{before} of {len(scripts)} jobs have been submitted"] if before else []
+            raise ConfigError(f"{title}: {'; '.join(said)}")
         number = done.stdout.strip().partition(";")[0]  # before the name of a cluster
         print(f"{title}: job {number}", flush=True)
 

@@ -332,8 +332,16 @@ def test_each_run_of_a_sweep_is_submitted_as_a_job_of_its_own(
     assert given_in(Path("scripts").read_text()) == expected
     assert Path("logs").is_dir()  # where the jobs write
     program("sbatch", "(echo error: more; echo sbatch: error: no account) >&2; exit 1")
-    with pytest.raises(ConfigError, match="^sbatch: error: no account$"):
+    with pytest.raises(ConfigError, match="^runs/s: sbatch: error: no account$"):
         launch("quickstart", ["name=s"], options=JobOptions())
+    # A site's rule says why, before what sbatch always says; the second job is one too many.
+    refusal = "(echo sbatch: error: two at most; echo sbatch: error: Unspecified error) >&2; exit 1"
+    program("sbatch", f"if test -e one; then {refusal}; fi; touch one; echo 7")
+    said = (
+        "runs/s-3: sbatch: error: two at most; sbatch: error: Unspecified error; 1 of 2 jobs have"
+    )
+    with pytest.raises(ConfigError, match=f"^{said} been submitted$"):
+        launch("quickstart", ["name=s"], ["steps=2,3"], options=JobOptions())
 
 
 def test_a_job_has_the_options_of_its_script_whatever_the_shell_of_its_launch_has(
