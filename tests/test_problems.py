@@ -811,7 +811,8 @@ def test_what_a_question_needs_is_not_dropped_silently(
         with pytest.raises(DataError, match=f"{told}question_key={name}$"):
             read(tmp_path, entry, fields=fields)
     said = f"{entry[name]} {value}"
-    for other in ({field: None}, {field: []}, {field: {"A": " "}}, {name: said}):
+    others: list[dict[str, Any]] = [{field: None}, {field: []}, {field: {"A": " "}}, {name: said}]
+    for other in others:
         (problem,) = read(tmp_path, {**entry, **other})
         assert problem.answer == "2"
     assert len(read(tmp_path, entry, fields=Fields(name))) == 1
