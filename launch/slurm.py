@@ -62,6 +62,7 @@ from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.memory.disk import checkpoint_bytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.report.metrics import PHASES
+from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.rollout.roster import save_roster
 
 STARTED_AT = time.time()
@@ -89,6 +90,7 @@ OF_SLURM = ("srun: ", "slurmstepd: ", "pyxis: ")  # begin Slurm's lines in a ste
 LEAD_MARGIN_S = 60  # clocks of nodes differ, and Slurm may send the signal this much late
 LEAD_GROWTH = 1.1  # how much longer than the longest yet a step, evaluation or save may take
 RECENT = 20  # steps that tell how long the next one takes
+LAST_S = 45.0  # to end what runs and to requeue the job; a stop as planned has ended before
 
 
 def run(config: Config, max_restarts: int) -> int:
@@ -157,9 +159,12 @@ def watch(
     """Keep the rollout side running until the learner ends; return the job's exit code.
 
     Ask the learner to stop early on a signal, or when a step and a save just fit before the time
-    limit. `save_s` is what a save is expected to take, in seconds, until one is measured.
+    limit. If they do not fit after all, or the learner hangs, it counts as stopped if this job has
+    saved a checkpoint; Slurm requeues no job that meets its limit. `save_s` is what a save is
+    expected to take, in seconds, until one is measured.
     """
     looked_at, reminded_at = -CLOCK_POLL_S, -REMIND_S
+    found = list_checkpoints(config.run_dir)
     ends_at = stops_at = float("inf")
     while True:
         if time.monotonic() >= looked_at + CLOCK_POLL_S:
@@ -175,6 +180,9 @@ def watch(
             if code not in (0, STOPPED_EARLY):
                 learner.report(code)
             return code
+        if time.time() > ends_at - LAST_S and list_checkpoints(config.run_dir)[-1:] != found[-1:]:
+            print("qurl: the step goes on at the job's time limit; it is run again", flush=True)
+            return STOPPED_EARLY
         if not rollout.check():
             # A learner that has finished or saved may still be ending.
             wait_for([learner], END_TIMEOUT_S)

@@ -471,6 +471,40 @@ def test_a_time_limit_that_is_not_told_is_asked_for_again_while_the_learner_runs
     assert set(controller.done) == {"squeue"}
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_job_whose_step_outlasts_its_limit_goes_on_from_what_it_has_saved(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, saves: bool
+) -> None:
+    """The learner hangs. Without a checkpoint of this job, the next one would come no further."""
+
+    class Learner:
+        returncode = None
+
+        def poll(self) -> None:
+            return None
+
+        def send_signal(self, number: signal.Signals) -> None:
+            asked.append(number)
+
+        def wait(self, timeout_s: float) -> None:
+            raise subprocess.TimeoutExpired("srun", timeout_s)
+
+    class Rollout:
+        def check(self) -> bool:
+            if saves and asked:
+                (tmp_path / "checkpoints" / "step_000002").mkdir(exist_ok=True)
+            return time.monotonic() < deadline
+
+    asked: list[signal.Signals] = []
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)  # of the job before
+    config = Config(output_dir=str(tmp_path.parent), name=tmp_path.name)
+    ask(0, {"squeue": "0:40 10:00"})
+    monkeypatch.setattr(slurm, "POLL_S", 0.01)
+    deadline = time.monotonic() + (20 if saves else 0.5)
+    code = slurm.watch(config, Learner(), Rollout(), [signal.SIGUSR1], 1.0)  # type: ignore
+    assert code == (STOPPED_EARLY if saves else 1)
+
+
 @pytest.mark.parametrize(
     ("own", "learner", "listens"),
     [
