@@ -1,7 +1,8 @@
 """The routes of this package on a server, and access control before all of them (`access.py`).
 
-`add_routes` also gives a server the routes by which weights reach it over HTTP
-(`extensions/elsewhere/receiver.py`). `without_key` keeps the key out of the log.
+`add_routes` also gives a server the routes by which weights reach it over HTTP. No run asks its own
+servers for these, so what handles them (`extensions/elsewhere/receiver.py`) is imported at the
+first request. `without_key` keeps the key out of the log.
 """
 
 import dataclasses
@@ -11,25 +12,40 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qurl_megatron.config.extensions import find
+from qurl_megatron.config.extensions import is_there, needed
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization.quantize import ENGINE_METHODS
 from qurl_megatron.rollout.wire import DESCRIPTION_PATH, RUN_PATH, WEIGHTS_PATH
 from qurl_megatron.sglang_plugin.access import AccessControl
 from qurl_megatron.weight_sync.bucket import SentTensor, model_tensors
 
+# The routes of `extensions/elsewhere`: methods, and the names of their handlers in `Receiver`.
+ELSEWHERE = {
+    DESCRIPTION_PATH: ("GET", "describe"),
+    WEIGHTS_PATH: ("POST", "receive"),
+    RUN_PATH: ("DELETE", "release"),
+}
+
 
 def add_routes(original: Callable[..., None], app: Any, **keys: Any) -> None:
     """Add the routes before SGLang's `add_api_key_middleware`, which then protects them too."""
     tempfile.tempdir = None  # a fork has its parent's: TMPDIR now names another
     access = AccessControl(_held)
-    if elsewhere := find("elsewhere", "receiver"):
-        receiver = elsewhere.Receiver(access, _arguments, _kept, _held, _update)
-        app.add_route(DESCRIPTION_PATH, receiver.describe, methods=["GET"])
-        app.add_route(WEIGHTS_PATH, receiver.receive, methods=["POST"])
-        app.add_route(RUN_PATH, receiver.release, methods=["DELETE"])
+    for path, (method, handler) in ELSEWHERE.items() if is_there("elsewhere") else ():
+        app.add_route(path, _late(handler, access), methods=[method])
     app.add_middleware(access.guard)
     original(app, **keys)
+
+
+def _late(handler: str, access: AccessControl) -> Callable[..., Any]:
+    """Return what answers by a method of `Receiver`, which is imported at the first request."""
+
+    async def answer(request: Any) -> Any:
+        elsewhere = needed("elsewhere", "receiver", by=request.url.path)
+        receiver = elsewhere.Receiver(access, _arguments, _kept, _held, _update)
+        return await getattr(receiver, handler)(request)
+
+    return answer
 
 
 def without_key(original: Callable[[Any], dict[str, Any]], arguments: Any) -> dict[str, Any]:
