@@ -237,14 +237,15 @@ def lines_of(names: Iterable[str]) -> int:
     return sum(len(NAMES[name].read_text().splitlines()) for name in names)
 
 
+OF_HYBRIDS = "sglang_plugin/delta_net"  # the only file of the plugin that a function imports late
 # What a plain local run starts with: the command, what prepares it, and its processes.
 STARTS = {
     *("cli", "commands/runs", "launch/prepare", "launch/local", "recipes/quickstart"),
     *("loop/train", "rollout/preload"),
-    *(name for name in NAMES if room_of(name) == "sglang_plugin"),
+    *(name for name in NAMES if room_of(name) == "sglang_plugin" and name != OF_HYBRIDS),
 }
 # Lower them when the code does. To raise one needs a reason.
-MOST_REACHED_LINES = 30_131
+MOST_REACHED_LINES = 29_300
 MOST_PER_1000_LINES = {ast.Raise: 12.2, ast.ExceptHandler: 4.1}
 
 

@@ -8,7 +8,8 @@ checksums of the weights a server holds; receiving weights with a time limit, al
 learner's memory; a weight version for every sampled token; sampling masks of several answers to a
 prompt; memory that a sleeping server gives back, and a KV cache that takes memory only when it is
 written; weights over HTTP, and access control before all routes (`access.py`). Without a GPU it
-also replaces the kernels of linear attention (`delta_net.py`). Importing this package does nothing.
+also replaces the kernels of linear attention, which only hybrids call and import (`delta_net.py`).
+Importing this package does nothing.
 """
 
 
@@ -71,7 +72,7 @@ def add_hooks() -> list[str]:
     """Register this package's hooks; return the names of the functions they replace or wrap."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from qurl_megatron.sglang_plugin import delta_net, memory, platform, routes, sampling, weights
+    from qurl_megatron.sglang_plugin import memory, platform, routes, sampling, weights
 
     replacements = {
         "utils.weight_checker.WeightChecker._compute_checksum": weights.compute_checksum,
@@ -107,7 +108,7 @@ def add_hooks() -> list[str]:
     if activate_cpu_platform():
         hooks += [
             (f"sglang.kernels.ops.{name}", function, HookType.REPLACE)
-            for name, function in delta_net.KERNELS.items()
+            for name, function in platform.kernels().items()
         ]
     for hook in hooks:
         HookRegistry.register(*hook)

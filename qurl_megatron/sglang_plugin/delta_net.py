@@ -2,7 +2,7 @@
 
 Without a GPU, SGLang's backend for hybrid models stays as it is, with its pools of states, its
 prefix cache and its bookkeeping. Only its Triton functions are replaced, one by one and with the
-same arguments (`KERNELS`). A sequence has a slot in two pools of each DeltaNet layer:
+same arguments (`platform.KERNELS`). A sequence has a slot in two pools of each DeltaNet layer:
 
     convolution   [slots, channels, width - 1]                       inputs of its last tokens
     state         [slots, value heads, value channels, key channels] float32
@@ -12,7 +12,7 @@ one token of each sequence. With `mamba_radix_cache_strategy=extra_buffer`, SGLa
 slots: of prompts at the last multiple of 64 tokens, so completions of one prompt share its state.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -213,18 +213,3 @@ def keep_states(
     source, target = cache_indices[mask].long(), track_indices[mask].long()
     for pool in (conv_states, states):
         pool[:, target] = pool[:, source]
-
-
-KERNELS: dict[str, Callable[..., Any]] = {
-    "attention.fla.chunk.chunk_gated_delta_rule": extend,
-    "attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": decode,
-    "attention.fla.layernorm_gated.layernorm_fn": gated_norm,
-    "attention.linear.fused_gdn_gating.fused_gdn_gating": gates,
-    "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": split_projections,
-    "elementwise.elementwise.fused_gate_sigmoid_mul_add": add_shared_expert,
-    "elementwise.elementwise.fused_sigmoid_mul": gated_attention,
-    "mamba.causal_conv1d_triton.causal_conv1d_fn": convolve_prompts,
-    "mamba.causal_conv1d_triton.causal_conv1d_update": convolve_tokens,
-    "mamba.mamba_state_scatter_triton.track_mamba_states_all_layers": keep_states,
-}
-"""By the names in `sglang.kernels.ops` that they replace. Only hybrid models call them."""

@@ -8,13 +8,31 @@ imports this module to define it.
 
 import gc
 from collections.abc import Callable
-from functools import partialmethod
+from functools import cache, partialmethod
+from pkgutil import resolve_name
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
 from qurl_megatron.machine.memory import trim_heap
+
+# Triton functions that only hybrid models call, by their names in `sglang.kernels.ops`, and the
+# functions of `delta_net.py` that replace them.
+KERNELS = {
+    "attention.fla.chunk.chunk_gated_delta_rule": "extend",
+    "attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": "decode",
+    "attention.fla.layernorm_gated.layernorm_fn": "gated_norm",
+    "attention.linear.fused_gdn_gating.fused_gdn_gating": "gates",
+    "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": (
+        "split_projections"
+    ),
+    "elementwise.elementwise.fused_gate_sigmoid_mul_add": "add_shared_expert",
+    "elementwise.elementwise.fused_sigmoid_mul": "gated_attention",
+    "mamba.causal_conv1d_triton.causal_conv1d_fn": "convolve_prompts",
+    "mamba.causal_conv1d_triton.causal_conv1d_update": "convolve_tokens",
+    "mamba.mamba_state_scatter_triton.track_mamba_states_all_layers": "keep_states",
+}
 
 
 class CpuPlatform(CpuSRTPlatform):
@@ -125,3 +143,21 @@ def keep_model_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
     but only SGLang's own CPU engine can load weights into the padded shapes.
     """
     return model_config
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """Return what replaces each of `KERNELS`; `delta_net.py` is imported at the first call."""
+
+    def late(name: str) -> Callable[..., Any]:
+        def kernel(*given: Any, **named: Any) -> Any:
+            return _of_hybrids(name)(*given, **named)
+
+        kernel.__name__ = name
+        return kernel
+
+    return {kernel: late(name) for kernel, name in KERNELS.items()}
+
+
+@cache
+def _of_hybrids(name: str) -> Any:
+    return resolve_name(f"{__package__}.delta_net:{name}")
