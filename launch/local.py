@@ -15,9 +15,9 @@ from qurl_megatron import device
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.bad_input import exit_on_bad_input
+from qurl_megatron.launch.owner import claim, how_to_resume
 from qurl_megatron.launch.placement import plan_here
 from qurl_megatron.launch.servers import Attempt, claimed_servers
-from qurl_megatron.launch.status import claim, how_to_resume
 from qurl_megatron.launch.supervisor import Signals, supervise
 from qurl_megatron.machine.environment import NO_THREADS
 from qurl_megatron.machine.output import outlive_output

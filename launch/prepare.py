@@ -26,11 +26,11 @@ from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
 from qurl_megatron.config.text import Given, leaf_values, load, save, with_overrides
 from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
 from qurl_megatron.files import read_json_object, write_whole
+from qurl_megatron.launch.owner import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
 from qurl_megatron.launch.settle import SETTLED, choose_scale, settle, settle_steps
 from qurl_megatron.launch.sources import accept_new_places, find_sources, make_paths_absolute
-from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory.disk import check_disk
 from qurl_megatron.memory.host import check_host, check_shared_memory, check_workers

@@ -48,12 +48,13 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.device import machine_memory_bytes
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.launch.bad_input import exit_on_bad_input
+from qurl_megatron.launch.owner import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
 from qurl_megatron.launch.preflight import limit_s, summarize
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.recipe import STDIN
 from qurl_megatron.launch.servers import Attempt, RestartLimit, claimed_servers
-from qurl_megatron.launch.status import JOB_SCRIPT, claim, how_to_resume, is_finished
+from qurl_megatron.launch.status import is_finished
 from qurl_megatron.launch.supervisor import START_FAILED
 from qurl_megatron.machine.disk import write_bytes_per_s
 from qurl_megatron.machine.environment import NO_THREADS

@@ -33,11 +33,11 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
 from qurl_megatron.config.text import Given, with_overrides
-from qurl_megatron.launch import code_copy, experiment, local, nemo, status
+from qurl_megatron.launch import code_copy, experiment, local, nemo, owner, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
+from qurl_megatron.launch.owner import claim
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume, prepare_resume_or_new
 from qurl_megatron.launch.recipe import Recipe, load_recipe
-from qurl_megatron.launch.status import claim
 from qurl_megatron.machine import output
 from qurl_megatron.memory import host
 from qurl_megatron.memory.estimate import kv_bytes_per_token
@@ -608,7 +608,7 @@ def test_a_launch_resumes_a_run_only_if_the_recipe_does_not_contradict_it() -> N
         assert again(*given).steps == config.steps
         assert again(*given, "steps=9").steps == 9
         run = f"name={config.name}: {config.run_dir} exists: "
-        ways = f"; choose another name; {status.how_to_resume(config.run_dir)}"
+        ways = f"; choose another name; {owner.how_to_resume(config.run_dir)}"
         with pytest.raises(ConfigError) as refused:
             again(*given, recipe="quickstart_experts")
         first = "it has model_builder=qurl_megatron.recipes.quickstart:build_model, and quickstart_"

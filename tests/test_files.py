@@ -41,7 +41,7 @@ OWN_WAYS = {
     "extensions/elsewhere/serve": "a log, to see that it can be opened",
     "launch/recipe": "YAML, and JSON to see that it can be, in memory",
     "launch/slurm": "the logs of processes",
-    "launch/status": "owner.json, which is locked, and so must stay the same file",
+    "launch/owner": "owner.json, which is locked, and so must stay the same file",
     "model/huggingface": "a file that `write_whole` renames",
     "model/smollm2": "a model, in a directory that the run renames",
     "extensions/planning/scaling": "a file that `write_whole` renames",

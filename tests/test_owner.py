@@ -18,7 +18,7 @@ from qurl_megatron import cli
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import local, slurm
-from qurl_megatron.launch.status import OWNER_FILE, claim, owner_of
+from qurl_megatron.launch.owner import OWNER_FILE, claim, owner_of
 from qurl_megatron.machine.processes import start_ticks
 
 
@@ -75,7 +75,7 @@ def test_a_launcher_is_not_refused_because_somebody_asks_for_the_owner(tmp_path:
 
 def test_a_killed_owner_leaves_the_directory_free(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from qurl_megatron.launch.status import claim\n"
+        "import sys; from pathlib import Path; from qurl_megatron.launch.owner import claim\n"
         "file = claim(Path(sys.argv[1])); print('claimed', flush=True); input()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

@@ -25,7 +25,7 @@ from qurl_megatron import cli
 from qurl_megatron.config import text
 from qurl_megatron.config.schema import UaqConfig
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.launch import experiment, local, status
+from qurl_megatron.launch import experiment, local, owner
 from qurl_megatron.quantization import offline
 from qurl_megatron.recipes import grpo
 from recipe_inputs import good_problems
@@ -100,7 +100,7 @@ def refuse(
 
 def contents(directory: Path) -> dict[str, tuple[int, int]]:
     """Return size and last change of every file but locks, and zeros for every directory."""
-    stats = {path: path.lstat() for path in directory.rglob("*") if path.name != status.OWNER_FILE}
+    stats = {path: path.lstat() for path in directory.rglob("*") if path.name != owner.OWNER_FILE}
     return {
         str(path): (0, 0) if path.is_dir() else (stat.st_size, stat.st_mtime_ns)
         for path, stat in stats.items()

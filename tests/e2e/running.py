@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from e2e import forked
 from qurl_megatron import device
-from qurl_megatron.launch.status import logs_of, newest_attempt
+from qurl_megatron.launch.owner import logs_of, newest_attempt
 from qurl_megatron.launch.supervisor import LEARNER
 from qurl_megatron.learner.checkpoint import read_state
 from qurl_megatron.report.metrics import PHASES
