@@ -13,8 +13,8 @@ import psutil
 from transformers import AutoTokenizer
 
 from qurl_megatron import device
-from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import Config, QuantizationConfig
+from qurl_megatron.config.servers import server_specs
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.launch import servers
 from qurl_megatron.launch.placement import place_servers

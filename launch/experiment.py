@@ -31,8 +31,8 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.data.entries import parts_of
 from qurl_megatron.launch.code_copy import LOGS, PACKAGE, copies, keep_code, place_of, read_code
+from qurl_megatron.launch.nodes import make_plan, smallest_plan
 from qurl_megatron.launch.owner import JOB_SCRIPT, owner_of
-from qurl_megatron.launch.placement import make_plan, smallest_plan
 from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new
 from qurl_megatron.launch.recipe import STDIN, Recipe, default_name, load_recipe, name_prefix
 from qurl_megatron.launch.slurm import time_limit_s

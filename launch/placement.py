@@ -1,7 +1,6 @@
 """Assign GPUs and nodes to the learner ranks and servers of a run.
 
-On one machine: `plan_here`. On the nodes of a Slurm job: `make_plan`. For a job that is not
-submitted yet: `smallest_plan`, which finds how many nodes the run needs.
+On one machine: `plan_here`. `nodes.py` deals a run out to the nodes of a Slurm job.
 """
 
 from __future__ import annotations
@@ -12,18 +11,8 @@ import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from qurl_megatron.config.nodes import (
-    ServerSpec,
-    deal,
-    nodes_of_run,
-    server_sizes,
-    server_specs,
-)
-from qurl_megatron.config.schema import (
-    Config,
-    ConfigError,
-    LearnerConfig,
-)
+from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.servers import ServerSpec, server_specs
 from qurl_megatron.files import write_whole
 from qurl_megatron.machine.network import free_port, make_key
 from qurl_megatron.machine.output import gigabytes
@@ -61,7 +50,7 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
     if not num_gpus:
         return [(spec.set_name, spec.index, 0) for spec in specs]
     if config.rollout.placement == "colocated":
-        return _place_on_learner(config, specs)
+        return place_on_learner(config, specs)
     on_gpu: list[list[str]] = [["learner"][: gpu < world_size] for gpu in range(num_gpus)]
     load = [(1 - LARGEST_SHARE) * len(names) for names in on_gpu]
     placed = []
@@ -84,7 +73,7 @@ def place_servers(config: Config, num_gpus: int) -> list[Placed]:
     return placed
 
 
-def _place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Placed]:
+def place_on_learner(config: Config, specs: Sequence[ServerSpec]) -> list[Placed]:
     """Place colocated servers on the GPUs of the learner, each set from GPU 0 on.
 
     Raises:
@@ -160,16 +149,6 @@ def check_shared_gpus(config: Config, placed: Sequence[Placed], gpu_bytes: int) 
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class NodeGroup:
-    """The nodes of an allocation that have one role."""
-
-    nodes: list[str]
-    het_group: int | None  # index in a heterogeneous job; None: a job of equal nodes
-    cpus: int  # granted on each node
-    gpus: int | None = None  # of each node; not known in a heterogeneous job
-
-
 @dataclasses.dataclass
 class NodePlan:
     """The learner ranks and servers of one node, and the number of GPUs they need."""
@@ -211,107 +190,3 @@ def plan_here(config: Config, num_gpus: int, attempt: int) -> JobPlan:
     servers = place_servers(config, num_gpus)
     node = NodePlan("here", num_gpus, config.learner.world_size, servers, sends=True)
     return JobPlan(make_key(), attempt, "127.0.0.1", free_port(), [node])
-
-
-def make_plan(
-    config: Config,
-    attempt: int,
-    learner_nodes: list[str],
-    rollout_nodes: list[str],
-    port: int,
-    gpus_per_node: int | None = None,
-) -> JobPlan:
-    """Spread ranks evenly over the learner nodes, and servers one by one over all nodes.
-
-    A server beside ranks has GPUs of its own there. Colocated servers have those of the ranks, and
-    `rollout_nodes` is empty.
-
-    Args:
-        gpus_per_node: None for nodes of two kinds; the learner's then have no servers.
-
-    Raises:
-        ConfigError: the ranks do not divide evenly, the servers do not fit, a rollout node would
-            have none, transport=direct is set for servers on other nodes, or a colocated server
-            does not fit on the learner's GPUs of one node.
-    """
-    is_colocated = config.rollout.placement == "colocated"
-    if config.quantization.transport == "direct" and rollout_nodes:
-        raise ConfigError(
-            "quantization.transport=direct: servers of this job are on other nodes than the "
-            "learner; set it to broadcast or auto"
-        )
-    world_size = config.learner.world_size
-    ranks, left = divmod(world_size, len(learner_nodes))
-    if left:
-        raise ConfigError(
-            f"--nodes={len(learner_nodes)} for the learner: its {world_size} ranks do not divide "
-            "evenly over that many nodes"
-        )
-    specs = server_specs(config)
-    if not is_colocated and len(specs) < len(rollout_nodes):
-        raise ConfigError(
-            f"rollout.servers={config.rollout.servers}: {len(rollout_nodes)} rollout nodes need at "
-            f"least as many servers; there are {len(specs)}, the evaluation server included"
-        )
-    senders = {rank // ranks for rank in sending_ranks(config.learner)}
-    nodes = [
-        NodePlan(name, ranks, ranks, sends=number in senders)
-        for number, name in enumerate(learner_nodes)
-    ]
-    nodes += [NodePlan(name, gpus=0) for name in rollout_nodes]
-    if is_colocated:
-        for set_name, index, gpu in _place_on_learner(config, specs):
-            number, first = divmod(gpu, ranks)
-            size = getattr(config, set_name).server.tensor_parallel_size
-            if first + size > ranks:
-                raise ConfigError(
-                    f"{set_name}.server.tensor_parallel_size={size}: with "
-                    "rollout.placement=colocated a server is on the GPUs of one node, and the "
-                    f"learner has {ranks} ranks on each; set it to a divisor of {ranks}"
-                )
-            nodes[number].servers.append((set_name, index, first))
-        return JobPlan(make_key(), attempt, learner_nodes[0], port, nodes)
-    hosts = nodes if gpus_per_node else nodes[len(learner_nodes) :]
-    sizes = server_sizes(config)
-    places = deal(sizes, [node.gpus for node in hosts])
-    for spec, size, (number, first) in zip(specs, sizes, places, strict=True):
-        if gpus_per_node and first + size > gpus_per_node:
-            raise ConfigError(
-                f"--nodes={len(nodes)}: too few; nodes of {gpus_per_node} GPUs do not hold the "
-                f"learner's {world_size} ranks and servers of {sum(sizes)} GPUs"
-            )
-        hosts[number].servers.append((spec.set_name, spec.index, first))
-        hosts[number].gpus = max(hosts[number].gpus, first + size)
-    return JobPlan(make_key(), attempt, learner_nodes[0], port, nodes)
-
-
-def sending_ranks(learner: LearnerConfig) -> list[int]:
-    """Return the ranks that send weights to the servers: the first of each team (`gather.py`)."""
-    stage = learner.world_size // learner.pipeline_parallel_size
-    step = learner.expert_tensor_parallel_size
-    firsts = range(0, step * learner.expert_parallel_size, step)
-    return [start + first for start in range(0, learner.world_size, stage) for first in firsts]
-
-
-def smallest_plan(
-    config: Config, gpus_per_node: int, *, heterogeneous: bool = False
-) -> tuple[list[NodePlan], list[NodePlan]]:
-    """Return the nodes of the learner and the further ones of `nodes_of_run`, with their parts.
-
-    Raises:
-        ConfigError: there is no server, one needs more than a node, or the learner's ranks do not
-            divide evenly over nodes.
-    """
-    if not server_specs(config):
-        raise ConfigError(
-            "rollout.servers=0: a Slurm job has at least one server of its own; set it to 1, or "
-            "evaluate something"
-        )
-    numbers = nodes_of_run(config, gpus_per_node, heterogeneous=heterogeneous)
-    learner, rollout = (
-        [f"{side}{number}" for number in range(count)]
-        for side, count in zip(("learner", "rollout"), numbers, strict=True)
-    )
-    of_all = None if heterogeneous else gpus_per_node
-    nodes = make_plan(config, 0, learner, rollout, port=0, gpus_per_node=of_all).nodes
-    return nodes[: len(learner)], nodes[len(learner) :]

@@ -19,8 +19,8 @@ from functools import cached_property
 from pathlib import Path
 
 from qurl_megatron.config.extensions import needed
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import Config
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.launch.owner import logs_of, newest_attempt
 from qurl_megatron.machine.network import make_key
 from qurl_megatron.machine.output import tail

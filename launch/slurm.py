@@ -48,8 +48,9 @@ from qurl_megatron.config.schema import STOPPED_EARLY, Config, ConfigError
 from qurl_megatron.device import machine_memory_bytes
 from qurl_megatron.files import read_json_lines, write_whole
 from qurl_megatron.launch.bad_input import exit_on_bad_input
+from qurl_megatron.launch.nodes import NodeGroup, make_plan
 from qurl_megatron.launch.owner import JOB_SCRIPT, claim, how_to_resume
-from qurl_megatron.launch.placement import JobPlan, NodeGroup, make_plan
+from qurl_megatron.launch.placement import JobPlan
 from qurl_megatron.launch.preflight import limit_s, summarize
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.recipe import STDIN

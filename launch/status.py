@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import ConfigError
+from qurl_megatron.config.servers import server_specs
 from qurl_megatron.config.text import load
 from qurl_megatron.files import read_json_lines, read_json_object
 from qurl_megatron.launch.owner import (

@@ -32,8 +32,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qurl_megatron import device
-from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, ConfigError
+from qurl_megatron.config.servers import server_specs
 from qurl_megatron.config.text import load
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers

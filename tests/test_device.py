@@ -11,8 +11,8 @@ import torch
 
 from distributed import run_ranks
 from qurl_megatron import device
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ConfigError, ServerConfig
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.machine import gpus
 from qurl_megatron.rollout.start import start

@@ -23,7 +23,6 @@ from typer.testing import CliRunner
 from qurl_megatron.cli import app
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import DGX_H100, Node
-from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import (
     STOPPED_EARLY,
     Config,
@@ -32,6 +31,7 @@ from qurl_megatron.config.schema import (
     ScoringConfig,
 )
 from qurl_megatron.config.server_options import CONTEXT_RESERVE
+from qurl_megatron.config.servers import server_specs
 from qurl_megatron.config.text import Given, with_overrides
 from qurl_megatron.launch import code_copy, experiment, local, nemo, owner, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.gpu import timing
 from qurl_megatron import device
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ConfigError, ServerConfig
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.rollout.start import environment, start
 

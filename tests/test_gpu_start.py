@@ -11,9 +11,9 @@ import pytest
 from transformers import Qwen2Config
 
 import stub_driver
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.server_options import command_line
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.launch.recipe import load_recipe, recipe_names
 from qurl_megatron.rollout import start
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from qurl_megatron.cli import app
 from qurl_megatron.config.keep import fused_layers, kept_layers, layers_of
-from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import Config, ConfigError
+from qurl_megatron.config.servers import server_specs
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.memory import estimate as memory
 from qurl_megatron.model.architecture import Architecture

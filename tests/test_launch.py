@@ -16,7 +16,6 @@ import pytest
 from safetensors.torch import load_file
 
 from qurl_megatron.config.gpus import DGX_H100
-from qurl_megatron.config.nodes import server_specs
 from qurl_megatron.config.schema import (
     STOPPED_EARLY,
     Config,
@@ -25,14 +24,10 @@ from qurl_megatron.config.schema import (
     RolloutConfig,
     ServerConfig,
 )
+from qurl_megatron.config.servers import server_specs
 from qurl_megatron.launch import local, slurm, supervisor
-from qurl_megatron.launch.placement import (
-    JobPlan,
-    NodeGroup,
-    NodePlan,
-    make_plan,
-    smallest_plan,
-)
+from qurl_megatron.launch.nodes import NodeGroup, make_plan, smallest_plan
+from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.machine.disk import write_bytes_per_s

@@ -20,7 +20,8 @@ import pytest
 from distributed import rank_context
 from qurl_megatron.config.schema import Config, LearnerConfig, RolloutConfig, ServerConfig
 from qurl_megatron.launch import preflight, slurm
-from qurl_megatron.launch.placement import JobPlan, NodeGroup, NodePlan, make_plan
+from qurl_megatron.launch.nodes import NodeGroup, make_plan
+from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.preflight import Report, problems, rounds, summarize
 from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.machine.network import free_port

@@ -27,7 +27,7 @@ from qurl_megatron.config.schema import (
     UaqConfig,
     WeightFormat,
 )
-from qurl_megatron.launch.placement import sending_ranks
+from qurl_megatron.launch.nodes import sending_ranks
 from qurl_megatron.learner.learner import Learner, NonFinite, Source
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.quantization import quantize, uaq

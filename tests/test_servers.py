@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from qurl_megatron.config.nodes import ServerSpec, server_specs
 from qurl_megatron.config.schema import Config, ServerConfig
+from qurl_megatron.config.servers import ServerSpec, server_specs
 from qurl_megatron.config.text import save
 from qurl_megatron.launch import servers, status
 from qurl_megatron.launch.servers import MAX_RESTARTS, Attempt, Servers

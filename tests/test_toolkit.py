@@ -11,8 +11,8 @@ import pytest
 import stub_driver
 from qurl_megatron import device
 from qurl_megatron.commands import doctor
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ConfigError, ServerConfig
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.rollout import toolkit
 from qurl_megatron.rollout.start import environment
 

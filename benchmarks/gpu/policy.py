@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 
 from qurl_megatron import device
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.learner.cpu_runtime import megatron_runtime
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.server import Server

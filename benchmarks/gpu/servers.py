@@ -34,13 +34,13 @@ import httpx
 from benchmarks.gpu import policy, record, timing
 from benchmarks.shards import random_learner
 from qurl_megatron import device
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     FormatName,
     QuantizationConfig,
     ServerConfig,
 )
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.rollout.fleet import Fleet

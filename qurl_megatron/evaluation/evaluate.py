@@ -29,7 +29,6 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.config.extensions import needed
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -44,6 +43,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
     with_group_size,
 )
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.config.text import leaf_values
 from qurl_megatron.config.validate import (
     check_agent,

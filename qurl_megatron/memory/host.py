@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from qurl_megatron import device
-from qurl_megatron.config.nodes import ServerSpec, server_specs
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.server_options import states_per_request, tokens_of_requests
+from qurl_megatron.config.servers import ServerSpec, server_specs
 from qurl_megatron.config.validate import validate
 from qurl_megatron.machine.memory import LEAST_SHARED_BYTES, lack_of_shared_memory
 from qurl_megatron.machine.output import gigabytes

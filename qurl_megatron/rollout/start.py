@@ -16,7 +16,6 @@ import psutil
 
 from qurl_megatron import device
 from qurl_megatron.config.keep import kept_layers, layers_of
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.server_options import (
     CONTEXT_RESERVE,
@@ -24,6 +23,7 @@ from qurl_megatron.config.server_options import (
     states_per_request,
     tokens_of_requests,
 )
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.config.validate import check_weight_format
 from qurl_megatron.files import write_whole
 from qurl_megatron.machine.environment import NO_THREADS, scratch_directory

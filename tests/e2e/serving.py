@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 
 from e2e.reference import Weights
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import PauseMode, ServerConfig, WeightFormat
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.machine.network import free_port
 from qurl_megatron.quantization.checksum import checksum, combine

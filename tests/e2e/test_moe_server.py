@@ -21,8 +21,8 @@ from e2e.serving import (
     launched,
 )
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.quantization.offline import quantize_directory
 from qurl_megatron.rollout.start import running

@@ -23,8 +23,8 @@ from e2e.serving import (
     joined,
     launched,
 )
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import ServerConfig, WeightFormat
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.rollout.fleet import FleetTooSmall
 from qurl_megatron.rollout.server import ServerFailed

@@ -21,13 +21,13 @@ from transformers import AutoTokenizer
 from batches import score
 from e2e.reference import Reference
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     LearnerConfig,
     OptimizerConfig,
     QuantizationConfig,
     ServerConfig,
 )
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.quantization.checksum import checksum, combine
 from qurl_megatron.rollout.client import RolloutClient

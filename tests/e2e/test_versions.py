@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from e2e.reference import NEARER, MixedReference, Reference, Weights
 from e2e.serving import START_TIMEOUT_S, wait_for_tokens
 from qurl_megatron.algorithm.batch import Completion, Prompt
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     LearnerConfig,
     OptimizerConfig,
@@ -23,6 +22,7 @@ from qurl_megatron.config.schema import (
     QuantizationConfig,
     ServerConfig,
 )
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.config.values import OptionValue
 from qurl_megatron.learner.learner import Learner
 from qurl_megatron.rollout.client import RolloutClient

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 
 from qurl_megatron.config.keep import kept_layers
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     ConfigError,
     FormatName,
@@ -22,6 +21,7 @@ from qurl_megatron.config.schema import (
     WeightFormat,
     with_group_size,
 )
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.config.validate import check_group_size, validate_server
 from qurl_megatron.config.values import Count, GroupSize, Place, Seed, Text
 from qurl_megatron.extensions.elsewhere.key import read_key

@@ -30,8 +30,8 @@ from described import KEPT, KEY, config_of, description
 from answering import Address, nothing, saying, server_that
 from fleets import wait_for
 from qurl_megatron import cli
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import Config, ConfigError, ServerConfig
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.extensions.elsewhere import claims, key, serve
 from qurl_megatron.extensions.elsewhere import servers as elsewhere

@@ -13,7 +13,7 @@ from qurl_megatron.config.text import with_overrides
 from qurl_megatron.extensions.planning import job
 from qurl_megatron.extensions.planning.job import idle_gpus, objections, objections_to_limit
 from qurl_megatron.extensions.planning.plan import Plan, most_servers, plan
-from qurl_megatron.launch.placement import smallest_plan
+from qurl_megatron.launch.nodes import smallest_plan
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.recipes import dapo_aime, quickstart, scaling_32b
 

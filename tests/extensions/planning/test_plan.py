@@ -23,7 +23,7 @@ from qurl_megatron.extensions.planning.page import PUBLISHED
 from qurl_megatron.extensions.planning.plan import REMEDIES, Plan, largest_part
 from qurl_megatron.extensions.planning.scaling import planned_row
 from qurl_megatron.extensions.planning.step_time import GLOO_BYTES_PER_S
-from qurl_megatron.launch.placement import smallest_plan
+from qurl_megatron.launch.nodes import smallest_plan
 from qurl_megatron.memory.estimate import (
     published_by_stage,
     rollout_weights,

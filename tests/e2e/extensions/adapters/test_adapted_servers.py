@@ -17,7 +17,6 @@ from batches import score
 from e2e.running import QUICK, Start, metrics_of
 from extensions.adapters.adapters_reference import ALPHA, RANK, write_b
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     AdaptersConfig,
     LearnerConfig,
@@ -25,6 +24,7 @@ from qurl_megatron.config.schema import (
     QuantizationConfig,
     ServerConfig,
 )
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.extensions.adapters.layers import Adapters
 from qurl_megatron.extensions.adapters.learner import AdaptedLearner
 from qurl_megatron.report.record import list_checkpoints

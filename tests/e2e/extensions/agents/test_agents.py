@@ -19,7 +19,6 @@ from conversations import DROPS_THOUGHTS, VOCABULARY, chat_tokenizer
 from e2e.extensions.agents import talker
 from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, pack
 from qurl_megatron.algorithm.objective import mismatch_sums, rollout_statistics
-from qurl_megatron.config.nodes import ServerSpec
 from qurl_megatron.config.schema import (
     FormatName,
     LearnerConfig,
@@ -28,6 +27,7 @@ from qurl_megatron.config.schema import (
     SamplingConfig,
     ServerConfig,
 )
+from qurl_megatron.config.servers import ServerSpec
 from qurl_megatron.extensions.agents.client import AgentClient
 from qurl_megatron.extensions.agents.pool import Agents
 from qurl_megatron.learner.learner import Learner
