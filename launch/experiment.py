@@ -33,8 +33,9 @@ from qurl_megatron.data.entries import parts_of
 from qurl_megatron.launch.code_copy import LOGS, PACKAGE, copies, keep_code, place_of, read_code
 from qurl_megatron.launch.nodes import make_plan, smallest_plan
 from qurl_megatron.launch.owner import JOB_SCRIPT, owner_of
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume_or_new
+from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.launch.recipe import STDIN, Recipe, default_name, load_recipe, name_prefix
+from qurl_megatron.launch.resume import prepare_resume_or_new
 from qurl_megatron.launch.slurm import time_limit_s
 from qurl_megatron.launch.sources import snapshots, sources
 from qurl_megatron.launch.status import slurm_jobs

@@ -1,9 +1,9 @@
 """Settle and check a run, then create or update its directory.
 
-`prepare_new` is for a new run, `prepare_resume` for an existing one, `prepare_resume_or_new` for
-either. They return the run's configuration and the summary of its data. They raise
-ArchitectureError, ConfigError or DataError, whose text is one line: what is wrong, where, and what
-would be right. What the fields leave open is decided in `settle`.
+`prepare_new` is for a new run; those of `resume.py` are for one that exists. They return the run's
+configuration and the summary of its data. They raise ArchitectureError, ConfigError or DataError,
+whose text is one line: what is wrong, where, and what would be right. What the fields leave open is
+decided in `settle`.
 
 With `writes=False` they only check. With `asks_servers=False` the run starts later or elsewhere:
 they neither ask the servers of `rollout.servers_at` nor compare the base under adapters.
@@ -11,34 +11,28 @@ they neither ask the servers of `rollout.servers_at` nor compare the base under 
 
 import dataclasses
 import difflib
-import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
-from qurl_megatron.config.text import Given, leaf_values, load, save, with_overrides
-from qurl_megatron.config.validate import check_weight_format, validate, validate_resume
+from qurl_megatron.config.text import save
+from qurl_megatron.config.validate import check_weight_format, validate
 from qurl_megatron.files import read_json_object, write_whole
-from qurl_megatron.launch.owner import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.launch.placement import check_shared_gpus, place_servers
-from qurl_megatron.launch.recipe import BASIS, Recipe, default_name, load_recipe, run_function
-from qurl_megatron.launch.settle import SETTLED, choose_scale, settle, settle_steps
-from qurl_megatron.launch.sources import accept_new_places, find_sources, make_paths_absolute
+from qurl_megatron.launch.recipe import Recipe, default_name, load_recipe, run_function
+from qurl_megatron.launch.settle import choose_scale, settle, settle_steps
+from qurl_megatron.launch.sources import find_sources, make_paths_absolute
 from qurl_megatron.machine.output import qurl_command
 from qurl_megatron.memory.disk import check_disk
 from qurl_megatron.memory.host import check_host, check_shared_memory, check_workers
 from qurl_megatron.model import hub
 from qurl_megatron.report.metrics import OF_EVALUATION, StepMetrics, measures
-from qurl_megatron.report.record import check_run, list_checkpoints
-
-OF_DIRECTORY = ("name", "output_dir", "recipe_file")
 
 
 def prepare_new(
@@ -71,7 +65,7 @@ def prepare_new(
     with tempfile.TemporaryDirectory() as scratch:
         built = Path(scratch) / "model"
         train = find_or_build(read, built)
-        data_summary = _check(config, read.given, num_gpus, node, asks_servers)
+        data_summary = check_and_settle(config, read.given, num_gpus, node, asks_servers)
         if writes:
             if num_gpus == 0:
                 check_host(config)
@@ -84,7 +78,7 @@ def prepare_new(
                     shutil.copymode(built / "config.json", path)
                 shutil.move(built, config.model)
             make_paths_absolute(config)
-            _write(config, data_summary)
+            write_files(config, data_summary)
     return config, data_summary
 
 
@@ -103,125 +97,13 @@ def find_or_build(read: Recipe, built: Path) -> Any:
     return run_function(config.model_builder, built, config.seed)
 
 
-def prepare_resume(
-    run_dir: Path,
-    overrides: Sequence[str | Given],
-    num_gpus: int | None = None,
-    *,
-    node: Node | None = None,
-    writes: bool = True,
-    asks_servers: bool = True,
-) -> tuple[Config, str]:
-    """Apply overrides to an existing run, and write its config.yaml and data.txt.
-
-    The run's directory may have been moved or renamed. An override may give the new place of a
-    model or of data that is no longer where it was. `num_gpus` and `node` are as for
-    `prepare_new`.
-
-    If a file of the base under a checkpoint's adapters was touched since, the base is read and
-    quantized whole, to compare its hash: on one core 1.5 s per GB of a BF16 model for INT8, and 6 s
-    for INT4.
-    """
-    check_run(run_dir)
-    if run_dir.name in ("", ".."):  # the directory's name becomes the run's
-        run_dir = run_dir.resolve()
-    with claim(run_dir) if writes else nullcontext():
-        saved = load(run_dir / "config.yaml")
-        was_built = Path(saved.model).parts[-2:] == (saved.name, "model")
-        if was_built and (run_dir / "model").is_dir():
-            saved.model = str(run_dir / "model")  # the recipe built it in the run's directory
-        saved.output_dir, saved.name = str(run_dir.parent), run_dir.name
-        config = with_overrides(saved, overrides)
-        find_sources(config, saved)
-        for each in (saved, config):
-            make_paths_absolute(each)
-        accept_new_places(saved, config)
-        validate_resume(saved, config)
-        newest = max(list_checkpoints(run_dir), default=None)
-        given = [
-            each.partition("=")[0] if isinstance(each, str) else each.path for each in overrides
-        ]
-        data_summary = _check(
-            config, given, num_gpus, node, asks_servers, resumes=True, newest=newest
-        )
-        done = int(newest.name.removeprefix("step_")) if newest else 0
-        if config.steps < done:
-            raise ConfigError(f"steps={config.steps}: the run has done {done}; give more")
-        if newest and config.adapters.rank and asks_servers:
-            files = needed("adapters", "files", by=f"adapters.rank={config.adapters.rank}")
-            files.check_base(config, newest, saved.model)
-        if writes:
-            if num_gpus == 0:
-                check_host(config)
-            _write(config, data_summary)
-    return config, data_summary
-
-
-def prepare_resume_or_new(
-    recipe: str | Recipe, node: Node, script: str = "", **how: bool
-) -> tuple[Config, str]:
-    """Resume the named run, or create it, for a job on such nodes; `how` has both's options.
-
-    The fields that the recipe's user has given change a run that exists, as those of
-    `prepare_resume` do. The rest of the recipe must be as the run has it, unless `script` is that
-    of the run's last job, which has nothing new to say.
-    """
-    read = load_recipe(recipe)
-    if not read.config.name:
-        raise ConfigError("name=: missing; a job needs it to find its run after a restart")
-    run_dir = read.config.run_dir
-    if (run_dir / "config.yaml").is_file():
-        values = leaf_values(read.config)
-        given = [Given(field, values[field]) for field in read.given - {"name", "output_dir"}]
-        last = run_dir / JOB_SCRIPT
-        try:
-            if not (script and last.exists() and last.read_text() == script):
-                check_as_saved(read, load(run_dir / "config.yaml"))
-            return prepare_resume(run_dir, given, node=node, **how)
-        except ConfigError as error:
-            raise ConfigError(
-                f"name={run_dir.name}: {run_dir} exists: {error}; choose another name; "
-                f"{how_to_resume(run_dir)}"
-            ) from None
-    if run_dir.exists():
-        raise ConfigError(f"name={run_dir.name}: {run_dir} exists and is not a run")
-    return prepare_new(read, [], node=node, **how)
-
-
-def check_as_saved(recipe: Recipe, saved: Config) -> None:
-    """Check that a recipe has the values of an existing run in the fields that are not given.
-
-    Raises:
-        ConfigError: it has not; the message names the first field.
-    """
-    config = with_overrides(recipe.config, [])
-    choose_scale(config, recipe.given)
-    before = leaf_values(saved)
-    for field, value in leaf_values(config).items():
-        is_open = value == "" or (field in SETTLED and value == SETTLED[field])
-        is_open |= field == "steps" and config.epochs > 0
-        if field not in {*recipe.given, *OF_DIRECTORY} and not is_open and value != before[field]:
-            package = recipe.package or BASIS
-            raise ConfigError(f"it has {field}={before[field]}, and {package} {value}")
-
-
-def _write(config: Config, data_summary: str) -> None:
+def write_files(config: Config, data_summary: str) -> None:
+    """Write the run's config.yaml and data.txt."""
     save(config, config.run_dir / "config.yaml")
     write_whole(config.run_dir / "data.txt", data_summary)
 
 
-def warn_of_pickles(directory: Path) -> None:
-    """Print a line if a run or a checkpoint belongs to another user, whose code it may hold."""
-    user = directory.stat().st_uid if directory.exists() else 0
-    if user not in (0, os.getuid()):
-        print(
-            f"qurl: {directory} belongs to user {user}: its checkpoints hold pickles, which can "
-            "run any program when they are read; go on only if you trust that user",
-            file=sys.stderr,
-        )
-
-
-def _check(
+def check_and_settle(
     config: Config,
     given: Collection[str],
     num_gpus: int | None,

@@ -52,8 +52,8 @@ from qurl_megatron.launch.nodes import NodeGroup, make_plan
 from qurl_megatron.launch.owner import JOB_SCRIPT, claim, how_to_resume
 from qurl_megatron.launch.placement import JobPlan
 from qurl_megatron.launch.preflight import limit_s, summarize
-from qurl_megatron.launch.prepare import prepare_resume_or_new
 from qurl_megatron.launch.recipe import STDIN
+from qurl_megatron.launch.resume import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt, RestartLimit, claimed_servers
 from qurl_megatron.launch.status import is_finished
 from qurl_megatron.launch.supervisor import START_FAILED

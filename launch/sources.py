@@ -1,6 +1,5 @@
 """The models, adapters and data that a run reads: their names, paths, and new places."""
 
-import glob
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def sources(config: Config) -> dict[str, str]:
     }
 
 
-def _change_sources(config: Config, change: Callable[[str, str], str]) -> None:
+def change_sources(config: Config, change: Callable[[str, str], str]) -> None:
     """Replace each of `sources` by what a function returns for field and source."""
     changed = [change(field, source) for field, source in sources(config).items()]
     config.model, config.critic.model, config.adapters.init, config.data, *data = changed
@@ -49,7 +48,7 @@ def find_sources(config: Config, saved: Config) -> None:
             return hub.local_model(source, before[field], hub.TOKENIZER)
         return source if field in DIRECTORIES else local_data(source, before.get(field, ""))
 
-    _change_sources(config, find)
+    change_sources(config, find)
     prompts = config.prompts
     prompts.chat_template = read_template(prompts.chat_template, Path(config.model))
 
@@ -72,7 +71,7 @@ def make_paths_absolute(config: Config) -> None:
         parts = [source] if field in DIRECTORIES else parts_of(source)
         return ",".join(map(_absolute, parts))
 
-    _change_sources(config, change)
+    change_sources(config, change)
     config.rollout.servers_key_file = _absolute(config.rollout.servers_key_file)
     config.reward = ",".join(map(absolute, config.rewards))
     for by_name in (config.scoring.by_source, config.evaluation.reward_of):
@@ -85,21 +84,3 @@ def make_paths_absolute(config: Config) -> None:
 def _absolute(path: str) -> str:
     """Return a path as an absolute one; a generated task and an empty path as they are."""
     return str(Path(path).absolute()) if path and not path.startswith(REASONING_GYM) else path
-
-
-def accept_new_places(saved: Config, config: Config) -> None:
-    """Take over from `config` the place of each model and data source that is gone in `saved`."""
-    new = sources(config)
-    _change_sources(
-        saved, lambda field, source: source if _exists(source) else new.get(field, source)
-    )
-
-
-def _exists(source: str) -> bool:
-    """Return whether a model or data source is there; DIR of DIR:SPLIT counts."""
-    return all(
-        part.startswith(REASONING_GYM)
-        or any(glob.glob(path) for path in (part, part.partition(":")[0]))
-        or Path(part).exists()
-        for part in parts_of(source)
-    )

@@ -1,7 +1,6 @@
 """Tell what works on a run and how far it has come, from its directory and Slurm's queue."""
 
 import math
-import os
 import shutil
 import subprocess
 import time
@@ -98,19 +97,6 @@ def is_finished(run_dir: Path) -> bool:
         for name, value in summary.get("reached", {}).items()
     )
     return summary["steps"] >= config.steps or is_out_of_time or has_reached
-
-
-def check_not_of_slurm(run_dir: Path) -> None:
-    """Check that a run is not one of Slurm jobs, or that this is one.
-
-    Raises:
-        ConfigError: it is; this machine, such as a login node, may not be made for it.
-    """
-    if (run_dir / JOB_SCRIPT).exists() and "SLURM_JOB_ID" not in os.environ:
-        raise ConfigError(
-            f"{run_dir}: Slurm jobs train this run; {how_to_resume(run_dir)}; to run it on this "
-            "machine, add --here"
-        )
 
 
 def server_counts(run_dir: Path) -> str:

@@ -17,13 +17,9 @@ from qurl_megatron.config.schema import ConfigError, UaqConfig
 from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.evaluation import evaluate
 from qurl_megatron.evaluation.evaluate import EvalConfig
-from qurl_megatron.launch.prepare import (
-    check_as_saved,
-    prepare_new,
-    prepare_resume,
-    warn_of_pickles,
-)
+from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.launch.recipe import load_recipe
+from qurl_megatron.launch.resume import check_as_saved, prepare_resume, warn_of_pickles
 from qurl_megatron.recipes import grpo, quickstart
 from qurl_megatron.rollout.server import ServerFailed
 from recipe_inputs import RECIPES, good_problems, write_inputs

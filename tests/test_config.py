@@ -25,6 +25,7 @@ from command_configs import COMMAND_CONFIGS
 from qurl_megatron.config.gpus import H100
 from qurl_megatron.config.older import MOVED
 from qurl_megatron.config.other_names import OTHER_NAMES
+from qurl_megatron.config.resume import _FIXED, validate_resume
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -43,7 +44,7 @@ from qurl_megatron.config.text import (
     save,
     with_overrides,
 )
-from qurl_megatron.config.validate import _FIXED, validate, validate_resume, validate_server
+from qurl_megatron.config.validate import validate, validate_server
 from qurl_megatron.evaluation.evaluate import EvalConfig
 from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
 from qurl_megatron.launch.recipe import load_recipe

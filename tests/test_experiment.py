@@ -36,8 +36,9 @@ from qurl_megatron.config.text import Given, with_overrides
 from qurl_megatron.launch import code_copy, experiment, local, nemo, owner, status
 from qurl_megatron.launch.experiment import Job, JobOptions, job_script, launch, named_runs
 from qurl_megatron.launch.owner import claim
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume, prepare_resume_or_new
+from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.launch.recipe import Recipe, load_recipe
+from qurl_megatron.launch.resume import prepare_resume, prepare_resume_or_new
 from qurl_megatron.machine import output
 from qurl_megatron.memory import host
 from qurl_megatron.memory.estimate import kv_bytes_per_token

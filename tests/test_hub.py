@@ -19,7 +19,8 @@ from qurl_megatron.config.text import load
 from qurl_megatron.data.entries import DataError
 from qurl_megatron.data.problems import local_data, read_problems
 from qurl_megatron.launch import experiment
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import prepare_new
+from qurl_megatron.launch.resume import prepare_resume
 from qurl_megatron.launch.sources import snapshots
 from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.model.hub import TOKENIZER, local_model

@@ -28,7 +28,7 @@ from qurl_megatron.config.servers import server_specs
 from qurl_megatron.launch import local, slurm, supervisor
 from qurl_megatron.launch.nodes import NodeGroup, make_plan, smallest_plan
 from qurl_megatron.launch.placement import JobPlan, NodePlan
-from qurl_megatron.launch.prepare import prepare_resume_or_new
+from qurl_megatron.launch.resume import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
 from qurl_megatron.machine.disk import write_bytes_per_s
 from qurl_megatron.machine.environment import NO_THREADS

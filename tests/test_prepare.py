@@ -23,7 +23,8 @@ from qurl_megatron.config.text import load
 from qurl_megatron.data.entries import DataError
 from qurl_megatron.data.prompts import PromptStream, load_prompts
 from qurl_megatron.launch import local, slurm
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import prepare_new
+from qurl_megatron.launch.resume import prepare_resume
 from qurl_megatron.launch.sources import make_paths_absolute
 from qurl_megatron.machine import memory
 from qurl_megatron.machine.output import qurl_command

@@ -22,8 +22,9 @@ from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import load, with_overrides
 from qurl_megatron.launch import experiment
 from qurl_megatron.launch.experiment import JobOptions, launch
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.launch.recipe import default_name, load_recipe, recipe_names
+from qurl_megatron.launch.resume import prepare_resume
 from qurl_megatron.recipes import grpo, quickstart
 from recipe_inputs import RECIPES
 

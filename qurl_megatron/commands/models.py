@@ -35,7 +35,7 @@ def export(
     destination: NewDirectory,
 ) -> Iterator[int]:
     """Export a checkpoint as a Hugging Face directory, without UAQ's scaling."""
-    from qurl_megatron.launch.prepare import warn_of_pickles
+    from qurl_megatron.launch.resume import warn_of_pickles
 
     _check_new(destination)
     warn_of_pickles(checkpoint)

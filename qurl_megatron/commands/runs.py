@@ -105,8 +105,7 @@ def resume(
     The learner's layout may differ from that of the checkpoint.
     """
     from qurl_megatron.device import num_gpus
-    from qurl_megatron.launch.prepare import prepare_resume, warn_of_pickles
-    from qurl_megatron.launch.status import check_not_of_slurm
+    from qurl_megatron.launch.resume import check_not_of_slurm, prepare_resume, warn_of_pickles
 
     if not here:
         check_not_of_slurm(run_dir)

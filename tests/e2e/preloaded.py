@@ -14,7 +14,7 @@ for module in (
     "reasoning_gym",
     "qurl_megatron.cli",
     "qurl_megatron.launch.local",
-    "qurl_megatron.launch.prepare",
+    "qurl_megatron.launch.resume",  # and what prepares a new run
     "qurl_megatron.loop.train",
 ):
     import_module(module)

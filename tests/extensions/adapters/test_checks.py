@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from qurl_megatron.config.schema import AdaptersConfig, Config, ConfigError, QuantizationConfig
 from qurl_megatron.config.validate import check_base
 from qurl_megatron.extensions.adapters.files import base_hash
-from qurl_megatron.launch.prepare import prepare_new, prepare_resume
+from qurl_megatron.launch.prepare import prepare_new
+from qurl_megatron.launch.resume import prepare_resume
 from qurl_megatron.model.architecture import Architecture
 from tiny import build_tiny_model
 
