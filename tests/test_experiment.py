@@ -463,7 +463,8 @@ def test_a_job_runs_the_reward_that_was_submitted_with_what_lies_beside_it(
     for function in (reward, given["model_builder"]):
         copy = Path(function.partition(":")[0])
         assert copy.is_relative_to(code) and "changed" not in copy.read_text()
-    asked = f"from qurl_megatron.data.rewards import load_function as load\nf = load({reward!r})\n"
+    asked = "from qurl_megatron.data.reward_functions import load_function as load\n"
+    asked += f"f = load({reward!r})\n"
     asked += "print(f(None, None), f.__globals__['words'])"
     shown = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     assert shown.stdout.split() == ["1.0", "a", "word"], shown.stderr

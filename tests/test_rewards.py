@@ -13,7 +13,9 @@ import torch
 from qurl_megatron.algorithm.score import Question, Score, mean_parts
 from qurl_megatron.config.schema import VERIFIER_NAMES, Config, ConfigError, ScoringConfig
 from qurl_megatron.config.text import with_overrides
-from qurl_megatron.data.rewards import RewardFunction, failed, load
+from qurl_megatron.data.reward_functions import RewardFunction
+from qurl_megatron.data.rewards import failed
+from qurl_megatron.data.scoring import load
 from qurl_megatron.data.verifiers import VERIFIERS
 from qurl_megatron.recipes import dapo_aime, deepscaler_grpo, gsm8k_ppo
 

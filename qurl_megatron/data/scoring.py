@@ -301,6 +301,20 @@ def check_reward(config: Config) -> list[str]:
     return columns
 
 
+def load(config: Config) -> rewards.Reward:
+    """Import the reward, and use a verifier once, because its first use can take seconds.
+
+    Raises:
+        ImportError, OSError, SyntaxError, TypeError, or what else the import raises: a reward
+            function cannot be used.
+    """
+    if not rewards.is_user_function(config):
+        return rewards.BuiltIn(config)
+    from qurl_megatron.data.reward_functions import RewardFunction, load_function
+
+    return RewardFunction(load_function(config.reward), config)
+
+
 def work(descriptor: int) -> None:
     """Be a worker: load a reward, then answer requests until the connection is closed.
 
@@ -315,7 +329,7 @@ def work(descriptor: int) -> None:
             limit_s = config.scoring.import_timeout_s
             signal.setitimer(signal.ITIMER_REAL, limit_s)  # then SIGALRM ends the process
         try:
-            reward = rewards.load(config)
+            reward = load(config)
         except (Exception, SystemExit) as error:
             connection.send((rewards.why(error), False, []))
             return

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from qurl_megatron.algorithm.score import Question, Score
-from qurl_megatron.data.rewards import load_function, one_line, score_of, why
+from qurl_megatron.data.reward_functions import load_function, score_of
+from qurl_megatron.data.rewards import one_line, why
 from qurl_megatron.extensions.agents.policy import EpisodeOver, Limits, Policy, Request, Turn
 from qurl_megatron.machine.processes import contain, die_with_parent
 from qurl_megatron.model.tokenizer import load_tokenizer

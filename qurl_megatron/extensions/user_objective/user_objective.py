@@ -24,7 +24,8 @@ from torch import Tensor
 
 from qurl_megatron.algorithm.objective import UserObjective
 from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
-from qurl_megatron.data.rewards import load_function, one_line, why
+from qurl_megatron.data.reward_functions import load_function
+from qurl_megatron.data.rewards import one_line, why
 
 LOAD_LIMIT_S = 60.0
 PROGRAM = "from qurl_megatron.extensions.user_objective.user_objective import answer; answer()"
