@@ -37,21 +37,20 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.config.text import with_overrides
 from qurl_megatron.files import partial_of
 from qurl_megatron.learner.checkpoint import (
-    CONTENTS,
     CheckpointError,
     Checkpoints,
     RunState,
     measure_of,
-    read_config,
     read_state,
 )
+from qurl_megatron.learner.saved_masters import CONTENTS, read_config
 from qurl_megatron.memory.disk import check_disk, checkpoint_bytes
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import checkpoint_tensors
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.report.run_log import RunLog
-from qurl_megatron.weight_sync.export import export_checkpoint
+from qurl_megatron.weight_sync.export_checkpoint import export_checkpoint
 from tiny import build_tiny_model
 
 TOKENS = torch.arange(3, 43).view(2, 20)

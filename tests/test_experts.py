@@ -100,7 +100,7 @@ def test_a_checkpoint_loads_bit_for_bit_under_another_division_of_experts(
 def test_the_masters_of_experts_are_exported_from_a_checkpoint(
     saved: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
-    from qurl_megatron.learner.checkpoint import read_masters
+    from qurl_megatron.learner.saved_masters import read_masters
     from qurl_megatron.report.record import list_checkpoints
 
     directory, masters = saved

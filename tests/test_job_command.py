@@ -12,7 +12,7 @@ import pytest
 from qurl_megatron import cli
 from qurl_megatron.config.schema import Config
 from qurl_megatron.config.text import save
-from qurl_megatron.learner.checkpoint import CONTENTS
+from qurl_megatron.learner.saved_masters import CONTENTS
 from recipe_inputs import good_problems
 from tiny import build_tiny_model
 

@@ -40,12 +40,12 @@ def export(
     _check_new(destination)
     warn_of_pickles(checkpoint)
     warnings.filterwarnings("ignore", module=r"megatron\.")  # about optional packages
-    from qurl_megatron.learner.checkpoint import read_config
+    from qurl_megatron.learner.saved_masters import read_config
 
     read_config(checkpoint)
     yield 0
     with progress_bar("exporting") as progress:
-        from qurl_megatron.weight_sync.export import export_checkpoint
+        from qurl_megatron.weight_sync.export_checkpoint import export_checkpoint
 
         export_checkpoint(checkpoint, destination, progress)
     print(f"{destination} is ready")

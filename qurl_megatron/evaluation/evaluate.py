@@ -466,7 +466,7 @@ def _hugging_face_directory(model: Path, scratch: Path) -> Path:
     """Return `model`, or if that is a checkpoint, a directory with its export."""
     if not _is_checkpoint(model):
         return model
-    from qurl_megatron.weight_sync.export import export_checkpoint
+    from qurl_megatron.weight_sync.export_checkpoint import export_checkpoint
 
     export_checkpoint(model, scratch / "exported", lambda done, total: None)
     return scratch / "exported"

@@ -1,12 +1,11 @@
 """Write the learner's policy as a Hugging Face directory, with UAQ undone.
 
 UAQ (update-aware quantization) rescales weights at load; an export reverses that. `export` writes
-the policy of a live learner, `export_checkpoint` that of a checkpoint. Where adapters were trained,
-`extensions/adapters` writes them, and the model with them merged.
+the policy of a live learner, and `export_checkpoint.py` that of a checkpoint. Where adapters were
+trained, `extensions/adapters` writes them, and the model with them merged.
 The directory is written as `<name>.partial` and renamed when it is complete.
 """
 
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,14 +18,10 @@ from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import Rounding, UaqConfig
 from qurl_megatron.device import from_rank_zero, rank
 from qurl_megatron.files import partial_of, rename_whole
-from qurl_megatron.learner import checkpoint as checkpoints
 from qurl_megatron.learner.learner import Learner
-from qurl_megatron.machine.disk import free_bytes
-from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import (
-    Progress,
     copy_beside_weights,
     stored_dtype,
     write_index,
@@ -55,10 +50,10 @@ def export(
     over all learner ranks; every sender writes the tensors that it gathers.
     """
     if adapter_rank := learner.architecture.adapter_rank:
-        _of_adapters(adapter_rank).export(learner, source, destination, chat_template)
+        of_adapters(adapter_rank).export(learner, source, destination, chat_template)
         return
-    partial = from_rank_zero(lambda: _create_partial(destination))
-    writer = _Writer(source, partial, config, learner.rounding, f"-{rank():05}")
+    partial = from_rank_zero(lambda: create_partial(destination))
+    writer = Writer(source, partial, config, learner.rounding, f"-{rank():05}")
     converter = Converter(learner, "masters", BUCKET_BYTES)
     converter.convert(lambda bucket: writer.add(bucket.tensors()))
     writer.write_file()
@@ -71,54 +66,20 @@ def export(
         rename_whole(partial, destination)
 
 
-def export_checkpoint(checkpoint: Path, destination: Path, progress: Progress) -> None:
-    """Write a run's checkpoint to `destination`; hold one layer and one file in memory at a time.
-
-    `progress` is called with the bytes read so far and the bytes to read. Needs no process group.
-
-    Raises:
-        CheckpointError: `checkpoint` is not a checkpoint, `destination` exists, or the disk is
-            too small for it.
-    """
-    checkpoint = checkpoint.resolve()  # a run may let `best` lead elsewhere meanwhile
-    config = checkpoints.read_config(checkpoint)
-    if adapter_rank := config.adapters.rank:
-        of_adapters = _of_adapters(adapter_rank)
-        of_adapters.export_checkpoint(checkpoint, config, destination, progress)
-        return
-    if os.path.lexists(destination):
-        raise checkpoints.CheckpointError(f"{destination} exists; choose another directory")
-    model = checkpoint / "model"
-    values = weight_map.num_parameters(Architecture.from_directory(model))
-    needed, free = values * stored_dtype(model).itemsize, free_bytes(destination)
-    if free < needed:
-        raise checkpoints.CheckpointError(
-            f"{destination}: needs {gigabytes(needed)} of disk, and has {gigabytes(free)} free"
-        )
-    partial = _create_partial(destination)
-    try:
-        writer = _Writer(model, partial, config.quantization.uaq, config.optimizer.rounding)
-        for layer in checkpoints.read_masters(checkpoint, progress):
-            writer.add(layer)
-        writer.write_file()
-        writer.finish()
-        rename_whole(partial, destination)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _of_adapters(adapter_rank: int) -> Any:
+def of_adapters(adapter_rank: int) -> Any:
+    """Return the module that exports adapters of this rank."""
     return needed("adapters", "export", by=f"adapters.rank={adapter_rank}")
 
 
-def _create_partial(destination: Path) -> Path:
+def create_partial(destination: Path) -> Path:
+    """Make the empty directory that is filled before it is renamed to `destination`."""
     partial = partial_of(destination)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
 
 
-class _Writer:
+class Writer:
     """Writes the safetensors files of a directory one by one, and then the files beside them."""
 
     def __init__(

@@ -13,7 +13,8 @@ from qurl_megatron.extensions.adapters.files import merge_directory, read_adapte
 from qurl_megatron.extensions.adapters.layers import Adapters
 from qurl_megatron.extensions.adapters.learner import AdaptedLearner
 from qurl_megatron.files import partial_of, rename_whole
-from qurl_megatron.learner import checkpoint as checkpoints
+from qurl_megatron.learner.checkpoint import CheckpointError, read_state
+from qurl_megatron.learner.saved_masters import read_masters
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import Progress, write_template
 from qurl_megatron.weight_sync.bucket import Bucket
@@ -52,10 +53,10 @@ def export_checkpoint(
     of_adapters = destination.with_name(f"{destination.name}_adapters")
     for path in (destination, of_adapters):
         if os.path.lexists(path):
-            raise checkpoints.CheckpointError(f"{path} exists; choose another directory")
-    layers = checkpoints.read_masters(checkpoint, progress)
+            raise CheckpointError(f"{path} exists; choose another directory")
+    layers = read_masters(checkpoint, progress)
     tensors = {name: values for layer in layers for name, values in layer}
-    base = checkpoints.read_state(checkpoint).base
+    base = read_state(checkpoint).base
     places = Path(config.model), destination, of_adapters
     _write(tensors, Adapters.of(config), base, *places, config.optimizer.rounding, progress)
     write_template(destination, config.prompts.chat_template)
