@@ -68,7 +68,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -158,10 +158,10 @@ def policy_objective(
     """
     # Mask before any arithmetic: NaN * 0 is NaN, both in the loss and in the gradient.
     counted = loss_weights > 0
-    current = _where(counted, current_logprobs)
-    proximal = _where(counted, proximal_logprobs).detach()
-    behaviour = _where(counted, behaviour_logprobs).detach()
-    advantages = _where(counted, advantages)
+    current = masked(counted, current_logprobs)
+    proximal = masked(counted, proximal_logprobs).detach()
+    behaviour = masked(counted, behaviour_logprobs).detach()
+    advantages = masked(counted, advantages)
 
     rho = to_truncate = _ratio(proximal, behaviour)
     log_ratio = _log_ratio(current, behaviour if objective == "naive" else proximal)
@@ -244,14 +244,14 @@ def penalized_loss(
         raise ValueError(f"entropy_coefficient {entropy_coefficient} needs entropy")
 
     counted = loss_weights > 0
-    gain, kl_reference = _where(counted, gain), torch.zeros_like(loss_weights)
+    gain, kl_reference = masked(counted, gain), torch.zeros_like(loss_weights)
     if reference_logprobs is not None:
-        reference = _where(counted, reference_logprobs).detach()
-        kl_reference = _k3(reference, _where(counted, current_logprobs)).clamp(max=MAX_K3_PENALTY)
+        reference = masked(counted, reference_logprobs).detach()
+        kl_reference = _k3(reference, masked(counted, current_logprobs)).clamp(max=MAX_K3_PENALTY)
         gain = gain - kl_coefficient * kl_reference
     if entropy_coefficient and entropy is not None:
-        gain = gain + entropy_coefficient * _where(counted, entropy)
-    loss = -(_where(counted, loss_weights) * gain).sum()
+        gain = gain + entropy_coefficient * masked(counted, entropy)
+    loss = -(masked(counted, loss_weights) * gain).sum()
 
     none = dict.fromkeys(("clipped", "dual_clipped", "acr_widened"), torch.zeros_like(counted))
     counts = {"tokens": counted, **none, **masks}
@@ -264,60 +264,22 @@ def penalized_loss(
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
-class _SumOverSequences(torch.autograd.Function):
-    """A sum over sequences with a gradient: the same sum over the incoming gradients."""
+class UserObjective(Protocol):
+    """An objective of the user's own (`extensions/user_objective`)."""
 
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.sum_over = sum_over
-        return sum_over(values)
+    def output(
+        self,
+        current_logprobs: Tensor,
+        batch: TrainBatch,
+        loss_weights: Tensor,
+        sum_over_sequences: Callable[[Tensor], Tensor],
+        config: ObjectiveConfig,
+        **more: Any,
+    ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
+        """Return what `policy_objective` does, and the statistics of each token.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.sum_over(gradient), None
-
-
-@dataclass(frozen=True)
-class UserObjective:
-    """An objective of the user's own: a function of named tensors that returns the J of tokens."""
-
-    function: Callable[..., Any]
-    takes_reference: bool  # and so applies the penalty itself
-    takes_behaviour: bool
-
-    def gains(
-        self, rows: Mapping[str, Tensor | None], sum_over: Callable[[Tensor], Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return J and the statistics of each token.
-
-        `rows` and the results are [1, tokens]. Where a loss weight is 0, the function gets 0.
-
-        Raises:
-            TypeError: J or one of the statistics is not a tensor of the tokens' shape.
+        `more` has arguments of `penalized_loss`.
         """
-        weights = rows["loss_weights"]
-        assert weights is not None
-        counted = weights > 0
-        tensors = {n: v if v is None else _where(counted, v) for n, v in rows.items()}
-        fixed = {n: v for n, v in tensors.items() if n != "current_logprobs" and v is not None}
-
-        def sums(values: Tensor) -> Tensor:
-            summed = _SumOverSequences.apply(_where(counted, values), sum_over)
-            return _where(counted, summed)
-
-        result = self.function(
-            **{**tensors, **{n: v.detach() for n, v in fixed.items()}, "sum_over_sequences": sums}
-        )
-        gain, statistics = result if isinstance(result, tuple) else (result, {})
-        for name, values in [("J", gain), *statistics.items()]:
-            shape = tuple(getattr(values, "shape", ()))
-            if not isinstance(values, Tensor) or shape != tuple(weights.shape):
-                raise TypeError(
-                    f"{name} is a {type(values).__name__} of shape {list(shape)}; expected a "
-                    f"tensor of the tokens' shape {list(weights.shape)}: weights and sums are "
-                    "applied afterwards"
-                )
-        return gain, statistics
 
 
 @dataclass(frozen=True)
@@ -376,34 +338,15 @@ class PolicyLoss:
             )
         else:
             assert sum_over_sequences is not None
-            assert batch.rewards is not None and batch.group_means is not None
-            gain, statistics = self.user.gains(
-                {
-                    "current_logprobs": current_logprobs,
-                    "proximal_logprobs": batch.proximal_logprobs,
-                    "behaviour_logprobs": batch.behaviour_logprobs,
-                    "reference_logprobs": batch.reference_logprobs,
-                    "advantages": batch.advantages,
-                    "rewards": sum_over_sequences(batch.rewards),
-                    "group_means": sum_over_sequences(batch.group_means),
-                    "loss_weights": loss_weights,
-                },
-                sum_over_sequences,
-            )
-            output = penalized_loss(
-                gain,
-                current_logprobs,
-                loss_weights,
-                kl_coefficient=0.0 if self.user.takes_reference else self.config.kl_coefficient,
-                entropy_coefficient=self.config.entropy_coefficient,
-                **more,
+            output, statistics = self.user.output(
+                current_logprobs, batch, loss_weights, sum_over_sequences, self.config, **more
             )
         stats = {
             **output.stats,
-            "entropy": _where(counted, batch.entropy).sum(dtype=torch.float64),
+            "entropy": masked(counted, batch.entropy).sum(dtype=torch.float64),
         }
         for name, values in statistics.items():
-            stats[f"{USER}{name}"] = _where(counted, values.detach()).sum(dtype=torch.float64)
+            stats[f"{USER}{name}"] = masked(counted, values.detach()).sum(dtype=torch.float64)
         masks = {"": counted}
         if self.by_staleness:
             assert batch.token_staleness is not None
@@ -414,11 +357,11 @@ class PolicyLoss:
                 batch.proximal_logprobs, batch.behaviour_logprobs, mask, self.config.ratio_cap
             )
             stats |= {name + suffix: value for name, value in sums.items()}
-        advantages = _where(counted, batch.advantages)
-        log_rho = _where(counted, batch.proximal_logprobs - batch.behaviour_logprobs)
+        advantages = masked(counted, batch.advantages)
+        log_rho = masked(counted, batch.proximal_logprobs - batch.behaviour_logprobs)
         for sign, of_sign in (("positive", advantages > 0), ("negative", advantages < 0)):
             stats[f"tokens/{sign}"] = of_sign.sum(dtype=torch.float64)
-            stats[f"log_rho/{sign}"] = _where(of_sign, log_rho).sum(dtype=torch.float64)
+            stats[f"log_rho/{sign}"] = masked(of_sign, log_rho).sum(dtype=torch.float64)
         return output.loss, stats
 
 
@@ -504,8 +447,8 @@ def mismatch_sums(
     Returns:
         Scalars in float64, to add up over micro batches and ranks.
     """
-    proximal = _where(loss_mask, proximal_logprobs).double()
-    behaviour = _where(loss_mask, behaviour_logprobs).double()
+    proximal = masked(loss_mask, proximal_logprobs).double()
+    behaviour = masked(loss_mask, behaviour_logprobs).double()
     log_rho = proximal - behaviour
     rho = _ratio(proximal, behaviour)
     return {
@@ -514,7 +457,7 @@ def mismatch_sums(
         "kl_behaviour_proximal_k3": _k3(proximal, behaviour).sum(),
         "logprob_abs_diff": log_rho.abs().sum(),
         "tis_truncated_fraction": (loss_mask & (rho > ratio_cap)).sum().double(),
-        "largest_ratio": _where(loss_mask, rho).max(),
+        "largest_ratio": masked(loss_mask, rho).max(),
     }
 
 
@@ -567,7 +510,7 @@ def statistics_by_staleness(sums: Mapping[str, float]) -> dict[str, dict[str, fl
     return statistics
 
 
-def _where(counted: Tensor, values: Tensor) -> Tensor:
+def masked(counted: Tensor, values: Tensor) -> Tensor:
     """Return `values` where `counted`, and 0 with a gradient of 0 elsewhere."""
     return torch.where(counted, values, torch.zeros((), dtype=values.dtype, device=values.device))
 

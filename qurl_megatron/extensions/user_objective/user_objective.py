@@ -16,13 +16,15 @@ import inspect
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qurl_megatron.algorithm.objective import UserObjective
+from qurl_megatron.algorithm.batch import TrainBatch
+from qurl_megatron.algorithm.objective import ObjectiveOutput, masked, penalized_loss
 from qurl_megatron.config.schema import Config, ConfigError, ObjectiveConfig
 from qurl_megatron.data.reward_functions import load_function
 from qurl_megatron.data.rewards import one_line, why
@@ -33,6 +35,96 @@ LOGPROBS = ("current_logprobs", "proximal_logprobs", "behaviour_logprobs")
 TENSORS = (*LOGPROBS, "advantages", "rewards", "group_means")
 SETTINGS = ("eps_low", "eps_high", "ratio_cap", "dual_clip", "kl_coefficient")
 OTHERS = ("reference_logprobs", "loss_weights", "sum_over_sequences")
+
+
+class _SumOverSequences(torch.autograd.Function):
+    """A sum over sequences with a gradient: the same sum over the incoming gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, sum_over: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.sum_over = sum_over
+        return sum_over(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.sum_over(gradient), None
+
+
+@dataclass(frozen=True)
+class UserObjective:
+    """An objective of the user's own: a function of named tensors that returns the J of tokens."""
+
+    function: Callable[..., Any]
+    takes_reference: bool  # and so applies the penalty itself
+    takes_behaviour: bool
+
+    def gains(
+        self, rows: Mapping[str, Tensor | None], sum_over: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return J and the statistics of each token.
+
+        `rows` and the results are [1, tokens]. Where a loss weight is 0, the function gets 0.
+
+        Raises:
+            TypeError: J or one of the statistics is not a tensor of the tokens' shape.
+        """
+        weights = rows["loss_weights"]
+        assert weights is not None
+        counted = weights > 0
+        tensors = {n: v if v is None else masked(counted, v) for n, v in rows.items()}
+        fixed = {n: v for n, v in tensors.items() if n != "current_logprobs" and v is not None}
+
+        def sums(values: Tensor) -> Tensor:
+            summed = _SumOverSequences.apply(masked(counted, values), sum_over)
+            return masked(counted, summed)
+
+        result = self.function(
+            **{**tensors, **{n: v.detach() for n, v in fixed.items()}, "sum_over_sequences": sums}
+        )
+        gain, statistics = result if isinstance(result, tuple) else (result, {})
+        for name, values in [("J", gain), *statistics.items()]:
+            shape = tuple(getattr(values, "shape", ()))
+            if not isinstance(values, Tensor) or shape != tuple(weights.shape):
+                raise TypeError(
+                    f"{name} is a {type(values).__name__} of shape {list(shape)}; expected a "
+                    f"tensor of the tokens' shape {list(weights.shape)}: weights and sums are "
+                    "applied afterwards"
+                )
+        return gain, statistics
+
+    def output(
+        self,
+        current_logprobs: Tensor,
+        batch: TrainBatch,
+        loss_weights: Tensor,
+        sum_over_sequences: Callable[[Tensor], Tensor],
+        config: ObjectiveConfig,
+        **more: Any,
+    ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
+        """Return loss and stats as `penalized_loss` does, and the statistics of each token."""
+        assert batch.rewards is not None and batch.group_means is not None
+        gain, statistics = self.gains(
+            {
+                "current_logprobs": current_logprobs,
+                "proximal_logprobs": batch.proximal_logprobs,
+                "behaviour_logprobs": batch.behaviour_logprobs,
+                "reference_logprobs": batch.reference_logprobs,
+                "advantages": batch.advantages,
+                "rewards": sum_over_sequences(batch.rewards),
+                "group_means": sum_over_sequences(batch.group_means),
+                "loss_weights": loss_weights,
+            },
+            sum_over_sequences,
+        )
+        output = penalized_loss(
+            gain,
+            current_logprobs,
+            loss_weights,
+            kl_coefficient=0.0 if self.takes_reference else config.kl_coefficient,
+            entropy_coefficient=config.entropy_coefficient,
+            **more,
+        )
+        return output, statistics
 
 
 def user_objective(config: ObjectiveConfig) -> UserObjective:
