@@ -154,12 +154,14 @@ def _loaded(directory: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(
             directory, added_tokens_decoder={}, **_AS_IT_IS
         )
-    if pieces := _pieces(directory / "tokenizer.model"):
+    from qurl_megatron.model.sentence_pieces import byte_pairs, read_pieces
+
+    if pieces := read_pieces(directory / "tokenizer.model"):
         file = directory / "tokenizer_config.json"
         if not file.is_file():
             raise ValueError(f"there is no {file.name}, which names special tokens; copy it too")
         settings = read_json(file)
-        own = _byte_pairs(pieces, follows_special=settings.get("legacy") is not False)
+        own = byte_pairs(pieces, follows_special=settings.get("legacy") is not False)
         tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(
             directory, tokenizer_object=own, **_AS_IT_IS
         )
@@ -178,65 +180,6 @@ def _loaded(directory: Path) -> Any:
                 f"without a tokenizer.json transformers takes it for a {type(tokenizer).__name__}, "
                 f"which does not give {shown!r} back"
             )
-    return tokenizer
-
-
-def _pieces(file: Path) -> Any:
-    """Return a SentencePiece file as its library reads it; None: there is none, or another kind."""
-    if not file.is_file():
-        return None
-    import sentencepiece
-
-    try:
-        return sentencepiece.SentencePieceProcessor(model_file=str(file))
-    except (OSError, RuntimeError):  # such as Llama 3's, which is tiktoken's
-        return None
-
-
-def _byte_pairs(pieces: Any, *, follows_special: bool) -> Any:
-    """Return SentencePiece's byte pairs as a tokenizer, such as a Llama's tokenizer.json has.
-
-    transformers' own conversion merges in the order of ids in place of scores. `follows_special`:
-    also the text behind a special token gets a space before it (`legacy` of tokenizer_config.json).
-    """
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers.convert_slow_tokenizer import generate_merges
-
-    names = [pieces.id_to_piece(number) for number in range(pieces.vocab_size())]
-    is_other = (pieces.is_control, pieces.is_byte, pieces.is_unknown, pieces.is_unused)
-    merged = {
-        name: number
-        for number, name in enumerate(names)
-        if not any(each(number) for each in is_other)
-    }
-    scores = {name: pieces.get_score(number) for name, number in merged.items()}
-    vocabulary = {name: number for number, name in enumerate(names)}
-    unknown = names[pieces.unk_id()]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary,
-            generate_merges(merged, scores),
-            unk_token=unknown,
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
-    if follows_special:
-        spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-        tokenizer.normalizer = normalizers.Sequence(spaces)
-    else:
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.add_special_tokens(
-        [name for number, name in enumerate(names) if pieces.is_control(number)]
-    )
     return tokenizer
 
 
