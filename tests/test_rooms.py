@@ -64,7 +64,9 @@ USERS_OF_EXTENSIONS = {*BUILT_ON.items(), ("recipes/math_tools", "agents")}
 PURE = {
     "algorithm",
     "config",
+    "data/dapo",
     "data/deepscaler",
+    "data/mathematics",
     "data/rewards",
     "data/scoring",
     "data/verifiers",
@@ -245,7 +247,7 @@ STARTS = {
     *(name for name in NAMES if room_of(name) == "sglang_plugin" and name != OF_HYBRIDS),
 }
 # Lower them when the code does. To raise one needs a reason.
-MOST_REACHED_LINES = 28_230
+MOST_REACHED_LINES = 28_100
 MOST_PER_1000_LINES = {ast.Raise: 12.2, ast.ExceptHandler: 4.1}
 
 

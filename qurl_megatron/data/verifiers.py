@@ -3,17 +3,17 @@
 Each follows the rules of its source, whose quirks are part of the task: a policy that is compared
 with published results must have been rewarded for the same.
 
-This file imports no verifier's library at its top; a verifier imports its own when it is built.
+This file imports no verifier's library at its top; a verifier imports its own when it is built. A
+verifier with a file of its own is imported by runs that it rewards.
 """
 
 import ast
 import contextlib
 import functools
 import json
-import logging
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
-from itertools import product
 from typing import Any, Protocol
 
 from qurl_megatron.algorithm.score import Question, final_answer, texts_of
@@ -64,7 +64,7 @@ class Gsm8k(Verifier):
         """Return a reason if the answer is not a number."""
         if re.fullmatch(_NUMBER, _gsm8k_answer(question.answer)):
             return ""
-        return f"the answer {_shown(question.answer)} is no number, which reward gsm8k compares"
+        return f"the answer {shown(question.answer)} is no number, which reward gsm8k compares"
 
     def _number(self, text: str) -> str | None:
         if self._flexible:
@@ -76,74 +76,6 @@ class Gsm8k(Verifier):
 
 def _gsm8k_answer(answer: str) -> str:
     return final_answer(answer).strip().replace(",", "")
-
-
-class Dapo(Verifier):
-    r"""DAPO's verifier: what follows the last "Answer:", in the normal form of Minerva.
-
-    Only the last 300 characters of a text count. Minerva's normal form (Lewkowycz et al., 2022,
-    Appendix D.1) takes what follows the last "=", and removes words, units and LaTeX around the
-    answer and the commas of whole numbers. The answer is then compared as text: 0.5 is not
-    \frac{1}{2}.
-
-    The reference is `verl/utils/reward_score/math_dapo.py`, which DAPO was trained with. It rewards
-    1 and -1; `scoring.wrong` sets the latter.
-    """
-
-    def credit(self, text: str, question: Question) -> float:
-        """Return 1 if the text ends with the answer behind "Answer:"."""
-        found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", text[-TAIL_LENGTH:])
-        # Without an answer the reference compares the text "[INVALID]".
-        candidate = found[-1] if found else "[INVALID]"
-        right = minerva_normal_form(final_answer(question.answer))
-        return float(minerva_normal_form(candidate) == right)
-
-    def unverifiable(self, question: Question) -> str:
-        """Return a reason if the answer is several lines, or longer than what is read."""
-        if self.credit(f"Answer: {final_answer(question.answer).strip()}", question):
-            return ""
-        return f"the answer {_shown(question.answer)} is more than the line that reward dapo reads"
-
-
-_REPLACED = (  # in this order
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (",\\text{and}", ","),
-    ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
-)
-_REMOVED = (  # in this order; spaces are gone by then
-    *"square ways integers dollars mph inches hours km units \\ldots sue points feet".split(),
-    *"minutes digits cents degrees cm gm pounds meters meals edges students".split(),
-    *"childrentickets multiples \\text{s} \\text{.}".split(),
-    "\\text{\ns}",
-    *"\\text{}^2 \\text{}^3".split(),
-    "\\text{\n}",
-    *'\\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'.split(),
-)
-
-
-def minerva_normal_form(answer: str) -> str:
-    """Return an answer in Minerva's normal form."""
-    text = answer.split("=")[-1]
-    for before, after in _REPLACED:
-        text = text.replace(before, after)
-    for removed in _REMOVED:
-        text = text.replace(removed, "")
-    text = re.sub(r"(.*?)\$(.*?)\$(.*)", r"$\2$", text)
-    for command in ("text", "textbf", "overline"):
-        text = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", text)
-    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
-    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
-    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
-    if text.replace(",", "").isdigit():
-        text = text.replace(",", "")
-    return text.strip()
 
 
 class ReasoningGym(Verifier):
@@ -195,87 +127,22 @@ def reasoning_gym_tasks() -> Mapping[str, tuple[type, type]]:
     return reasoning_gym.factory.DATASETS
 
 
-class Math(Verifier):
-    r"""math-verify as verl calls it: answers are read as LaTeX, texts as LaTeX or as expressions.
-
-    The right answer is put into \boxed{}, unless it is a sentence with its own \boxed{} or $...$.
-    """
-
-    def __init__(self) -> None:
-        import math_verify
-
-        # math-verify warns that its own time limits are off; the kernel limits the time instead.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
-        self._math_verify = math_verify
-        self._parse_answer = functools.lru_cache(maxsize=4096)(self._parse_latex)
-        self.credit("$x^2+1$ or 2", Question("", "\\frac{1}{2}", {}))  # a first use takes a second
-
-    def credit(self, text: str, question: Question) -> float:
-        """Return 1 if any reading of the text equals any reading of the answer."""
-        answers = self._parse_answer(question.answer)
-        if not answers:
-            raise ValueError(f"LaTeX finds no mathematics in the answer {question.answer!r}")
-        found = self._math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
-        # Texts first: their comparison is short and never fails.
-        pairs = sorted(product(answers, found), key=lambda pair: not isinstance(pair[0], str))
-        error: Exception | None = None
-        for answer, candidate in pairs:
-            try:
-                if self._math_verify.verify(
-                    answer, candidate, timeout_seconds=None, raise_on_error=True
-                ):
-                    return 1.0
-            except Exception as failure:
-                error = failure
-        if error is not None:
-            raise error
-        return 0.0
-
-    def unverifiable(self, question: Question) -> str:
-        """Return a reason if LaTeX cannot read the answer: a number in it would count as right."""
-        try:
-            readings = self._parse_answer(question.answer)
-        except Exception:
-            readings = []
-        if any(not isinstance(reading, str) for reading in readings):
-            return ""
-        return f"the answer {_shown(question.answer)} cannot be read as LaTeX"
-
-    def _parse_latex(self, answer: str) -> list[Any]:
-        return self._math_verify.parse(
-            _boxed(answer),
-            extraction_config=[self._math_verify.LatexExtractionConfig()],
-            parsing_timeout=None,
-            raise_on_error=True,
-        )
-
-
-def _boxed(answer: str) -> str:
-    r"""Put an answer into \boxed{}, unless it is a sentence around its own \boxed{} or $...$."""
-    answer = final_answer(answer).strip().replace("\\$", "")  # \$ is a currency
-    outside = re.sub(r"\$[^$]*\$", " ", answer)
-    is_sentence = outside != answer and re.search(r"(?!(?:and|or)\b)\b[A-Za-z]{2,}", outside)
-    if "\\boxed" in answer or is_sentence:
-        return answer
-    return f"\\boxed{{{answer.strip('$') if answer.count('$') < 3 else answer}}}"
-
-
-def _shown(answer: str) -> str:
+def shown(answer: str) -> str:
+    """Return an answer in quotes for a message, cut if it is long."""
     return repr(answer if len(answer) <= 80 else answer[:77] + "...")
 
 
-def _deepscaler() -> Verifier:
-    from qurl_megatron.data.deepscaler import DeepScaler
-
-    return DeepScaler()
+def _of_own_file(place: str) -> Callable[[], Verifier]:
+    """Return what builds a verifier whose file only runs that are rewarded by it import."""
+    return lambda: pkgutil.resolve_name(f"qurl_megatron.data.{place}")()
 
 
 VERIFIERS: dict[str, Callable[[], Verifier]] = {
-    "math": Math,
+    "math": _of_own_file("mathematics:Math"),
     "gsm8k": functools.partial(Gsm8k, flexible=False),
     "gsm8k_flexible": functools.partial(Gsm8k, flexible=True),
-    "dapo": Dapo,
-    "deepscaler": _deepscaler,
+    "dapo": _of_own_file("dapo:Dapo"),
+    "deepscaler": _of_own_file("deepscaler:DeepScaler"),
     "reasoning_gym": ReasoningGym,
     "exact": Exact,
 }
@@ -331,11 +198,11 @@ def no_mathematics(reward: str, question: Question) -> str:
         return ""
     given = texts_of(question.answer, question.answers)
     if {each.strip().lower() for each in given} <= {"proof", "notfound"}:
-        return f"the answer {_shown(given[0])} says that there is none to compare"
+        return f"the answer {shown(given[0])} says that there is none to compare"
     data = [each for each in given if _listed(each) == [each] and _data_in(each) is not None]
     if len(data) < len(given):
         return ""
-    return f"the answer {_shown(data[0])} is an object or a nested list, not one answer"
+    return f"the answer {shown(data[0])} is an object or a nested list, not one answer"
 
 
 _AMONG_WORDS = re.compile(
