@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 from qurl_megatron.files import read_json_object, write_whole
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.machine.gpus import installed_gpus
+from qurl_megatron.machine.interfaces import missing_interface
 from qurl_megatron.machine.memory import lack_of_shared_memory
-from qurl_megatron.machine.network import missing_interface
 
 if TYPE_CHECKING:
     from qurl_megatron.machine.stores import Store

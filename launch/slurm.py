@@ -57,7 +57,6 @@ from qurl_megatron.launch.resume import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt, RestartLimit, claimed_servers
 from qurl_megatron.launch.status import is_finished
 from qurl_megatron.launch.supervisor import START_FAILED
-from qurl_megatron.machine.disk import write_bytes_per_s
 from qurl_megatron.machine.environment import NO_THREADS
 from qurl_megatron.machine.network import free_port
 from qurl_megatron.machine.output import gigabytes
@@ -635,3 +634,19 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def write_bytes_per_s(directory: Path) -> float:
+    """Return how fast this machine writes 256 MiB of random bytes, which it then deletes."""
+    block = os.urandom(2**20)
+    trial = directory / "speed.unfinished"
+    start = time.monotonic()
+    try:
+        with trial.open("wb") as file:
+            for _ in range(256):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())  # the disk's speed, not that of the page cache
+        return 256 * len(block) / (time.monotonic() - start)
+    finally:
+        trial.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from batches import Rows, random_rows, score, scores_of, share_of, with_masks
 from qurl_megatron.algorithm.batch import TrainBatch
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.model.transformers_model import checkpoint_tensors
 
 DIMS: dict[str, Any] = {
     "vocab_size": 131,

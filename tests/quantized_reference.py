@@ -8,7 +8,7 @@ from torch import Tensor
 
 from learner_reference import logprobs_and_entropy_of, make_rows, policy_gradient
 from qurl_megatron.config.schema import WeightFormat
-from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.model.transformers_model import checkpoint_tensors
 from qurl_megatron.quantization import quantize
 from qurl_megatron.quantization.activations import activation_dtype, in_groups, quantize_tokens
 from qurl_megatron.quantization.rounding import write_rounded

@@ -46,7 +46,7 @@ from qurl_megatron.learner.checkpoint import (
 from qurl_megatron.learner.saved_masters import CONTENTS, read_config
 from qurl_megatron.memory.disk import check_disk, checkpoint_bytes
 from qurl_megatron.model.architecture import Architecture, Family
-from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.model.transformers_model import checkpoint_tensors
 from qurl_megatron.model.weight_map import TensorPart
 from qurl_megatron.report.record import list_checkpoints
 from qurl_megatron.report.run_log import RunLog

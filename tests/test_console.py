@@ -14,8 +14,9 @@ from rich.console import Console
 from logs import GOOD
 from qurl_megatron.config.schema import Config
 from qurl_megatron.report import console
-from qurl_megatron.report.console import LEGEND, RunConsole, duration, show_progress
+from qurl_megatron.report.console import LEGEND, RunConsole, duration
 from qurl_megatron.report.metrics import Evaluation, StepMetrics
+from qurl_megatron.report.progress import show_progress
 
 STEP: dict[str, Any] = GOOD | {
     "reward_mean": -0.125,

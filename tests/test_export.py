@@ -11,7 +11,7 @@ from batches import ragged, score, update
 from distributed import run_ranks
 from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig, Rounding, UaqConfig
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.model.transformers_model import checkpoint_tensors
 from qurl_megatron.weight_sync.bucket import Bucket
 from sent import tensors_in
 from tiny import Family, build_published_model, build_tiny_model

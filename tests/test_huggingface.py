@@ -29,9 +29,9 @@ from qurl_megatron.model.huggingface import (
     check_model,
     copy_beside_weights,
     served_directory,
-    transformers_model,
     write_tensors,
 )
+from qurl_megatron.model.transformers_model import transformers_model
 from tiny import build_fp8_model, build_tiny_model, logits
 
 Change = Callable[[dict[str, Tensor]], object]

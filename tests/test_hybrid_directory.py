@@ -19,12 +19,12 @@ from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture, ArchitectureError, Family
 from qurl_megatron.model.huggingface import (
     check_model,
-    checkpoint_tensors,
     served_directory,
     stored_dtype,
 )
 from qurl_megatron.model.known import KNOWN_MODELS
 from qurl_megatron.model.tokenizer import load_tokenizer
+from qurl_megatron.model.transformers_model import checkpoint_tensors
 from tiny import build_published_model, build_tiny_model, random_model
 
 HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text")

@@ -30,7 +30,6 @@ from qurl_megatron.launch.nodes import NodeGroup, make_plan, smallest_plan
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.resume import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt
-from qurl_megatron.machine.disk import write_bytes_per_s
 from qurl_megatron.machine.environment import NO_THREADS
 from qurl_megatron.machine.output import CONSOLE_LOG, outlive_output
 from qurl_megatron.rollout.preload import Started
@@ -272,7 +271,7 @@ def test_the_expected_time_of_a_save_follows_from_its_size_and_the_disk(
     )
     assert slurm.expected_save_s(config) == 14 * parameters / 1e5
     assert "0.0001 GB/s from one node" in capsys.readouterr().out
-    assert write_bytes_per_s(tmp_path) > 1e6
+    assert slurm.write_bytes_per_s(tmp_path) > 1e6
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -19,7 +19,7 @@ import pytest
 from distributed import run_ranks
 from qurl_megatron import device
 from qurl_megatron.machine import environment as surroundings
-from qurl_megatron.machine import memory, network
+from qurl_megatron.machine import interfaces, memory, network
 from qurl_megatron.machine.environment import LOCK, scratch_directory
 from qurl_megatron.machine.imports import without
 from qurl_megatron.machine.memory import trim_heap
@@ -372,10 +372,10 @@ def test_a_process_that_the_kernel_killed_elsewhere_on_the_machine_is_not_counte
 def test_an_interface_that_is_not_there_is_named_with_those_that_are(
     variable: str, value: str, is_right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(network, "INTERFACES", tmp_path)
+    monkeypatch.setattr(interfaces, "INTERFACES", tmp_path)
     for name in ("lo", "ib0"):
         (tmp_path / name).touch()
-    problem = network.missing_interface(variable, value)
+    problem = interfaces.missing_interface(variable, value)
     assert (
         not problem
         if is_right

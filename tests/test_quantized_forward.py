@@ -46,7 +46,7 @@ from qurl_megatron.algorithm.objective import mismatch_sums
 from qurl_megatron.config.schema import OptimizerConfig, ServerConfig, WeightFormat
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.model.transformers_model import checkpoint_tensors
 from qurl_megatron.quantization.activations import activation_dtype
 from qurl_megatron.quantization.smoothing import Maxima, Smoothing
 from tiny import build_tiny_model

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from qurl_megatron.model.architecture import Architecture, Family
-from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.model.transformers_model import checkpoint_tensors
 from qurl_megatron.quantization.rounding import write_rounded
 from qurl_megatron.quantization.smoothing import LARGEST_EXPONENT, Maxima
 from tiny import (

@@ -5,7 +5,7 @@ import torch
 
 from qurl_megatron.config.schema import UaqConfig
 from qurl_megatron.model.architecture import Family
-from qurl_megatron.model.huggingface import checkpoint_tensors
+from qurl_megatron.model.transformers_model import checkpoint_tensors
 from qurl_megatron.quantization import uaq
 from qurl_megatron.quantization.quantize import code_flips, dequantize, quantize
 from tiny import ARCHITECTURES, HYBRIDS, apply, logits, random_model

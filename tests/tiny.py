@@ -121,7 +121,7 @@ def logits(model: Any) -> Tensor:
 @torch.no_grad()
 def apply(model: Any, transform: Callable[[str, Tensor], Tensor]) -> None:
     """Rewrite the weights of a transformers model, by their names in a checkpoint."""
-    from qurl_megatron.model.huggingface import checkpoint_tensors
+    from qurl_megatron.model.transformers_model import checkpoint_tensors
 
     for name, weight in checkpoint_tensors(model):
         weight.copy_(transform(name, weight))

@@ -24,7 +24,7 @@ from qurl_megatron.config.schema import QuantizationConfig
 from qurl_megatron.config.validate import CAPABILITIES, why_not_served
 from qurl_megatron.machine.disk import SHARED_MEMORY, free_bytes
 from qurl_megatron.machine.environment import mended
-from qurl_megatron.machine.network import missing_interface
+from qurl_megatron.machine.interfaces import missing_interface
 
 DISTRIBUTION = "qurl-megatron"
 GIB = 2**30

@@ -105,20 +105,6 @@ def module_of(name: str) -> str:
     return f"{block}.experts" if is_of_expert else layer_of(name)
 
 
-def shortened(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
-    """Return `quantization.keep` for layers of these names.
-
-    A layer that is chosen in every block becomes `*.down_proj`; other names are written out.
-    """
-    patterns = []
-    names, all_names = [list(map(module_of, each)) for each in (names, all_names)]
-    for name in names:
-        last = name.rpartition(".")[2]
-        everywhere = {other for other in all_names if other.endswith(f".{last}")}
-        patterns.append(f"*.{last}" if len(everywhere) > 1 and everywhere <= {*names} else name)
-    return list(dict.fromkeys(patterns))
-
-
 def _listed(names: list[str]) -> str:
     """Return the names, or the first of many and their number."""
     return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} others"

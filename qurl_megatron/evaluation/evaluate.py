@@ -83,7 +83,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model, stored_block
 from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
 from qurl_megatron.quantization.offline import quantize_directory
-from qurl_megatron.report.console import show_progress, table_console
+from qurl_megatron.report.progress import show_progress, table_console
 from qurl_megatron.rollout.client import client_type
 from qurl_megatron.rollout.controller import Controller
 from qurl_megatron.rollout.fleet import Fleet

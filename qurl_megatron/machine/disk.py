@@ -1,8 +1,6 @@
-"""The disks of this machine: what is free, how fast they are, what belongs to the system."""
+"""The disks of this machine: what is free, what belongs to the system."""
 
-import os
 import shutil
-import time
 from pathlib import Path
 
 # Everything below them belongs to the system, except /dev/shm, which is ordinary space.
@@ -26,19 +24,3 @@ def free_bytes(path: Path) -> int:
     path = path.absolute()
     existing = next(place for place in (path, *path.parents) if place.exists())
     return shutil.disk_usage(existing).free
-
-
-def write_bytes_per_s(directory: Path) -> float:
-    """Return how fast this machine writes 256 MiB of random bytes, which it then deletes."""
-    block = os.urandom(2**20)
-    trial = directory / "speed.unfinished"
-    start = time.monotonic()
-    try:
-        with trial.open("wb") as file:
-            for _ in range(256):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())  # the disk's speed, not that of the page cache
-        return 256 * len(block) / (time.monotonic() - start)
-    finally:
-        trial.unlink(missing_ok=True)

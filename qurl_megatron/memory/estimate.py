@@ -58,7 +58,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from qurl_megatron.config.gpus import GIB
 from qurl_megatron.config.keep import kept_layers
 from qurl_megatron.config.schema import (
     Config,
@@ -76,7 +75,7 @@ from qurl_megatron.quantization import quantize
 
 # Assumed, not measured: CUDA context, NCCL and cuBLAS buffers, allocator fragmentation. It includes
 # the rows of weights that measure QuRL Eq. 13, less than a hundredth of a GPU.
-RUNTIME_BYTES = 4 * GIB
+RUNTIME_BYTES = 4 * 2**30
 SCORED_LOGIT_BYTES = 12  # per logit, in a forward pass
 _ADAPTERS = 7  # per layer: q, k, v, o, gate, up, down; each keeps x A^T of all tokens
 WORKSPACE_BYTES = 2**25  # of Transformer Engine per kind of matrix product, since Hopper

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Weights:
                 if any(name.startswith(prefix) for name in self._file_of)
             ]
             self._names = {
-                _text_name(name): name for name in self._file_of if not name.startswith(_LEFT_OUT)
+                text_name(name): name for name in self._file_of if not name.startswith(_LEFT_OUT)
             }
         joins_experts = any(name.endswith(".experts.gate_up_proj") for name in self._names)
         self._places = {
@@ -205,7 +205,7 @@ class Weights:
         Raises:
             ArchitectureError: it holds NaN or infinity.
         """
-        name = _text_name(stored) if stored not in self._names else stored
+        name = text_name(stored) if stored not in self._names else stored
         return self._values(name, tuple(slice(0, size) for size in self._stored(name).get_shape()))
 
     def names(self, file: str) -> list[str]:
@@ -272,7 +272,7 @@ class Weights:
         return sum((self._directory / file).stat().st_size for file in self.files)
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """Return the name that a text-only model has for a tensor of a model of text and images."""
     return f"model.{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
 
@@ -326,30 +326,6 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a transformers model as full tensors; they are views.
-
-    transformers joins the experts of a layer in one parameter, and their gate and up too; it also
-    joins the queries, keys and values of a linear attention.
-    """
-    for name, parameter in model.named_parameters():
-        of_layer, _, kind = name.rpartition(".")
-        if of_layer.endswith((".in_proj_qkv", ".conv1d")):
-            config: Any = model.config
-            keys = config.linear_num_key_heads * config.linear_key_head_dim
-            rows = parameter.flatten(1).split([keys, keys, len(parameter) - 2 * keys])
-            for part, view in zip(("query", "key", "value"), rows, strict=True):
-                yield f"{of_layer}:{part}.weight", view
-            continue
-        if kind not in ("gate_up_proj", "down_proj"):
-            yield name, parameter
-            continue
-        kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-        for expert, weights in enumerate(parameter):
-            for part, view in zip(kinds, weights.chunk(len(kinds)), strict=True):
-                yield f"{of_layer}.{expert}.{part}.weight", view
-
-
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:
     """Check that a tensor of a file holds neither NaN nor infinity.
 
@@ -365,25 +341,6 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
             f"{file}: tensor '{name}' holds {float(tensor[tuple(where)])} at {where}; the model is "
             "spoilt, take an earlier one"
         )
-
-
-def transformers_model(directory: Path, dtype: torch.dtype) -> Any:
-    """Return transformers' model of a directory that `check_model` accepts."""
-    import transformers
-
-    weights = Weights(directory, Architecture.from_directory(directory))
-    if not weights.block:
-        return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-    # transformers reads FP8 with another library, and only whole blocks.
-    config = read_config(directory)
-    model_class = getattr(transformers, config["architectures"][0])
-    names = [name for file in weights.files for name in weights.names(file)]
-    return model_class.from_pretrained(
-        None,
-        config=model_class.config_class.from_dict(config),
-        state_dict={_text_name(name): weights.whole(name) for name in names},
-        dtype=dtype,
-    )
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -38,14 +38,13 @@ from qurl_megatron.model.huggingface import (
     Progress,
     Weights,
     check_model,
-    checkpoint_tensors,
     copy_beside_weights,
     read_config,
     stored_dtype,
-    transformers_model,
     write_index,
     write_tensors,
 )
+from qurl_megatron.model.transformers_model import checkpoint_tensors, transformers_model
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.checksum import checksum
 from qurl_megatron.quantization.rounding import write_rounded

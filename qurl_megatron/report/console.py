@@ -14,12 +14,10 @@ metric that is not finite raises one at once.
 
 import contextlib
 import math
-import os
-import sys
 import textwrap
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from statistics import fmean
 from typing import Any
@@ -31,7 +29,6 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.table import Table
 
@@ -42,7 +39,6 @@ STEPS_LOG = "steps.log"  # in a run's directory, with all that its attempts prin
 FIRST_STEPS = 10  # of an attempt, each with a line
 LINE_EVERY = 10  # steps
 LINE_EVERY_S = 60.0
-PIPE_COLUMNS = 120  # of a table; fewer would cut its numbers
 HEADER_EVERY = 25  # lines of steps between two headers
 LEGEND = """\
 s: seconds of a step   len: mean completion length in tokens   cut: share cut off
@@ -62,21 +58,6 @@ FINITE = (  # metrics that must be finite
 NOT_FINITE = "not finite"
 KL = "kl_behaviour_proximal_k3"
 LARGE = 1e-2  # of it, in nats a token, from which a run and its report say what it means
-
-
-class _TableConsole(Console):
-    def on_broken_pipe(self) -> None:
-        """Print nothing more, and let the command go on; rich would end it."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def table_console() -> Console:
-    """Return a console for tables. In a pipe, which rich takes for 80 columns, it is wider."""
-    console = _TableConsole(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, PIPE_COLUMNS)
-    return console
 
 
 class RunConsole:
@@ -183,38 +164,6 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest} s" if minutes else f"{rest} s"
     return f"{minutes // 60} h {minutes % 60} min"
-
-
-@contextlib.contextmanager
-def show_progress(
-    title: str, number: int, unit: str, console: Console
-) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each of `number` units; it shows how many are done.
-
-    A terminal gets a bar, anything else a line for each tenth.
-    """
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(f"{unit},"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-    )
-    done, start = 0, time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_interactive) as bar:
-        task = bar.add_task(title, total=number)
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            bar.advance(task)
-            if not console.is_interactive and 10 * done // number > 10 * (done - 1) // number:
-                left_s = (time.monotonic() - start) / done * (number - done)
-                line = f"{title}: {done} of {number} {unit}, {duration(left_s)} left"
-                console.print(line, markup=False, soft_wrap=True)
-
-        yield advance
 
 
 def rules(

@@ -111,7 +111,7 @@ def mismatch(
         print_tokens,
         read_prompts,
     )
-    from qurl_megatron.report.console import show_progress
+    from qurl_megatron.report.progress import show_progress
 
     with TemporaryDirectory(prefix="qurl-mismatch-") as scratch:
         teach = None

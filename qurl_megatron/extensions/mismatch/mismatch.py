@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor
 
 from qurl_megatron.algorithm.batch import Prompt
-from qurl_megatron.config.keep import fused_layers, kept_layers, module_of, shortened
+from qurl_megatron.config.keep import fused_layers, kept_layers, module_of
 from qurl_megatron.config.schema import (
     Config,
     ConfigError,
@@ -47,7 +47,7 @@ from qurl_megatron.memory.estimate import published_bytes
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model
 from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
-from qurl_megatron.report.console import table_console
+from qurl_megatron.report.progress import table_console
 
 if TYPE_CHECKING:
     from qurl_megatron.extensions.mismatch.quantized_model import QuantizedModel, Sampled
@@ -528,3 +528,17 @@ def _new_table(title: str, columns: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
+
+
+def shortened(names: Sequence[str], all_names: Sequence[str]) -> list[str]:
+    """Return `quantization.keep` for layers of these names.
+
+    A layer that is chosen in every block becomes `*.down_proj`; other names are written out.
+    """
+    patterns = []
+    names, all_names = [list(map(module_of, each)) for each in (names, all_names)]
+    for name in names:
+        last = name.rpartition(".")[2]
+        everywhere = {other for other in all_names if other.endswith(f".{last}")}
+        patterns.append(f"*.{last}" if len(everywhere) > 1 and everywhere <= {*names} else name)
+    return list(dict.fromkeys(patterns))

@@ -20,7 +20,7 @@ from qurl_megatron.config.keep import fused_layers, kept_layers, module_of
 from qurl_megatron.config.schema import UaqConfig, WeightFormat
 from qurl_megatron.device import device
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.huggingface import checkpoint_tensors, transformers_model
+from qurl_megatron.model.transformers_model import checkpoint_tensors, transformers_model
 from qurl_megatron.quantization import quantize, uaq
 from qurl_megatron.quantization.activations import BLOCK, in_groups, quantize_tokens
 from qurl_megatron.quantization.products import kept

@@ -11,7 +11,7 @@ from qurl_megatron.extensions.planning.plan import Plan, largest_part, layout_ov
 from qurl_megatron.machine.output import gigabytes
 from qurl_megatron.memory.disk import checkpoint_bytes
 from qurl_megatron.memory.estimate import total_bytes
-from qurl_megatron.report.console import table_console
+from qurl_megatron.report.progress import table_console
 
 PUBLISHED = {
     "experts": (18, 1.2, 2.9),

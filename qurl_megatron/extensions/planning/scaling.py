@@ -28,8 +28,8 @@ from qurl_megatron.extensions.planning.plan import (
 from qurl_megatron.files import check_output, write_whole
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import num_parameters
-from qurl_megatron.report.console import table_console
 from qurl_megatron.report.metrics import PHASES
+from qurl_megatron.report.progress import table_console
 from qurl_megatron.report.record import read_run
 
 PICTURES = (".svg", ".png")

@@ -181,7 +181,7 @@ def test_a_learner_in_bf16_multiplies_with_the_scales_of_the_servers() -> None:
 
 def values_of(model: Any) -> dict[str, Tensor]:
     """Return the weights of a model with adapters under their Hugging Face names, merged."""
-    from qurl_megatron.model.huggingface import checkpoint_tensors
+    from qurl_megatron.model.transformers_model import checkpoint_tensors
 
     values = {}
     for name, tensor in checkpoint_tensors(model):

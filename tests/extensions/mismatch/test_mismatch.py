@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.cli import app
-from qurl_megatron.config.keep import shortened
 from qurl_megatron.config.schema import UaqConfig
 from qurl_megatron.extensions.mismatch.mismatch import (
     KeptLayers,
@@ -24,6 +23,7 @@ from qurl_megatron.extensions.mismatch.mismatch import (
     compare,
     gain,
     read_prompts,
+    shortened,
     split,
 )
 from qurl_megatron.extensions.mismatch.quantized_model import (
