@@ -29,12 +29,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.table import Table
 
-from qurl_megatron import device
 from qurl_megatron.config.schema import OF_COPY, Config
 from qurl_megatron.config.text import leaf_values
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
@@ -49,9 +48,8 @@ from qurl_megatron.report.metrics import (
 )
 
 if TYPE_CHECKING:
-    import wandb
-
     from qurl_megatron.report.event_file import EventFile
+    from qurl_megatron.report.weights_and_biases import WandbCurves
 
 PACE_STEPS = 20  # last steps, from which the time left is estimated
 # Fields by which `qurl eval` reads data and plays agents as the run did.
@@ -100,7 +98,7 @@ class RunLog:
         self.before = Evaluation()
         self.steps_done = 0  # the last step that was logged, by any attempt of the run
         self._tensorboard: EventFile | None = None
-        self._wandb: wandb.Run | None = None
+        self._wandb: WandbCurves | None = None
         self._steps: list[dict[str, Any]] = []  # lines of metrics.jsonl
         self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
         self._reached: dict[str, float] = {}  # metrics of the last step above `Config.stop_above`
@@ -175,10 +173,7 @@ class RunLog:
         text = summary.text("samples", markdown_table(samples))
         self._tensorboard.add(samples[0].step, [text])
         if self._wandb is not None:
-            import wandb
-
-            table = wandb.Table(columns=list(COLUMNS), data=table_rows(samples))
-            self._wandb.log({"samples": table, "step": samples[0].step})
+            self._wandb.write_table(samples[0].step, list(COLUMNS), table_rows(samples))
 
     def write_mismatch(self, mismatch: dict[str, dict[str, float]]) -> None:
         """Write the mismatch of server sets to mismatch.json, which keeps that of others."""
@@ -256,12 +251,7 @@ class RunLog:
         """Stop the display, leaving its last state on the screen, and finish the run of W&B."""
         self._console.stop()
         if self._wandb is not None:
-            self._wandb.finish()
-            if self._wandb.offline:
-                recorded = self._config.run_dir / "wandb" / "offline-run-"
-                self.say(
-                    f"to send the curves later: wandb sync --append {shlex.quote(str(recorded))}*"
-                )
+            self._wandb.close()
             self._wandb = None
 
     def _open_curves(self, after_step: int) -> None:
@@ -270,38 +260,10 @@ class RunLog:
         # Step 0 is the evaluation before the first step.
         purge_step = after_step + 1 if after_step else 0
         self._tensorboard = EventFile(self._config.run_dir / "tensorboard", purge_step)
-        if self._config.wandb_project:
-            import wandb  # only runs that ask for it need it installed
+        if self._config.wandb_project:  # only runs that ask for it need it installed
+            from qurl_megatron.report.weights_and_biases import WandbCurves
 
-            directory = (self._config.run_dir / "wandb").absolute()
-            # Tables are staged for upload there, and not in the home directory.
-            names = ("WANDB_DATA_DIR", "WANDB_CACHE_DIR")
-            device.extend_environment(dict.fromkeys(names, str(directory)))
-            session = wandb.setup(wandb.Settings(silent=True))
-            mode: Literal["offline"] | None = None
-            # `viewer` asks the server for the user, and waits 5 s for the answer. wandb.init()
-            # would wait 90 s, and then end the run. A mode that the user has set is kept.
-            if "mode" not in session.settings.model_fields_set and not session.viewer:
-                mode = "offline"
-                self.say(
-                    f"Weights & Biases is offline: {session.settings.base_url} does not answer, or "
-                    "knows no key of yours"
-                )
-            if not (identity := directory / "run_id").exists():
-                directory.mkdir(exist_ok=True)
-                write_whole(identity, wandb.util.generate_id())
-            self._wandb = wandb.init(
-                mode=mode,
-                project=self._config.wandb_project,
-                id=identity.read_text(),
-                resume="allow",
-                name=self._config.name,
-                dir=self._config.run_dir,
-                config=dataclasses.asdict(self._config),
-                settings=wandb.Settings(silent=True, console="off"),
-            )
-            # Steps after a checkpoint are repeated, and W&B's own numbers only grow.
-            self._wandb.define_metric("*", step_metric="step")
+            self._wandb = WandbCurves(self._config, self.say)
 
     def _write_curves(self, step: int, measured: dict[str, Any]) -> None:
         """Add a point at `step` to the curve of every number in `measured`."""
@@ -309,18 +271,15 @@ class RunLog:
             return
         from torch.utils.tensorboard import summary
 
-        values: dict[str, Any] = dict(_numbers(measured))
+        values = dict(_numbers(measured))
         summaries = [summary.scalar(name, value) for name, value in values.items()]
-        if counts := measured.get("reward_counts"):
-            rewards = [reward for reward, count in counts for _ in range(count)]
+        counts = measured.get("reward_counts") or []
+        rewards = [reward for reward, count in counts for _ in range(count)]
+        if rewards:
             summaries.append(summary.histogram("rewards", np.array(rewards), bins=30))
-            if self._wandb is not None:
-                import wandb
-
-                values["rewards"] = wandb.Histogram(rewards)
         self._tensorboard.add(step, summaries)
         if self._wandb is not None:
-            self._wandb.log({**values, "step": step})
+            self._wandb.write(step, values, rewards)
 
     def _append(self, name: str, *lines: dict[str, Any]) -> None:
         if self._writes:
