@@ -625,6 +625,17 @@ def test_seed_alone_decides_which_problems_are_generated() -> None:
     assert generated(1, {"seed": 0}) == generated(0, {})  # options override the seed
 
 
+@pytest.mark.parametrize("task", ["list_functions", "ransom_note"])
+def test_a_task_that_draws_from_its_process_has_the_same_problems_in_each(task: str) -> None:
+    options = {"size": 40}
+    program = "import sys; from qurl_megatron.data.problems import read_problems\n"
+    program += f"print(read_problems('reasoning_gym:{task}', {options}).problems)"
+    command = ["env", "PYTHONHASHSEED=1", sys.executable, "-c", program]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == f"{read_problems(f'reasoning_gym:{task}', options).problems}\n"
+    refusal(f"reasoning_gym:{task}", "no such option", {"sise": 40})
+
+
 @pytest.mark.parametrize(
     ("task", "options", "message"),
     [

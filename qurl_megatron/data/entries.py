@@ -54,6 +54,8 @@ def generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
     """
     import reasoning_gym
 
+    from qurl_megatron.data import alike
+
     tasks = reasoning_gym_tasks()
     if task not in tasks:
         raise DataError(f"{REASONING_GYM}{task}: no such task;{_suggestion(task, tasks)}")
@@ -72,7 +74,8 @@ def generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
         if type(value) is not int or (option == "size" and value < 1):
             raise DataError(f"prompts.options.{option}={value}: must be {right}")
     try:
-        entries = reasoning_gym.create_dataset(task, **options)
+        make = alike.entries_of if task in alike.TASKS else reasoning_gym.create_dataset
+        entries = make(task, **options)
         for index in range(len(entries)):  # a task may look at its options only here
             yield f"{REASONING_GYM}{task} entry {index}", entries[index]
     except Exception as error:  # the library's own checks: AssertionError, TypeError, ValueError
