@@ -26,6 +26,7 @@ from batches import ragged, score, update
 from distributed import run_ranks
 from learner_reference import CP2, DP2, EP2, PP2, TP2, VPP2, gathered, of_optimizer, parts_of
 from logs import evaluation, run_log, write
+from qurl_megatron.algorithm.batch import Prompt
 from qurl_megatron.cli import app
 from qurl_megatron.config.schema import (
     CheckpointConfig,
@@ -35,6 +36,7 @@ from qurl_megatron.config.schema import (
     OptimizerConfig,
 )
 from qurl_megatron.config.text import with_overrides
+from qurl_megatron.data.prompts import sum_of
 from qurl_megatron.files import partial_of
 from qurl_megatron.learner.checkpoint import (
     CheckpointError,
@@ -215,6 +217,17 @@ def test_of_evaluations_that_cannot_be_told_apart_the_newest_is_the_best(tmp_pat
     del older["measure"]
     (best / "state.json").write_text(json.dumps(older))
     assert checkpoints.compares(read_state(best))  # as an older version wrote it
+
+
+def test_scores_over_other_problems_are_not_compared() -> None:
+    config, checkpoints = Config(), Checkpoints.__new__(Checkpoints)
+    asked = [Prompt("id", "1 + 1?", answer, [1]) for answer in ("2", "3")]
+    measures = [measure_of(config) | {"problems": sum_of([prompt])} for prompt in asked]
+    checkpoints._measure = measures[0]
+    states = [RunState(1, 2, 0.0, {}, {}, 0.5, measure=each) for each in measures]
+    assert [*map(checkpoints.compares, states)] == [True, False]
+    older = RunState(1, 2, 0.0, {}, {}, 0.5, measure=measure_of(config))
+    assert checkpoints.compares(older)
 
 
 def test_a_score_over_held_out_problems_does_not_depend_on_how_files_are_sampled() -> None:

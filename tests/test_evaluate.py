@@ -54,7 +54,7 @@ def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: 
         return ""
 
     def interrupt(config: EvalConfig) -> None:
-        with pytest.raises(ServerFailed), unfinished(config, "2026-01-31", console):
+        with pytest.raises(ServerFailed), unfinished(config, "2026-01-31", {}, console):
             raise ServerFailed("died")
 
     assert refusal() == ""
@@ -67,7 +67,7 @@ def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: 
     assert "data=['a=" in refusal(data=dict(sorted(files.items())))  # whose answers are whose?
     interrupt(config)
     assert refusal() == ""
-    with unfinished(config, "2026-01-31", console):
+    with unfinished(config, "2026-01-31", {}, console):
         with pytest.raises(ConfigError, match="another qurl eval works on it"):
             interrupt(config)
         time.sleep(0.01)
@@ -75,7 +75,7 @@ def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: 
         assert "model/config.json: was changed since" in refusal()
     assert "exists; choose another directory" in refusal()  # it is complete
     other = dataclasses.replace(config, output=str(tmp_path / "wrong"))
-    with pytest.raises(WrongRollouts), unfinished(other, "2026-01-31", console):
+    with pytest.raises(WrongRollouts), unfinished(other, "2026-01-31", {}, console):
         (tmp_path / "wrong" / "answers_0.jsonl").touch()
         raise WrongRollouts("equal")
     assert not (tmp_path / "wrong" / "answers_0.jsonl").exists()
@@ -131,6 +131,33 @@ def test_the_command_continues_where_its_server_was_lost(
     assert sorted(path.name for path in output.iterdir()) == [*answers, "summary.json"]
     assert [*read_answers(output / answers[1])[0].greedy.parts] == ["accuracy"]
     with pytest.raises(ConfigError, match="exists; choose another directory"):
+        evaluate()
+
+
+def test_answers_to_problems_that_are_no_longer_those_of_the_data_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file, number in (("a", 5), ("b", 0), ("c", 1), ("d", 2)):
+        row = {"question": f"What is {number}?", "answer": str(number)}
+        (tmp_path / f"{file}.jsonl").write_text(f"{json.dumps(row)}\n")
+    model, client = build_tiny_model(tmp_path / "model"), ScriptedClient("1", "7")
+    monkeypatch.setattr(
+        "qurl_megatron.evaluation.evaluate.serving", lambda *_: contextlib.nullcontext()
+    )
+    monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
+
+    def evaluate() -> None:
+        config = EvalConfig(model=str(model), reward="exact", output=str(tmp_path / "eval"))
+        config.data = {"sums": f"{tmp_path}/*.jsonl"}
+        config.max_prompt_length = config.max_completion_length = 64
+        check_output(config)
+        run(config)
+
+    client.loses = "2"
+    with pytest.raises(ServerFailed):
+        evaluate()
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(ConfigError, match="jsonl: has other problems than .* has answers to"):
         evaluate()
 
 

@@ -431,6 +431,14 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     return _digest("".join(prompt.id for prompt in prompts))
 
 
+def sum_of(prompts: Iterable[Prompt]) -> str:
+    """Return a text that only equal prompts have, of which verifiers learn the same."""
+    sums = hashlib.sha256()
+    for prompt in prompts:
+        sums.update(repr(prompt).encode())
+    return sums.hexdigest()
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -64,9 +64,8 @@ from qurl_megatron.config.values import (
     Smoothing,
     Text,
 )
-from qurl_megatron.data.entries import parts_of
 from qurl_megatron.data.problems import Fields, keep_verifiable, read_problems
-from qurl_megatron.data.prompts import quoted, source_lines, tokenize, tokenizer_lines
+from qurl_megatron.data.prompts import quoted, source_lines, sum_of, tokenize, tokenizer_lines
 from qurl_megatron.data.rewards import absolute, is_user_function, of_set, reads_entries
 from qurl_megatron.data.scoring import check_rewards, scoring
 from qurl_megatron.evaluation.avg_at_k import (
@@ -276,19 +275,22 @@ def check_output(config: EvalConfig) -> None:
         raise ConfigError(f"output={output}: exists; choose another directory, output=DIR")
     if not _has_answers(output):
         return
-    way_out = f"choose another directory, output=DIR, or remove {output}"
     for field, value in _decisive(config).items():
         if before.get(field) != value:
             raise ConfigError(
                 f"{field}={value}: {output} has answers of an interrupted evaluation with "
-                f"{field}={before.get(field)}; give that to continue it, {way_out}"
+                f"{field}={before.get(field)}; give that to continue it, {_way_out(output)}"
             )
     begun = (output / UNFINISHED).stat().st_ctime
     for file in _read_files(config):
         if file.stat().st_ctime > begun:
             raise ConfigError(
-                f"{file}: was changed since {output} has answers from before; {way_out}"
+                f"{file}: was changed since {output} has answers from before; {_way_out(output)}"
             )
+
+
+def _way_out(output: Path) -> str:
+    return f"choose another directory, output=DIR, or remove {output}"
 
 
 def _has_answers(output: Path) -> bool:
@@ -308,14 +310,12 @@ def _decisive(config: EvalConfig) -> dict[str, Any]:
 
 
 def _read_files(config: EvalConfig) -> Iterator[Path]:
-    """Yield the files that an evaluation reads: of models, template, data, reward and agent."""
+    """Yield the files that decide answers or scores: of models, template, reward and agent."""
     rewards = [*config.scoring.by_source.values(), *config.reward_of.values()]
     named = [*config.scored.rewards, *rewards, config.agent]
     functions = [name.rpartition(":")[0] for name in named]
-    data = [part for each in config.data.values() for part in parts_of(each)]
-    sources = [each.partition(":")[0] for each in data if not Path(each).exists()]
     given = [config.model, config.adapters, config.prompts.chat_template]
-    for path in map(Path, [*given, *data, *sources, *functions]):
+    for path in map(Path, [*given, *functions]):
         if path.is_file():
             yield path
         elif path != Path() and path.is_dir():
@@ -368,7 +368,7 @@ def run(config: EvalConfig) -> None:
         seen = next(iter(prompts.values()))
         served = served_model(config, model_dir, Path(scratch) / "converted", seen)
         with (
-            unfinished(given, day, console),
+            unfinished(given, day, prompts, console),
             serving(config, served, console) as fleet,  # before any thread, so tests can fork it
             scoring(scored) as score_of,
             client_type(config, model_dir, template, scored.scoring.wrong, output) as make_client,
@@ -409,15 +409,18 @@ def run(config: EvalConfig) -> None:
 
 
 @contextlib.contextmanager
-def unfinished(config: EvalConfig, day: str, console: Console) -> Iterator[None]:
+def unfinished(
+    config: EvalConfig, day: str, prompts: Mapping[str, list[Prompt]], console: Console
+) -> Iterator[None]:
     """Mark the output as that of an unfinished evaluation, until the body has completed it.
 
     Args:
         config: the settings as they were given.
         day: that a chat template prints.
+        prompts: those of each name in `data`.
 
     Raises:
-        ConfigError: another process works on it.
+        ConfigError: another process works on it, or it has answers to other prompts.
     """
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
@@ -430,9 +433,16 @@ def unfinished(config: EvalConfig, day: str, console: Console) -> Iterator[None]
             raise ConfigError(f"output={output}: another qurl eval works on it") from None
         except OSError:  # its file system locks no directories
             pass
+        sums = {name: sum_of(each) for name, each in prompts.items()}
         if not _has_answers(output):
-            settings = {**_decisive(config), "day": day}
+            settings = {**_decisive(config), "day": day, "problems": sums}
             write_whole(marker, json.dumps(settings, indent=2) + "\n")
+        for name, known in read_json_object(marker).get("problems", sums).items():
+            if known != sums[name]:
+                raise ConfigError(
+                    f"{config.data[name]}: has other problems than {output} has answers to; "
+                    f"{_way_out(output)}"
+                )
         try:
             yield
         except WrongRollouts:  # none of the answers can be believed

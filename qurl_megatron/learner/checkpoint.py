@@ -102,7 +102,8 @@ class RunState:
     """The highest accuracy of all checkpoints until this one, and its standard error; empty: none.
     `Checkpoints.save` sets it."""
     measure: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """`measure_of` the configuration; as `highest`. Empty: of an older version."""
+    """`measure_of` the configuration, and `sum_of` what was asked as `problems`; as `highest`. Of
+    an older version it lacks some or all."""
 
     @property
     def best(self) -> list[float]:
@@ -121,12 +122,15 @@ class RunState:
 class Checkpoints:
     """Writer of one run's checkpoints. Every learner rank makes the same calls."""
 
-    def __init__(self, config: Config, learner: Learner, critic: Saved | None = None) -> None:
+    def __init__(
+        self, config: Config, learner: Learner, critic: Saved | None = None, problems: str = ""
+    ) -> None:
+        """Store the parts; `problems` is `sum_of` what evaluations ask, on global rank 0."""
         self._config = config
         self._learner = learner
         self._critic = critic
         self.best_by = config.checkpoint.best_by
-        self._measure = measure_of(config)
+        self._measure = measure_of(config) | {"problems": problems}
         self._directory = config.run_dir / "checkpoints"
         # The highest accuracy, also of a save that is not complete; on global rank 0.
         self._highest: list[float] = []
@@ -219,7 +223,7 @@ class Checkpoints:
 
     def compares(self, state: RunState) -> bool:
         """Return whether the scores of a state can be compared with those of this attempt."""
-        return state.measure in ({}, self._measure)
+        return self._measure == self._measure | state.measure
 
     def _states(self) -> dict[Path, RunState]:
         """Return the comparable states of complete checkpoints, oldest first."""

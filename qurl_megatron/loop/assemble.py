@@ -14,7 +14,7 @@ from qurl_megatron.algorithm.batch import Completion, Prompt, RolloutGroup, Trai
 from qurl_megatron.algorithm.objective import PolicyLoss
 from qurl_megatron.config.extensions import find, needed
 from qurl_megatron.config.schema import OBJECTIVES, Config, Releases, Transport
-from qurl_megatron.data.prompts import PromptSet, draw, load_prompts, set_aside
+from qurl_megatron.data.prompts import PromptSet, draw, load_prompts, set_aside, sum_of
 from qurl_megatron.data.scoring import scoring
 from qurl_megatron.learner.checkpoint import (
     CheckpointError,
@@ -88,7 +88,8 @@ class Run:
         self.checkpoints.restore(newest)
         self.sampler.restore(state.prompts, state.step)
         self.publisher.version = state.weight_version - 1  # the next publish repeats that version
-        before, compares = Evaluation(**state.evaluation_before), self.checkpoints.compares(state)
+        before = Evaluation(**state.evaluation_before)
+        compares = device.from_rank_zero(lambda: self.checkpoints.compares(state))
         self.log.resume(state.step, state.time_s, before if compares else Evaluation())
         if not compares and (state.highest or before.lines()):
             self.log.say(
@@ -193,7 +194,8 @@ def assemble(config: Config, rosters: Sequence[Path], stack: ExitStack) -> Run:
         keep(closing(critic))
     if colocation:
         colocation.hold([learner, critic] if critic else [learner])
-    checkpoints = keep(closing(Checkpoints(config, learner, critic)))
+    asked = [*prompts.held_out, *itertools.chain.from_iterable(prompts.files.values())]
+    checkpoints = keep(closing(Checkpoints(config, learner, critic, sum_of(asked))))
     log = keep(closing(RunLog(config, writes=is_first)))
 
     if config.quantization.smoothing:
