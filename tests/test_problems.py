@@ -77,6 +77,8 @@ def test_a_function_of_the_users_own_gets_any_answer_as_it_is(tmp_path: Path) ->
         write_lines(tmp_path / "a.jsonl", {**GOOD, "answer": target}),
         "answer is a dict; expected a string or a number, such as answer.target, answer.numbers",
     )
+    with pytest.raises(DataError, match=r"answer\[0\] is a dict; expected a string or a number$"):
+        read(tmp_path, {**GOOD, "answer": [target]})  # no key names a field of an element
 
 
 def test_a_function_of_the_users_own_may_do_without_answers(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_metadata_is_an_object_or_its_text_and_anything_else_is_ignored(tmp_path
         ),
         (
             {"question": "1?", "prompt": "2?", "answer": "2"},
-            "has question and prompt, which differ; ask one",
+            "has question and prompt, which differ; ask one with prompts.question_key=question or",
         ),
         (
             {"prompt": [{"role": "assistant", "content": "2"}], "answer": "2"},
@@ -191,7 +193,7 @@ def test_metadata_is_an_object_or_its_text_and_anything_else_is_ignored(tmp_path
         ({"question": "3 + 3?", "answer": " "}, "answer is missing or empty"),
         (
             {"question": "3 + 3?", "answer": {"x": 6}},
-            "answer is a dict; expected a string or a num",
+            "answer is a dict; expected a string or a number, such as answer.x",
         ),
         ({"question": "3 + 3?", "answer": True}, "answer is a bool; expected a string or a number"),
         ({"question": "3 + 3?", "answer": [["6"]]}, "answer[0] is a list; expected a string or"),
@@ -700,6 +702,8 @@ PARTS = [{"type": "text", "text": "3 + "}, {"type": "text", "text": "3?"}]
         # ShareGPT's
         ({"conversations": [HUMAN, GPT]}, [USER], "It is 6."),
         ({"system": "Add.", "conversations": [HUMAN, GPT], "answer": "6"}, [ADD, USER], "6"),
+        ({"system": "Add.", "messages": [USER, ASSISTANT]}, [ADD, USER], "It is 6."),
+        ({"system": "Add.", "messages": [ADD, USER, ASSISTANT]}, [ADD, USER], "It is 6."),
         # OpenAI's content parts
         ({"messages": [{"role": "user", "content": PARTS}], "answer": "6"}, [USER], "6"),
     ],
@@ -810,13 +814,18 @@ def test_an_input_beside_an_instruction_is_not_dropped_silently(tmp_path: Path) 
         ("options", {"A": 1, "B": 5}),
         ("context", "Ada adds."),
         ("passage", "Ada adds."),
+        ("system", "Be brief."),
+        ("system_prompt", "Be brief."),
     ],
 )
-@pytest.mark.parametrize("name", ["question", "problem"])
+@pytest.mark.parametrize("name", ["question", "problem", "prompt"])
 def test_what_a_question_needs_is_not_dropped_silently(
     name: str, field: str, value: Any, tmp_path: Path
 ) -> None:
     entry = {name: "1 + 1?", "answer": "2", field: value}
+    if name == "prompt" and not field.startswith("system"):  # it is whole, but for a system's
+        assert len(read(tmp_path, entry)) == 1
+        return
     told = f"line 1: has {name} and {field}; join them in one field, or ask without: prompts."
     for fields in (RECOGNIZED, Fields("text", required=False), Fields(for_function=True)):
         with pytest.raises(DataError, match=f"{told}question_key={name}$"):
@@ -826,8 +835,9 @@ def test_what_a_question_needs_is_not_dropped_silently(
     for other in others:
         (problem,) = read(tmp_path, {**entry, **other})
         assert problem.answer == "2"
+    chat = [{"role": "system", "content": f"{value}\n"}, {"role": "user", "content": "1 + 1?"}]
+    assert len(read(tmp_path, {**entry, name: chat})) == 1
     assert len(read(tmp_path, entry, fields=Fields(name))) == 1
-    assert len(read(tmp_path, {"prompt": "1 + 1?", "answer": "2", field: value})) == 1
 
 
 def test_repeated_problem_is_dropped_and_counted_and_other_answers_are_kept(

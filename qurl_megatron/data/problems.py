@@ -72,9 +72,13 @@ from qurl_megatron.model.chat_template import read_message
 from qurl_megatron.model.repository import snapshot_of
 
 QUESTION_FIELDS = ("question", "prompt", "problem")
-_CHOICES = ("choices", "options", "context", "passage")
-# Fields without which a question may be half of one. A prompt is whole.
-_READ_WITH = {"instruction": ("input", "context"), "question": _CHOICES, "problem": _CHOICES}
+_ORDERS = ("system", "system_prompt")
+_PARTS = (*_ORDERS, "choices", "options", "context", "passage")
+# Fields without which a question may be half of one. A prompt has all but orders.
+_READ_WITH = {
+    **{"instruction": ("input", "context"), "prompt": _ORDERS},
+    **dict.fromkeys(("question", "problem"), _PARTS),
+}
 
 
 class Incomplete(DataError):
@@ -329,10 +333,6 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
             "it with prompts.answer_key="
         )
     asked = _value(entry, name, "prompts.question_key")
-    beside = [each for each in _READ_WITH.get(name, ()) if not _says(asked, entry.get(each))]
-    if beside and (name == "instruction" or name != fields.question):
-        alone = "" if name == "instruction" else f", or ask without: prompts.question_key={name}"
-        raise DataError(f"has {name} and {beside[0]}; join them in one field{alone}")
     if not fields.ignores_media and (media := _media({**entry, "type": None})):
         raise DataError(f"has the field {media}; {_TEXT_ONLY}")
     others = {each: entry.get(each) for each in QUESTION_FIELDS}
@@ -341,11 +341,16 @@ def _problem(entry: Any, location: str, fields: Fields) -> Problem:
     ]
     if name in QUESTION_FIELDS and not fields.question and also:
         raise DataError(
-            f"has {name} and {also[0]}, which differ; ask one with prompts.question_key={name}"
+            f"has {name} and {also[0]}, which differ; ask one with prompts.question_key={name} or "
+            f"{also[0]}"
         )
     messages = _messages(asked, name, fields.ignores_media)
-    if name == "conversations" and not _is_missing(entry.get("system")):
+    if name in conversations and not _say(messages, entry.get("system")):
         messages.insert(0, {"role": "system", "content": _text(entry["system"], "system")})
+    beside = [each for each in _READ_WITH.get(name, ()) if not _say(messages, entry.get(each))]
+    if beside and (name == "instruction" or name != fields.question):
+        alone = "" if name == "instruction" else f", or ask without: prompts.question_key={name}"
+        raise DataError(f"has {name} and {beside[0]}; join them in one field{alone}")
     last = ""
     answers: tuple[str, ...] = ()
     if name not in QUESTION_FIELDS and messages[-1]["role"] == "assistant" and len(messages) > 1:
@@ -418,12 +423,12 @@ def _is_missing(value: Any) -> bool:
     return value is None or is_blank or (isinstance(value, float) and math.isnan(value))
 
 
-def _says(text: Any, value: Any) -> bool:
-    """Return whether a text repeats a value: all texts of a list, as those of choices."""
+def _say(messages: list[dict[str, Any]], value: Any) -> bool:
+    """Return whether messages repeat a value: all texts of a list, as those of choices."""
     if isinstance(value, list | dict):
         parts = value.values() if isinstance(value, dict) else value
-        return all(_says(text, each) for each in parts)
-    return _is_missing(value) or str(value).strip() in str(text)
+        return all(_say(messages, each) for each in parts)
+    return _is_missing(value) or any(str(value).strip() in each["content"] for each in messages)
 
 
 def _is_text(value: Any) -> bool:
@@ -542,7 +547,8 @@ def _text(value: Any, field: str) -> str:
     if _is_number(value):
         return _number(value, field)
     if not isinstance(value, str):
-        parts = ", ".join(f"{field}.{name}" for name in value) if isinstance(value, dict) else ""
+        names = value if isinstance(value, dict) and "[" not in field else ()
+        parts = ", ".join(f"{field}.{name}" for name in names)
         raise DataError(
             f"{field} is a {type(value).__name__}; expected a string or a number"
             + (f", such as {parts}" if parts else "")
