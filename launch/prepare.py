@@ -23,7 +23,7 @@ from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
 from qurl_megatron.config.text import save
 from qurl_megatron.config.validate import check_weight_format, validate
-from qurl_megatron.files import read_json_object, write_whole
+from qurl_megatron.files import PARTIAL, read_json_object, write_whole
 from qurl_megatron.launch.placement import check_shared_gpus, place_servers
 from qurl_megatron.launch.recipe import Recipe, default_name, load_recipe, run_function
 from qurl_megatron.launch.settle import choose_scale, settle, settle_steps
@@ -71,14 +71,17 @@ def prepare_new(
                 check_host(config)
             if train:
                 train(config)
-            config.run_dir.mkdir(parents=True)
-            if built.exists():
-                config.model = str(config.run_dir / "model")
-                for path in built.iterdir():  # safetensors makes files that only this user can read
-                    shutil.copymode(built / "config.json", path)
-                shutil.move(built, config.model)
-            make_paths_absolute(config)
-            write_files(config, data_summary)
+            output.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(PARTIAL, config.name[:50], output) as place:
+                (unfinished := Path(place) / "run").mkdir()
+                if built.exists():
+                    config.model = str(config.run_dir / "model")
+                    for path in built.iterdir():  # safetensors' files are for this user only
+                        shutil.copymode(built / "config.json", path)
+                    shutil.move(built, unfinished / "model")
+                make_paths_absolute(config)
+                write_files(config, data_summary, unfinished)
+                unfinished.rename(config.run_dir)  # whole: a job that is killed before starts again
     return config, data_summary
 
 
@@ -97,10 +100,10 @@ def find_or_build(read: Recipe, built: Path) -> Any:
     return run_function(config.model_builder, built, config.seed)
 
 
-def write_files(config: Config, data_summary: str) -> None:
-    """Write the run's config.yaml and data.txt."""
-    save(config, config.run_dir / "config.yaml")
-    write_whole(config.run_dir / "data.txt", data_summary)
+def write_files(config: Config, data_summary: str, run_dir: Path) -> None:
+    """Write a run's config.yaml and data.txt."""
+    save(config, run_dir / "config.yaml")
+    write_whole(run_dir / "data.txt", data_summary)
 
 
 def check_and_settle(

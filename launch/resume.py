@@ -78,7 +78,7 @@ def prepare_resume(
         if writes:
             if num_gpus == 0:
                 check_host(config)
-            write_files(config, data_summary)
+            write_files(config, data_summary, config.run_dir)
     return config, data_summary
 
 

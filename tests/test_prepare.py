@@ -7,9 +7,11 @@ import shutil
 import stat
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from qurl_megatron.config.gpus import DGX_H100
 from qurl_megatron.config.schema import (
     STOPPED_EARLY,
     Config,
@@ -22,9 +24,10 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.config.text import load
 from qurl_megatron.data.entries import DataError
 from qurl_megatron.data.prompts import PromptStream, load_prompts
-from qurl_megatron.launch import local, slurm
+from qurl_megatron.launch import local, prepare, slurm
 from qurl_megatron.launch.prepare import prepare_new
-from qurl_megatron.launch.resume import prepare_resume
+from qurl_megatron.launch.recipe import load_recipe
+from qurl_megatron.launch.resume import prepare_resume, prepare_resume_or_new
 from qurl_megatron.launch.sources import make_paths_absolute
 from qurl_megatron.machine import memory
 from qurl_megatron.machine.output import qurl_command
@@ -38,6 +41,29 @@ pytestmark = pytest.mark.usefixtures("short_quickstart")
 @pytest.fixture(autouse=True)
 def in_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+
+
+def test_a_run_whose_directory_could_not_be_completed_can_be_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quota is reached, or the process is killed."""
+    with monkeypatch.context() as full:
+        full.setattr(prepare, "write_whole", Mock(side_effect=OSError(errno.EDQUOT, "quota")))
+        with pytest.raises(OSError, match="quota"):
+            prepare_new("quickstart", ["name=first"])
+    assert [*Path("runs").iterdir()] == []
+    existed: list[bool] = []
+
+    def save(config: Config, path: Path) -> None:
+        existed.append(config.run_dir.exists())
+        saved(config, path)
+
+    saved = prepare.save
+    monkeypatch.setattr(prepare, "save", save)
+    config, _ = prepare_resume_or_new(load_recipe("quickstart", ["name=first"]), DGX_H100)
+    assert load(Path("runs/first/config.yaml")) == config and existed == [False]
+    assert Path("runs/first/model/config.json").is_file()
+    assert Path("runs/first").stat().st_mode == Path("runs").stat().st_mode
 
 
 def test_a_moved_and_renamed_run_is_resumed_from_any_working_directory(
