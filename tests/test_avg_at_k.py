@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from math import sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from qurl_megatron.algorithm.batch import Completion, Prompt
 from qurl_megatron.algorithm.proof import WrongRollouts
-from qurl_megatron.config.schema import Config, ScoringConfig
+from qurl_megatron.config.schema import Config, EvaluationConfig, ScoringConfig
 from qurl_megatron.data.problems import read_problems
 from qurl_megatron.data.scoring import Scorer
 from qurl_megatron.evaluation.avg_at_k import (
@@ -21,10 +22,12 @@ from qurl_megatron.evaluation.avg_at_k import (
     ProblemResult,
     append_answer,
     averages,
+    failures,
     measure,
     read_answers,
     write_answers,
 )
+from qurl_megatron.loop.measurements import Evaluator
 from qurl_megatron.rollout.server import ServerFailed
 from scripted import ScriptedClient
 
@@ -59,6 +62,7 @@ def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
     assert (sampled["completions_per_prompt"], sampled["temperature"]) == (4, 0.6)
     assert sampled["top_p"] == 0.95
     by_name = averages(results)
+    assert failures(results).startswith("1 of 5 answers, which count as wrong: SympifyError")
     assert (by_name["Avg@1"].mean, by_name["Avg@4 sampled"].mean) == (1.0, 0.25)
     write_answers(results, tmp_path / "answers.jsonl")
     again = read_problems(str(tmp_path / "answers.jsonl"), {}).problems
@@ -68,6 +72,22 @@ def test_answers_are_generated_as_configured_and_verifier_failures_are_recorded(
     assert [a["accuracy"] for a in line["sampled"]] == [1, 0, 0, 0]
     assert [a["verifier_failed"] for a in line["sampled"]] == [False, False, True, False]
     assert [a["failure"][:12] for a in line["sampled"]] == ["", "", "SympifyError", ""]
+
+
+@pytest.mark.parametrize("num_held_out", [0, 1])
+def test_an_evaluation_of_a_run_counts_scores_that_failed(
+    num_held_out: int, tmp_path: Path
+) -> None:
+    client: Any = ScriptedClient("\\boxed{42}", "9" * 100_000)
+    config = Config(output_dir=str(tmp_path), name="run", evaluation=EvaluationConfig(k=2))
+    publisher: Any = SimpleNamespace(publish=int, while_serving=lambda work: work())
+    with Scorer(config, workers=1) as scorer:
+        held_out, files = [PROMPT] * num_held_out, {"sums": [PROMPT]}
+        parts = publisher, client, lambda name: scorer.submit, held_out, files
+        evaluation = Evaluator(config, *parts).evaluate(1)
+    assert (evaluation.held_out_accuracy is not None) == bool(num_held_out)
+    failed = f"1 of {3 + num_held_out} answers, which count as wrong: SympifyError"
+    assert evaluation.failures.startswith(failed)
 
 
 def test_k_of_0_generates_only_a_greedy_answer() -> None:

@@ -134,6 +134,26 @@ def test_the_command_continues_where_its_server_was_lost(
         evaluate()
 
 
+def test_answers_that_a_reward_function_cannot_score_are_counted_aloud(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    (tmp_path / "mine.py").write_text(
+        "def score(completion, problem):\n    raise OSError('gone')\n"
+    )
+    model, client = build_tiny_model(tmp_path / "model"), ScriptedClient("1", "7")
+    monkeypatch.setattr(
+        "qurl_megatron.evaluation.evaluate.serving", lambda *_: contextlib.nullcontext()
+    )
+    monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
+    config = EvalConfig(model=str(model), reward=f"{tmp_path}/mine.py:score", k=2)
+    config.data, config.output = {"sums": f"{tmp_path}/data.jsonl"}, str(tmp_path / "eval")
+    config.max_prompt_length = config.max_completion_length = 64
+    run(config)
+    said = "sums: scores that failed: 3 of 3 answers, which count as wrong: OSError: gone"
+    assert said in capsys.readouterr().err
+
+
 def test_answers_to_problems_that_are_no_longer_those_of_the_data_are_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

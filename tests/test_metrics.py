@@ -191,6 +191,12 @@ def test_the_score_of_an_evaluation_is_held_out_accuracy_the_mean_over_files_or_
     assert Evaluation(0.25, files, 0.1).score("aime") == (0.5, 0.03)
 
 
+def test_an_evaluation_shows_the_answers_that_could_not_be_scored() -> None:
+    assert Evaluation(0.25).lines() == [("held-out accuracy", "25.0%")]
+    shown = Evaluation(0.0, failures="3 of 4 answers, which count as wrong: OSError").lines()
+    assert shown[1] == ("scores that failed", "3 of 4 answers, which count as wrong: OSError")
+
+
 def test_the_parts_of_a_run_are_one_run_of_weights_and_biases_in_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -153,6 +153,15 @@ def averages(results: list[ProblemResult]) -> dict[str, Average]:
         groups.append([result.sampled for result in results])
     shares = [[fmean(answer.accuracy for answer in each) for each in group] for group in groups]
     return dict(zip(measures(k), map(Average.over, shares), strict=True))
+
+
+def failures(results: Iterable[ProblemResult]) -> str:
+    """Return how many answers count as wrong because scoring them failed; empty: none."""
+    answers = [answer for each in results for answer in (each.greedy, *each.sampled)]
+    reasons = [answer.failure for answer in answers if answer.failure]
+    if not reasons:
+        return ""
+    return f"{len(reasons)} of {len(answers)} answers, which count as wrong: {reasons[0]}"
 
 
 def write_answers(results: list[ProblemResult], path: Path) -> None:

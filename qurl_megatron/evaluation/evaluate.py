@@ -72,6 +72,7 @@ from qurl_megatron.evaluation.avg_at_k import (
     Average,
     append_answer,
     averages,
+    failures,
     measure,
     read_answers,
     write_answers,
@@ -82,6 +83,7 @@ from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.huggingface import check_model, stored_block
 from qurl_megatron.model.tokenizer import load_tokenizer, read_template, stop_token_ids
 from qurl_megatron.quantization.offline import quantize_directory
+from qurl_megatron.report.metrics import FAILURES
 from qurl_megatron.report.progress import show_progress, table_console
 from qurl_megatron.rollout.client import client_type
 from qurl_megatron.rollout.controller import Controller
@@ -396,6 +398,8 @@ def run(config: EvalConfig) -> None:
                     )
                 write_answers(results, path)
                 averages_of[name] = averages(results)
+                if failed := failures(results):
+                    console.print(f"{name}: {FAILURES}: {failed}", markup=False, soft_wrap=True)
             summary = {"config": config, "results": averages_of}
             text = json.dumps(summary, indent=2, default=dataclasses.asdict)
             write_whole(output / "summary.json", text + "\n")

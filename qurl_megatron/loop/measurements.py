@@ -18,6 +18,7 @@ from qurl_megatron.data.scoring import StartScoring
 from qurl_megatron.evaluation.avg_at_k import (
     ProblemResult,
     averages,
+    failures,
     measure,
     write_answers,
 )
@@ -53,7 +54,7 @@ class Evaluator:
         directory = evaluation_directory(self.config.run_dir, step)
         directory.mkdir(parents=True, exist_ok=True)
         evaluation = self.config.evaluation
-        by_file = {}
+        by_file, everything = {}, list[ProblemResult]()
         for name, prompts in self.files.items():
             results = self._answer(
                 name,
@@ -63,13 +64,15 @@ class Evaluator:
                 top_p=evaluation.top_p,
             )
             write_answers(results, directory / f"{name}.jsonl")
+            everything += results
             by_file[name] = {metric: asdict(mean) for metric, mean in averages(results).items()}
         if not self.held_out:
-            return Evaluation(None, by_file)
+            return Evaluation(None, by_file, failures=failures(everything))
         results = self._answer("", self.held_out)
         write_answers(results, directory / f"{HELD_OUT}.jsonl")
         held_out = averages(results)["Avg@1"]
-        return Evaluation(held_out.mean, by_file, held_out.standard_error)
+        failed = failures(everything + results)
+        return Evaluation(held_out.mean, by_file, held_out.standard_error, failed)
 
     def _answer(self, name: str, prompts: list[Prompt], **sampling: Any) -> list[ProblemResult]:
         limit = self.config.rollout.longest_completion

@@ -25,6 +25,9 @@ PHASES = ("rollout", "proximal", "critic", "update", "publish")  # of a step, ea
 OF_EVALUATION = ("held_out_accuracy", "held_out_standard_error", "evaluation")
 """Metrics of steps that are evaluated only."""
 
+FAILURES = "scores that failed"
+"""What `Evaluation.failures` are shown as."""
+
 KINDS = ("highest reward", "lowest reward", "cut off", "largest ratio")
 """Why a completion was chosen."""
 
@@ -70,6 +73,9 @@ class Evaluation:
     held_out_standard_error: float | None = None
     """Standard error of `held_out_accuracy` over the held-out problems. None: none held out."""
 
+    failures: str = ""
+    """How many answers count as wrong because scoring them failed, and why. Empty: none."""
+
     def score(self, best_by: str = "") -> tuple[float | None, float | None]:
         """Return the number that checkpoints are compared by, and its standard error.
 
@@ -93,6 +99,8 @@ class Evaluation:
         for name, averages in self.files.items():
             for measure, average in averages.items():
                 scores.append((f"{name} {measure}", mean_and_error(average)))
+        if self.failures:
+            scores.append((FAILURES, self.failures))
         return scores
 
 
