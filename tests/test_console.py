@@ -89,6 +89,7 @@ def test_a_slow_run_has_a_line_a_minute(
     numbers = [int(re.split("[ /]+", row)[2]) for row in rows]
     assert numbers == [*range(1, 11), 13, 16, 19, 20]
     assert rows[11].split()[3] == "25.0"  # seconds of that step alone
+    assert shown(capsys, 1, time_proof_s=20.0)[-1].split()[3] == "5.0"  # and without a proof
 
 
 def test_values_that_are_not_finite_keep_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,6 +159,20 @@ def test_an_evaluation_shows_its_progress_in_a_log_by_tenths() -> None:
     assert len(lines) == 10
     assert lines[0].startswith("[x]/data.jsonl: 3 of 25 requests, 0 s left")
     assert lines[-1] == "[x]/data.jsonl: 25 of 25 requests, 0 s left"
+
+
+def test_a_slow_evaluation_shows_its_progress_in_a_log_each_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, file = iter(range(0, 10_000, 25)), io.StringIO()
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
+    shows = Console(file=file, highlight=False, get_time=lambda: 0.0)
+    with show_progress("a", 50, "requests", shows) as answered:
+        for _ in range(12):
+            answered()
+    lines = file.getvalue().splitlines()
+    assert [int(re.split("[: ]+", line)[1]) for line in lines] == [3, 5, 8, 10]
+    assert lines[0] == "a: 3 of 50 requests, 19 min 35 s left"
 
 
 def test_an_evaluation_shows_a_bar_on_a_terminal() -> None:

@@ -17,6 +17,7 @@ from qurl_megatron import device
 from qurl_megatron.algorithm.proof import WrongRollouts
 from qurl_megatron.config.schema import (
     ConfigError,
+    EvaluationConfig,
     LearnerConfig,
     PromptsConfig,
     QuantizationConfig,
@@ -204,6 +205,21 @@ def test_a_run_ends_with_commands_for_its_curves_and_for_its_data_as_it_read_the
     assert vars(config.prompts).items() <= vars(prompts).items()
     assert (config.max_prompt_length, config.max_completion_length) == (7, 9)
     assert (config.stop_token_ids, config.format) == ([5, 6], "bf16")
+
+
+def test_a_run_that_measured_files_ends_with_a_command_for_their_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluation = EvaluationConfig(data={"a": "a.jsonl", "b": "b c.csv"}, reward_of={"b": "math"})
+    prompts = PromptsConfig(question_key="text", options={"min_digits": 1})
+    settings: dict[str, Any] = {"data": "reasoning_gym:a", "reward": "exact", "prompts": prompts}
+    run_log(tmp_path / "run", **settings, evaluation=evaluation).say_results()
+    said = capsys.readouterr().out.replace("\n", " ")
+    _, *words = shlex.split(said.rpartition("its answers: ")[2])
+    config = with_overrides(EvalConfig(), words[2:])
+    assert (config.data, config.reward) == (evaluation.data, "exact")
+    assert config.reward_of == {"b": "math"}
+    assert (config.prompts.question_key, config.prompts.options) == ("text", {})
 
 
 def test_a_policy_that_was_trained_as_served_is_to_be_evaluated_as_served(

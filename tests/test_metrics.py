@@ -156,6 +156,18 @@ def test_the_time_left_follows_the_pace_of_the_last_steps(tmp_path: Path) -> Non
     assert log._left_s(step=6) == pytest.approx(5.0, abs=0.5)
 
 
+def test_a_proof_is_no_part_of_the_pace(tmp_path: Path) -> None:
+    log = run_log(tmp_path)
+    log.start(Evaluation())
+    log._start -= 100.0  # a proof before the first step
+    log.begin_steps()
+    for step, proof_s in ((1, 0.0), (3, 50.0)):  # one more in the second
+        log._start -= 10.0 + proof_s
+        write(log, step, time_proof_s=proof_s)
+    assert log._left_s(step=6) == pytest.approx(40.0, abs=1.0)
+    log.finish(Evaluation())
+
+
 def test_a_metric_above_its_limit_ends_the_run_and_is_in_the_summary(tmp_path: Path) -> None:
     log = run_log(tmp_path, stop_above={"evaluation/aime/Avg@1/mean": 0.2, "grad_norm": 0.5})
     log.start(evaluation(0.9))

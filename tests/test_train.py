@@ -177,11 +177,11 @@ def test_a_server_is_to_be_compared_until_it_has_answered_enough_tokens() -> Non
 
 def test_a_large_distance_is_told_with_what_it_is_and_what_makes_it_smaller() -> None:
     def told(kl: float, predicted: float, *words: str) -> str:
-        return finding("rollout", kl, predicted, with_overrides(Config(), list(words)))
+        return finding("rollout", kl, predicted, 1234, with_overrides(Config(), list(words)))
 
     of_int8 = told(4e-2, 4.1e-2, "quantization.format=int8")
     assert of_int8.startswith(
-        "rollout servers: KL(behaviour, proximal) is 4.0e-02, and 4.1e-02 was"
+        "rollout servers: KL(behaviour, proximal) is 4.0e-02 over 1,234 tokens, and 4.1e-02 was"
     )
     assert "int8's own distance on this model" in of_int8
     assert "every objective but naive and on_policy corrects" in of_int8
@@ -195,5 +195,6 @@ def test_a_large_distance_is_told_with_what_it_is_and_what_makes_it_smaller() ->
     as_served = told(6.4e-2, 0.0, "quantization.format=int8", "learner.quantized_forward=all")
     assert as_served.endswith("is rounding alone: a value between two codes tips either way")
     assert told(2e-2, 0.0, "quantization.format=bf16").endswith("is rounding alone")
-    assert told(1e-4, 1.1e-4).endswith("is 1.0e-04, and 1.1e-04 was expected")
-    assert "own" not in finding("evaluation", 4e-2, 4e-2, Config())
+    assert told(1e-4, 1.1e-4).endswith("is 1.0e-04 over 1,234 tokens, and 1.1e-04 was expected")
+    assert "own" not in finding("evaluation", 4e-2, 4e-2, 9, Config())
+    assert "own" not in finding("rollout", 4e-2, 4e-2, 9, Config(), explains=False)

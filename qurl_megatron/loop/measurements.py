@@ -102,7 +102,7 @@ def step_metrics(config: Config, results: StepResults) -> StepMetrics:
     tokens = sums["tokens"]
     # The routing is compared in the first minibatch alone: its pass comes before any update.
     first = results.updates[0].stats
-    phase_times = {f"time_{phase}_s": seconds[phase] for phase in (*PHASES, "evaluation")}
+    phase_times = {f"time_{phase}_s": seconds[phase] for phase in (*PHASES, "evaluation", "proof")}
     return StepMetrics(
         step=results.step,
         weight_version=published.version,

@@ -44,18 +44,23 @@ def statistics_of(sums: Sums) -> dict[str, float]:
     return rollout_statistics(sums) | {f"predicted_{key}": each for key, each in predicted.items()}
 
 
-def finding(name: str, kl: float, predicted: float, config: Config) -> str:
+def finding(
+    name: str, kl: float, predicted: float, tokens: float, config: Config, *, explains: bool = True
+) -> str:
     """Return what a user is told of a server set that passed: its KL, and what a large one means.
 
     Args:
         name: rollout or evaluation.
         kl: KL(behaviour, proximal), in nats a token.
         predicted: what the learner expects it to be; 0 if it computes as the servers do.
+        tokens: how many it was measured on.
+        explains: whether to tell what a large one means.
     """
     held = config.quantization if name == "rollout" else config.evaluation_quantization
-    is_large = name == "rollout" and kl > LARGE
+    is_large = explains and name == "rollout" and kl > LARGE
     expected = f"and {predicted:.1e} was expected" if predicted else "which is rounding alone"
-    text = f"{name} servers: KL(behaviour, proximal) is {kl:.1e}, {expected}"
+    of = f"is {kl:.1e} over {tokens:,.0f} tokens"
+    text = f"{name} servers: KL(behaviour, proximal) {of}, {expected}"
     if not is_large:
         return text
     if not predicted:
@@ -93,6 +98,7 @@ class Proof:
         self._log = log
         # Of each server's own tokens so far, on global rank 0.
         self._evidence: defaultdict[Member, Sums] = defaultdict(dict)
+        self._has_explained = False
 
     def before_training(self) -> None:
         """Compare each server set on completions of drawn prompts; write mismatch.json.
@@ -104,6 +110,7 @@ class Proof:
             NothingToTrainOn: every episode of an agent has failed.
             WrongRollouts: the format of a set does not explain its mismatch.
         """
+        self._log.say("comparing log-probs of the servers with the learner's")  # takes a minute
         measured = {name: self._measure(name, self._sample) for name in self._clients}
         self._log.write_mismatch(
             {name: statistics_of(sums) for name, (sums, _) in measured.items()}
@@ -152,7 +159,10 @@ class Proof:
             self._log.say(f"warning: {wrong}")
             self._log.write_mismatch({key: statistics | {"accepted": 1.0}})
             return
-        self._log.say(finding(name, statistics[KL], statistics[f"predicted_{KL}"], self._config))
+        kl, explains = statistics[KL], not self._has_explained
+        found = name, kl, statistics[f"predicted_{KL}"], sums["tokens"]
+        self._log.say(finding(*found, self._config, explains=explains))
+        self._has_explained |= is_rollout and kl > LARGE
 
     def _measure(
         self, name: str, sample: Callable[[RolloutClient], list[Sampled]]

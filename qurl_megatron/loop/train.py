@@ -76,6 +76,7 @@ def train(config: Config, rosters: Sequence[Path], stop_requested: Callable[[], 
             clock = Clock()
             with clock("rollout"):
                 batch, summary = run.sampler.sample(step, publisher.version)
+            with clock("proof"):
                 run.proof.of_new_servers()
             with clock("critic"):
                 critic_metrics = critic.step(batch) if critic else None
@@ -133,6 +134,7 @@ def start_or_resume(run: Run) -> int:
     run.publisher.publish()
     if steps_done == 0:
         run.proof.before_training()
+    run.log.begin_steps()
     return steps_done
 
 

@@ -98,9 +98,13 @@ class RunConsole:
             self._watch.update(step)
         self.say(LEGEND)
         self._warn(self._watch.raised)
-        self._step_start = time.monotonic()
+        self.begin_step()
         self._bar.reset(self._task, completed=len(earlier))
         self._bar.start()
+
+    def begin_step(self) -> None:
+        """Begin to count the seconds of a step."""
+        self._step_start = time.monotonic()
 
     def step(self, metrics: StepMetrics, evaluation: Evaluation | None, left_s: float) -> None:
         """Show a step that has ended, its evaluation if it has one, and the warnings it raises."""
@@ -111,7 +115,8 @@ class RunConsole:
         is_late = now - self._line_time >= LINE_EVERY_S or metrics.step == self._config.steps
         if evaluation or warnings or is_due or is_late:
             self._line_time = now
-            self._show(metrics, evaluation, now - self._step_start, left_s)
+            seconds = now - self._step_start - metrics.time_proof_s
+            self._show(metrics, evaluation, seconds, left_s)
         self._warn(warnings)
         self._step_start = now
         # The reset also starts the clock of the next step again.

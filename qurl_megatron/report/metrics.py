@@ -259,6 +259,9 @@ class StepMetrics:
     time_evaluation_s: float = 0.0
     """Seconds of the evaluation after this step; about 0 without one."""
 
+    time_proof_s: float = 0.0
+    """Seconds in which new servers were compared with the learner; about 0 without any."""
+
     time_scoring_s: float = 0.0
     """Seconds of `time_waited_s` in which all answers were there and only scores were missing."""
 
@@ -394,8 +397,8 @@ class Sample:
     """Step that trained it."""
 
     kind: str
-    """Why it was chosen, of `KINDS`. The largest ratio is that of a single token, in either
-    direction."""
+    """Why it was chosen, of `KINDS`. Highest and lowest reward are first those of the prompt
+    whose rewards differ most. The largest ratio is that of a single token, in either direction."""
 
     prompt: str
     """The question, at most `SHOWN_CHARACTERS` of it."""

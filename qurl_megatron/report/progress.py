@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from qurl_megatron.report.console import duration
+from qurl_megatron.report.console import LINE_EVERY_S, duration
 
 PIPE_COLUMNS = 120  # of a table; fewer would cut its numbers
 
@@ -35,7 +35,7 @@ def show_progress(
 ) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each of `number` units; it shows how many are done.
 
-    A terminal gets a bar, anything else a line for each tenth.
+    A terminal gets a bar, anything else a line for each tenth, and one after a minute without.
     """
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -46,15 +46,19 @@ def show_progress(
         TextColumn("left"),
     )
     done, start = 0, time.monotonic()
+    line_time = start
     with Progress(*columns, console=console, disable=not console.is_interactive) as bar:
         task = bar.add_task(title, total=number)
 
         def advance() -> None:
-            nonlocal done
+            nonlocal done, line_time
             done += 1
             bar.advance(task)
-            if not console.is_interactive and 10 * done // number > 10 * (done - 1) // number:
-                left_s = (time.monotonic() - start) / done * (number - done)
+            now = time.monotonic()
+            is_due = 10 * done // number > 10 * (done - 1) // number
+            if not console.is_interactive and (is_due or now - line_time >= LINE_EVERY_S):
+                line_time = now
+                left_s = (now - start) / done * (number - done)
                 line = f"{title}: {done} of {number} {unit}, {duration(left_s)} left"
                 console.print(line, markup=False, soft_wrap=True)
 

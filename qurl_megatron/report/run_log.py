@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 PACE_STEPS = 20  # last steps, from which the time left is estimated
 # Fields by which `qurl eval` reads data and plays agents as the run did.
 OF_ANSWERS = (
-    *("scoring.weights", "scoring.by_source", "prompts.options", "prompts.question_key"),
+    *("scoring.weights", "scoring.by_source", "evaluation.reward_of"),
+    *("prompts.options", "prompts.question_key"),
     *("prompts.answer_key", "prompts.incomplete", "prompts.ignore_media", "prompts.system_prompt"),
     *("prompts.chat_template_options", "rollout.agent", "rollout.max_turns"),
     *("rollout.max_episode_tokens", "rollout.stop_token_ids"),
@@ -100,7 +101,9 @@ class RunLog:
         self._tensorboard: EventFile | None = None
         self._wandb: WandbCurves | None = None
         self._steps: list[dict[str, Any]] = []  # lines of metrics.jsonl
-        self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)  # `time_s` after last steps
+        # `time_s` after last steps, without the time of proofs, of which few steps have one.
+        self._ends_s: deque[float] = deque(maxlen=PACE_STEPS + 1)
+        self._proofs_s = 0.0
         self._reached: dict[str, float] = {}  # metrics of the last step above `Config.stop_above`
 
     def start(self, before: Evaluation) -> None:
@@ -114,6 +117,12 @@ class RunLog:
         """Continue the log after `step`; RL had taken `time_s` seconds by then."""
         self._begin(step, time_s, before)
         self.say(f"resuming after step {step}")
+
+    def begin_steps(self) -> None:
+        """Begin to measure the pace of steps, of which what came before is none."""
+        if self._writes:
+            self._ends_s[-1] = self.time_s
+            self._console.begin_step()
 
     def _begin(self, after_step: int, time_s: float, before: Evaluation) -> None:
         """Drop the lines that earlier attempts logged after `after_step`, then open the log."""
@@ -155,7 +164,8 @@ class RunLog:
         self._steps.append(line)
         self._append("metrics.jsonl", line)
         self._write_curves(metrics.step, line)
-        self._ends_s.append(self.time_s)
+        self._proofs_s += metrics.time_proof_s
+        self._ends_s.append(self.time_s - self._proofs_s)
         self._console.step(metrics, evaluation, self._left_s(metrics.step))
         self._note_reached(line)
 
@@ -231,14 +241,19 @@ class RunLog:
     def say_results(self) -> None:
         """Print where curves, report and model are, and how to see answers of the model."""
         config, model = self._config, self._config.run_dir / "final_model"
-        words = [config.data, f"reward={config.reward}", f"output={config.run_dir / 'answers'}"]
+        files = config.evaluation.data
+        words = [f"data.{name}={data}" for name, data in files.items()] or [config.data]
+        words += [f"reward={config.reward}", f"output={config.run_dir / 'answers'}"]
         words += [f"max_prompt_length={config.rollout.max_prompt_length}"]
         words += [f"max_completion_length={config.rollout.longest_completion}"]
         defaults, values = leaf_values(Config()), leaf_values(config)
         for field in OF_ANSWERS:
+            if files and field == "prompts.options":  # they are for training data alone
+                continue
             if (value := values[field]) != defaults[field]:
                 text = json.dumps(value) if isinstance(value, dict) else value
-                words.append(f"{field.removeprefix('rollout.')}={text}")
+                name = field.removeprefix("rollout.").removeprefix("evaluation.")
+                words.append(f"{name}={text}")
         if config.learner.quantized_forward:  # of the copy that was trained
             words += [f"{field.removeprefix('quantization.')}={values[field]}" for field in OF_COPY]
         curves = shlex.quote(str(config.run_dir / "tensorboard"))

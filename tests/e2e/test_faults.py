@@ -129,6 +129,9 @@ def test_a_run_without_servers_saves_and_another_layout_resumes_it(
     mismatch = json.loads((run.run_dir / "mismatch.json").read_text())
     assert {"rollout", "new_servers"} <= mismatch.keys()
     assert 0 < mismatch["new_servers"]["predicted_logprob_abs_diff"] < 0.1
+    # It took none of the rollout's time, which tokens are divided by.
+    first = after[done]
+    assert first["time_rollout_s"] - first["time_waited_s"] < first["time_proof_s"]
     # The servers had the checkpoint's weights, not the model's, before their first prompt.
     kl = [step["kl_behaviour_proximal_k3"] for step in after]
     assert kl[done] < 2 * kl[done - 1]

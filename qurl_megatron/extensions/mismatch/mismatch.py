@@ -334,7 +334,7 @@ def measure(
     )
     measured = TokenMismatch(*joined)
     result: dict[str, Any] = {
-        "model": str(options.model),
+        "model": (options.run and options.run.model_builder) or str(options.model),
         "data": options.data,
         "format": options.weight_format,
         "smoothing": options.smoothing,
