@@ -309,7 +309,9 @@ def job_script(
     lines = _header(
         f"run {run_dir}, recipe {', '.join(recipe.files) or recipe.package}",
         f"sbatch {script}, or `qurl launch` with name={config.name}",
-        "after saving a checkpoint",
+        # A step takes minutes, and scancel gives it Slurm's KillWait.
+        "To end it: scancel JOB; it saves if its step and the save end in KillWait, usually 30 s",
+        "To let it save and queue again: scancel --signal=USR1 --batch JOB; then scancel ends it",
     )
     for number, (num_nodes, gpus) in enumerate(groups):
         asked: dict[str, object] = {
@@ -435,12 +437,12 @@ def _limit_s(options: JobOptions) -> float:
     return float("inf")
 
 
-def _header(what: str, again: str, how_cancelled: str) -> list[str]:
+def _header(what: str, again: str, *ends: str) -> list[str]:
     """Return the first lines of a script, for who reads it."""
     lines = [
         f"# Made by qurl-megatron {version('qurl-megatron')}: {what}",
         f"# To run or resume it: {again}",
-        f"# To end it {how_cancelled}: scancel JOB",
+        *(f"# {line}" for line in ends),
     ]
     return ["#!/bin/bash", *(line if line.isprintable() else ascii(line)[1:-1] for line in lines)]
 
@@ -567,7 +569,8 @@ def command_script(words: Sequence[str], gpus: int, options: JobOptions) -> str:
         "nodes": 1,
         "gpus-per-node": gpus if gpus and knows_gpus(options.sbatch.get("partition")) else False,
     }
-    lines = _header(shlex.join(["qurl", *words[1:]]), "sbatch THIS_FILE", "without its result")
+    title = shlex.join(["qurl", *words[1:]])
+    lines = _header(title, "sbatch THIS_FILE", "To end it without its result: scancel JOB")
     lines += _sbatch_lines(asked, options)
     # sbatch reads no options after a command, and the user's lines might contain some.
     lines += [":", *_first_lines(options), f"exec {shlex.join(words)}"]

@@ -475,7 +475,10 @@ def test_an_administrator_reads_what_made_a_script_how_to_resume_and_end_it_and_
     job = Path("runs/first/job.sh").absolute()
     assert head[1].endswith(f": run {job.parent}, recipe quickstart")
     assert head[2] == f"# To run or resume it: sbatch {job}, or `qurl launch` with name=first"
-    assert head[3] == "# To end it after saving a checkpoint: scancel JOB"
+    assert head[3].startswith(
+        "# To end it: scancel JOB; it saves if its step and the save end in K"
+    )
+    assert head[4].endswith("scancel --signal=USR1 --batch JOB; then scancel ends it")
     for option, reason in experiment.REASONS.items():
         (place,) = [n for n, line in enumerate(head) if line.startswith(f"#SBATCH --{option}")]
         assert head[place - 1] == f"# {reason}"
