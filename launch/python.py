@@ -8,6 +8,7 @@ from qurl_megatron.config.schema import Config
 from qurl_megatron.launch import local
 from qurl_megatron.launch.prepare import prepare_new
 from qurl_megatron.launch.recipe import Recipe, load_recipe, of_code
+from qurl_megatron.machine.environment import settle_environment
 from qurl_megatron.machine.processes import die_with_parent
 from qurl_megatron.report.record import RunRecord, read_run
 
@@ -44,8 +45,9 @@ def train(config: Config | str, *words: str) -> RunRecord:
     recipe = Recipe("run", "", of_code(config)) if isinstance(config, Config) else config
     prepared, data_summary = prepare_new(recipe, words, device.num_gpus())
     print(data_summary, end="", flush=True)
+    settle_environment(environment := local.environment())  # as `qurl` does for itself
     launcher = subprocess.Popen(
-        local.command(prepared.run_dir), env=local.environment(), preexec_fn=die_with_parent
+        local.command(prepared.run_dir), env=environment, preexec_fn=die_with_parent
     )
     try:
         code = launcher.wait()

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import qurl_megatron
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.launch import local
+from qurl_megatron.machine import environment as surroundings
 
 
 def test_every_public_name_is_there_and_no_other() -> None:
@@ -47,6 +49,24 @@ def test_a_changed_configuration_is_checked_before_anything_starts(
     with pytest.raises(ConfigError, match="^optimizer.learning_rat: no such field; did you mean"):
         qurl_megatron.train(config)
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("short_quickstart")
+def test_a_run_has_the_variables_that_a_command_would_give_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TMPDIR is too long for the sockets of servers."""
+    (long := tmp_path / "long" / ("job_" * 20)).mkdir(parents=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.setenv("TMPDIR", str(long))
+    writing = "import os, pathlib; pathlib.Path('shown').write_text(os.environ['TMPDIR']); exit(3)"
+    monkeypatch.setattr(local, "command", lambda _: [sys.executable, "-c", writing])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="runs/first has ended with code 3"):
+        qurl_megatron.train("quickstart", "name=first")
+    shown = (tmp_path / "shown").read_text()
+    assert len(shown) <= surroundings.LONGEST_TMPDIR and Path(shown).resolve() == long.resolve()
+    assert surroundings.mended.pop().startswith(f"TMPDIR={long} is too long")
 
 
 LAUNCHER = """
