@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
-from qurl_megatron.commands.command import Command, JobCommand
+from qurl_megatron.commands.command import Command
 from qurl_megatron.config import extensions
 from qurl_megatron.machine.environment import settle_environment
 from qurl_megatron.machine.processes import ended_by, ending_signals
@@ -31,13 +31,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 # In the order of `qurl --help`. A function that yields its number of GPUs can be a Slurm job.
 COMMANDS = {
-    "doctor": "commands.runs:doctor",
+    "doctor": "commands.doctor:doctor",
     "config": "commands.runs:config",
     "train": "commands.runs:train",
     "resume": "commands.runs:resume",
-    "launch": "commands.runs:launch",
-    "status": "commands.runs:status",
-    "logs": "commands.runs:logs",
+    "launch": "commands.jobs:launch",
+    "status": "commands.watch:status",
+    "logs": "commands.watch:logs",
     "export": "commands.models:export",
     "eval": "commands.models:evaluate",
     "quantize": "commands.models:quantize",
@@ -61,7 +61,8 @@ class _Commands(Mapping[str, TyperCommand]):
 
     def __getitem__(self, name: str) -> Any:
         function = resolve_name(f"qurl_megatron.{COMMANDS[name]}")
-        kind = JobCommand if inspect.isgeneratorfunction(function) else Command
+        is_job = inspect.isgeneratorfunction(function)
+        kind = resolve_name("qurl_megatron.commands.jobs:JobCommand") if is_job else Command
         only = typer.Typer(add_completion=False)
         only.command(name, cls=kind)(function)
         return typer.main.get_command(only)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from logs import evaluation, run_log, write, write_run
-from qurl_megatron.commands.runs import status as show_status
+from qurl_megatron.commands.watch import status as show_status
 from qurl_megatron.config.extensions import needed
 from qurl_megatron.config.schema import ConfigError
 from qurl_megatron.config.text import load

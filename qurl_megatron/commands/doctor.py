@@ -13,6 +13,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import textwrap
 from collections import Counter
@@ -36,6 +37,16 @@ PROBE_TIMEOUT_S = 5
 Status = Literal["ok", "!!", "--"]
 Findings = Iterator[tuple[Status, str]]
 Result = tuple[Status, str, str]  # a finding, with the subject of its check in the middle
+
+
+def doctor() -> None:
+    """Check this machine: packages, GPUs, shared memory and Slurm.
+
+    Exit with code 1 if something that a run needs is missing or wrong.
+    """
+    results = check_machine()
+    print(page(results))
+    sys.exit(1 if any(status == "!!" for status, _, _ in results) else 0)
 
 
 def check_machine() -> list[Result]:
