@@ -265,14 +265,14 @@ def test_the_expected_time_of_a_save_follows_from_its_size_and_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = Config(model=str(build_tiny_model(tmp_path / "model")), output_dir=str(tmp_path))
+    assert slurm.write_bytes_per_s(tmp_path) > 1e6
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
     monkeypatch.setattr(slurm, "write_bytes_per_s", lambda directory: 1e5)
     parameters = sum(
         tensor.numel() for tensor in load_file(tmp_path / "model" / "model.safetensors").values()
     )
     assert slurm.expected_save_s(config) == 14 * parameters / 1e5
     assert "0.0001 GB/s from one node" in capsys.readouterr().out
-    assert slurm.write_bytes_per_s(tmp_path) > 1e6
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_tasks_run_in_the_container_and_steps_with_the_options_that_the_script_names(
