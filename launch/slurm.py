@@ -5,7 +5,7 @@
 It reads the run's configuration, as YAML, and the variables that the script sets
 (`launch/experiment.py:_variables`), whose names begin with QURL_.
 
-Every node of the job has one task, which supervises its part of the plan (`supervisor.py`). The
+Every node of the job has one task, which supervises its part of the plan (`slurm_node.py`). The
 nodes of the learner, on which there may be servers too, are one job step. Each other node has
 servers only, and is a step by itself. This process starts and watches them:
 
@@ -55,8 +55,8 @@ from qurl_megatron.launch.preflight import limit_s, summarize
 from qurl_megatron.launch.recipe import STDIN
 from qurl_megatron.launch.resume import prepare_resume_or_new
 from qurl_megatron.launch.servers import Attempt, RestartLimit, claimed_servers
+from qurl_megatron.launch.slurm_node import START_FAILED
 from qurl_megatron.launch.status import is_finished
-from qurl_megatron.launch.supervisor import START_FAILED
 from qurl_megatron.machine.environment import NO_THREADS
 from qurl_megatron.machine.network import free_port
 from qurl_megatron.machine.output import gigabytes
@@ -141,7 +141,7 @@ def _run(config: Config, max_restarts: int) -> int:
             stack.enter_context(claimed_servers(config))
         rollout = RolloutSide(attempt, groups)
         stack.callback(rollout.end)
-        learner = JobStep(attempt, "learner", srun(learner_group, task("supervisor", attempt.logs)))
+        learner = JobStep(attempt, "learner", srun(learner_group, task("slurm_node", attempt.logs)))
         stack.callback(end_steps, [learner])
         code = watch(config, learner, rollout, stop_requests, save_s)
     is_requeued = is_resumable(code, learner_group.nodes) and requeue(max_restarts)
@@ -286,7 +286,7 @@ class RolloutSide:
         end_steps([self._guard, *self._steps.values()])
 
     def _start(self, node: str) -> JobStep:
-        return self._step(node, f"rollout_{node}", task("supervisor", self._attempt.logs))
+        return self._step(node, f"rollout_{node}", task("slurm_node", self._attempt.logs))
 
     def _start_guard(self) -> JobStep:
         running = [node for node, step in self._steps.items() if step.ended_at is None]

@@ -1,9 +1,7 @@
 """The supervisor of a node: it starts, watches and ends the servers and learner ranks on it.
 
 The plan of the run says what a node has. One machine is a plan of one node, whose supervisor is the
-launcher itself (`launch/local.py`). In a Slurm job each node has one:
-
-    python -m qurl_megatron.launch.supervisor LOGS
+launcher itself (`launch/local.py`). In a Slurm job each node has one (`launch/slurm_node.py`).
 
 It starts the node's servers and lists them in the node's roster. Once all nodes have listed theirs,
 it starts the ranks. A server that dies is started again (`launch/servers.py`). A rank that dies
@@ -25,24 +23,19 @@ A node without ranks ignores what asks to stop early: its servers are needed for
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from qurl_megatron import device
-from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, ConfigError
+from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY
 from qurl_megatron.config.servers import server_specs
-from qurl_megatron.config.text import load
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
-from qurl_megatron.machine.environment import settle_environment
-from qurl_megatron.machine.network import address_towards
 from qurl_megatron.machine.output import tail
 from qurl_megatron.memory.host import settle_run
 from qurl_megatron.rollout.preload import (
-    PreloadFailed,
     Program,
     Started,
     how_it_ended,
@@ -52,12 +45,10 @@ from qurl_megatron.rollout.preload import (
 from qurl_megatron.rollout.server import LOOPBACK, POLL_S, ServerFailed
 
 LEARNER = "qurl_megatron.loop.train"
-START_FAILED = 3  # exit code of a job's supervisor with a server that failed in its first start
 # Exit codes of a rank after which the others are waited for; None: it still runs.
 KNOWN_CODES = (None, 0, STOPPED_EARLY, SAID_WHY)
 REMIND_S = 5.0  # between two requests to stop; a starting rank ignores those to stop early
 END_REQUESTS = 4  # to a rank, REMIND_S apart, before it is killed
-TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 class Signals:
@@ -95,7 +86,12 @@ class Signals:
 
 
 def supervise(
-    attempt: Attempt, plan: JobPlan, node: NodePlan, signals: Signals, host: str = LOOPBACK
+    attempt: Attempt,
+    plan: JobPlan,
+    node: NodePlan,
+    signals: Signals,
+    host: str = LOOPBACK,
+    cpus: Sequence[Sequence[int]] = (),
 ) -> int:
     """Run a node's part of a plan until its ranks are done or a signal ends it.
 
@@ -103,8 +99,8 @@ def supervise(
     signal that asked to end, and 75 if one asked to stop before the ranks had started.
 
     Args:
-        host: the address at which the servers listen. Other than with loopback, the run has the
-            node to itself, and each rank gets a part of its CPUs.
+        host: the address at which the servers listen.
+        cpus: the CPUs of each rank, in the order of ranks; none: all of the node's.
 
     Raises:
         ConfigError: the servers do not fit in the memory of a machine without a GPU.
@@ -125,7 +121,6 @@ def supervise(
                 servers.save()
             if node.ranks:
                 rosters = await_rosters(attempt, plan, servers, signals)
-                cpus = [[]] * node.ranks if host == LOOPBACK else cpus_of_gpus(node.gpus)
                 programs = rank_programs(attempt, plan, node, rosters, cpus, signals.to_stop)
                 for rank, program in programs.items():
                     if not signals:
@@ -197,7 +192,7 @@ def rank_programs(
     """Return the programs of a node's learner ranks, by global rank.
 
     Args:
-        cpus: the CPUs of each rank, in the order of ranks; none: all of the node's.
+        cpus: as in `supervise`.
         ignored: signals that would kill a rank before it can handle them.
     """
     run_dir, learner = str(attempt.config.run_dir), attempt.config.learner
@@ -216,29 +211,11 @@ def rank_programs(
             log_file=attempt.rank_log(first + local),
             environment={**shared, "RANK": str(first + local), "LOCAL_RANK": str(local)},
             inherits_stdout=first + local == 0,  # rank 0 shows the run's progress
-            cpus=cpus[local],
+            cpus=cpus[local] if cpus else [],
             ignored_signals=ignored,
         )
         for local in range(node.ranks)
     }
-
-
-def cpus_of_gpus(gpus: int) -> list[list[int]]:
-    """Return equal parts of this process's CPUs, in the order of sockets, as GPUs usually are.
-
-    CPUs that share a core are next to each other. With more GPUs than CPUs the parts are empty.
-    """
-
-    def place(cpu: int) -> tuple[int, ...]:
-        names = ("physical_package_id", "core_id")
-        try:
-            return *(int((TOPOLOGY / f"cpu{cpu}/topology" / n).read_text()) for n in names), cpu
-        except OSError:  # the kernel does not tell
-            return 0, 0, cpu
-
-    cpus = sorted(os.sched_getaffinity(0), key=place)
-    size = len(cpus) // gpus
-    return [cpus[gpu * size : (gpu + 1) * size] for gpu in range(gpus)]
 
 
 def watch(ranks: dict[int, Started], servers: Servers, signals: Signals, has_ranks: bool) -> int:
@@ -301,44 +278,3 @@ def end_ranks(ranks: Sequence[Started]) -> None:
 
 def _running(ranks: Sequence[Started]) -> bool:
     return None in [rank.poll() for rank in ranks]
-
-
-def main(logs: Path) -> int:
-    """Run this node's part of a job's plan; return an exit code.
-
-    It is that of `supervise`, or START_FAILED when a server failed during its first start, SGLang
-    could not be imported, or the servers do not fit in memory.
-    """
-    os.dup2(1, 2)  # its lines belong to the job's output
-    settle_environment(os.environ)  # a node's may be another than that of `qurl launch`
-    signals = Signals({signal.SIGUSR2}, {signal.SIGUSR1, signal.SIGTERM})
-    plan = JobPlan.load(logs / "plan.json")
-    run_dir = logs.parent.parent if plan.attempt else logs.parent  # of RUN/logs/resumed_N, RUN/logs
-    attempt = Attempt(load(run_dir / "config.yaml"), plan.attempt)
-    own = next(node for node in plan.nodes if node.name == os.environ["SLURMD_NODENAME"])
-    others = [node.name for node in plan.nodes if node != own]
-    is_master = own.name == plan.master_address
-    host = node_address(own.name, others[0] if is_master and others else plan.master_address)
-    try:
-        return supervise(attempt, plan, own, signals, host)
-    except (ConfigError, PreloadFailed, ServerFailed) as failure:
-        print(f"\nqurl: {own.name}: {failure}", flush=True)
-        return START_FAILED
-
-
-def node_address(name: str, learner: str) -> str:
-    """Return the address of this node, `name`, at which `learner`, another node, reaches it.
-
-    A node's own name may stand for loopback on the node itself, as Debian writes it into
-    /etc/hosts. Then return the address from which the node speaks to the other.
-    """
-    address = socket.gethostbyname(name)
-    learner_address = socket.gethostbyname(learner)
-    # Nodes that share one machine may all be on loopback.
-    if address.startswith("127.") and not learner_address.startswith("127."):
-        return address_towards(learner_address)
-    return address
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))

@@ -25,7 +25,7 @@ from qurl_megatron.config.schema import (
     ServerConfig,
 )
 from qurl_megatron.config.servers import server_specs
-from qurl_megatron.launch import local, slurm, supervisor
+from qurl_megatron.launch import local, slurm, slurm_node, supervisor
 from qurl_megatron.launch.nodes import NodeGroup, make_plan, smallest_plan
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.resume import prepare_resume_or_new
@@ -512,8 +512,8 @@ def test_servers_listen_at_an_address_that_the_learner_reaches(
 ) -> None:
     known = {"own": own, "learner": learner}
     monkeypatch.setattr(socket, "gethostbyname", lambda name: known[name])
-    monkeypatch.setattr(supervisor, "address_towards", lambda host: f"towards {host}")
-    assert supervisor.node_address("own", "learner") == listens
+    monkeypatch.setattr(slurm_node, "address_towards", lambda host: f"towards {host}")
+    assert slurm_node.node_address("own", "learner") == listens
 
 
 @pytest.mark.parametrize(

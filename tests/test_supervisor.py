@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from qurl_megatron.config.schema import SAID_WHY, STOPPED_EARLY, Config
-from qurl_megatron.launch import servers, supervisor
+from qurl_megatron.launch import servers, slurm_node, supervisor
 from qurl_megatron.launch.placement import JobPlan, NodePlan
 from qurl_megatron.launch.servers import Attempt, Servers
 from qurl_megatron.launch.supervisor import Signals, supervise
@@ -187,13 +187,13 @@ def test_each_rank_of_a_jobs_node_has_whole_cores_of_one_socket(
         topology.mkdir(parents=True)
         (topology / "physical_package_id").write_text(f"{cpu // 2 % 2}\n")
         (topology / "core_id").write_text(f"{cpu % 2}\n")
-    monkeypatch.setattr(supervisor, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(slurm_node, "TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert supervisor.cpus_of_gpus(4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert supervisor.cpus_of_gpus(3) == [[0, 4], [1, 5], [2, 6]]
-    assert supervisor.cpus_of_gpus(9) == [[]] * 9
-    monkeypatch.setattr(supervisor, "TOPOLOGY", tmp_path / "missing")
-    assert supervisor.cpus_of_gpus(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert slurm_node.cpus_of_gpus(4) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert slurm_node.cpus_of_gpus(3) == [[0, 4], [1, 5], [2, 6]]
+    assert slurm_node.cpus_of_gpus(9) == [[]] * 9
+    monkeypatch.setattr(slurm_node, "TOPOLOGY", tmp_path / "missing")
+    assert slurm_node.cpus_of_gpus(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_a_rank_that_dies_ends_the_others_and_the_end_of_its_log_is_shown(

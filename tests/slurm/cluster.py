@@ -159,7 +159,7 @@ class Cluster:
                 if (
                     parent
                     and "slurmstepd" in parent.name()
-                    and "qurl_megatron.launch.supervisor" in process.cmdline()
+                    and "qurl_megatron.launch.slurm_node" in process.cmdline()
                 ):
                     supervisors.append(process)
         return supervisors
