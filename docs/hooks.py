@@ -25,14 +25,14 @@ from qurl_megatron import (
     recipes,  # noqa: E402
 )
 from qurl_megatron.config import extensions  # noqa: E402
-from qurl_megatron.config.other_names import OTHER_NAMES  # noqa: E402
-from qurl_megatron.config.schema import Config  # noqa: E402
-from qurl_megatron.config.text import (  # noqa: E402
+from qurl_megatron.config.meanings import (  # noqa: E402
     field_docs,
     field_meanings,
     first_line,
-    leaf_values,
 )
+from qurl_megatron.config.other_names import OTHER_NAMES  # noqa: E402
+from qurl_megatron.config.schema import Config  # noqa: E402
+from qurl_megatron.config.text import leaf_values  # noqa: E402
 from qurl_megatron.config.values import JOINED, LARGEST  # noqa: E402
 from qurl_megatron.evaluation.evaluate import EvalConfig  # noqa: E402
 from qurl_megatron.report.metrics import Evaluation, RunSummary, StepMetrics  # noqa: E402

@@ -30,9 +30,7 @@ from qurl_megatron.config import yaml_text
 from qurl_megatron.config.schema import Config, ConfigError
 from qurl_megatron.config.text import (
     Given,
-    field_meanings,
     field_of,
-    first_line,
     from_tree,
     leaf_values,
     no_such_field,
@@ -133,6 +131,8 @@ def recipe_names() -> list[str]:
 
 def recipe_meanings() -> dict[str, str]:
     """Return the first line of the docstring of each recipe of the package, by name."""
+    from qurl_megatron.config.meanings import first_line
+
     modules = {name: importlib.import_module(f"{RECIPES}.{name}") for name in recipe_names()}
     return {name: first_line(module) for name, module in modules.items()}
 
@@ -251,6 +251,8 @@ def of_code(config: Config) -> Config:
         ConfigError: it has an attribute that is no field, or a value that its field or a file does
             not accept.
     """
+    from qurl_megatron.config.meanings import field_meanings
+
     for field in leaf_values(config).keys() - field_meanings(config).keys():
         raise ConfigError(no_such_field(field, Config()))  # Python sets any attribute
     converted = from_tree(Config, tree := dataclasses.asdict(config), extra="forbid")

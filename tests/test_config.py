@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from command_configs import COMMAND_CONFIGS
 from qurl_megatron.config.gpus import H100
+from qurl_megatron.config.meanings import commented_yaml, field_docs, field_meanings
 from qurl_megatron.config.older import MOVED
 from qurl_megatron.config.other_names import OTHER_NAMES
 from qurl_megatron.config.resume import _FIXED, validate_resume
@@ -36,9 +37,6 @@ from qurl_megatron.config.schema import (
 )
 from qurl_megatron.config.text import (
     Given,
-    commented_yaml,
-    field_docs,
-    field_meanings,
     leaf_values,
     load,
     save,

@@ -36,7 +36,7 @@ def config(
     overrides: Overrides = None,
 ) -> None:
     """Print a recipe's configuration as YAML, with the meaning of each field as a comment."""
-    from qurl_megatron.config.text import commented_yaml
+    from qurl_megatron.config.meanings import commented_yaml
     from qurl_megatron.launch.recipe import load_recipe, recipe_meanings
 
     if not recipe:

@@ -2,7 +2,7 @@
 
 A recipe is a function that returns a `Config`. `with_overrides` applies overrides to it
 and `validate` names the first field that does not fit. Both raise `ConfigError`, whose text is the
-one line a user sees. `text.field_docs` returns the docstrings below the fields, so a type
+one line a user sees. `meanings.field_docs` returns the docstrings below the fields, so a type
 checker, an editor, `qurl config` and the documentation all show the same text.
 """
 

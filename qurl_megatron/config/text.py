@@ -1,15 +1,10 @@
-"""A configuration as text: `field=value` overrides, config.yaml, and the docstrings of fields.
-
-Every value that is read is checked. `qurl config` prints YAML with the docstrings as comments.
-"""
+"""A configuration as text: `field=value` overrides and config.yaml. Every value is checked."""
 
 import dataclasses
 import functools
-import inspect
 import operator
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -164,9 +159,10 @@ def _items(value: str) -> list[str]:
 
 def no_such_field(path: str, config: Any) -> str:
     """Return a line about a field that `config` lacks, with what would be right."""
-    from qurl_megatron.config import other_names
+    from qurl_megatron.config import meanings, other_names
 
-    return other_names.no_such_field(path, field_meanings(config), field_meanings(Config()))
+    known = meanings.field_meanings(config), meanings.field_meanings(Config())
+    return other_names.no_such_field(path, *known)
 
 
 def save(config: Config, path: Path) -> None:
@@ -184,57 +180,3 @@ def load(path: Path) -> Config:
         return from_tree(Config, tree_now(yaml_text.parse(path.read_bytes())))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-
-
-def commented_yaml(config: Config) -> str:
-    """Return `config` as YAML with each field's meaning as a comment above it."""
-    return "\n".join(_commented(config, indent="")) + "\n"
-
-
-def _commented(section: Any, indent: str) -> Iterator[str]:
-    tree = dataclasses.asdict(section)
-    for name, meaning in field_docs(type(section)).items():  # type: ignore[arg-type]
-        value = getattr(section, name)
-        is_section = dataclasses.is_dataclass(value)
-        if is_section:
-            yield ""
-        margin = f"{indent}# "
-        text = first_line(value) if is_section else meaning
-        yield from textwrap.wrap(text, _WIDTH, initial_indent=margin, subsequent_indent=margin)
-        if is_section:
-            yield f"{indent}{name}:"
-            yield from _commented(value, f"{indent}  ")
-        else:
-            text = yaml_text.dump({name: tree[name]}, width=_WIDTH)
-            yield textwrap.indent(text.rstrip(), indent)
-
-
-def field_meanings(config: Any, prefix: str = "") -> dict[str, str]:
-    """Return the docstring of each field of a dataclass, and of those in it, by dotted path.
-
-    Each path starts with `prefix`.
-    """
-    meanings: dict[str, str] = {}
-    for name, meaning in field_docs(type(config)).items():  # type: ignore[arg-type]
-        value, path = getattr(config, name), prefix + name
-        is_section = dataclasses.is_dataclass(value)
-        meanings |= field_meanings(value, f"{path}.") if is_section else {path: meaning}
-    return meanings
-
-
-@functools.cache
-def field_docs(kind: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass on one line, in the order of its fields."""
-    # pydantic gives a dataclass the settings of the type around it; here that is a list.
-    settings = pydantic.ConfigDict(use_attribute_docstrings=True)
-    schema = pydantic.TypeAdapter(list[kind], config=settings).json_schema()  # type: ignore[valid-type]
-    fields = schema["$defs"][kind.__name__]["properties"]
-    docs = {name: " ".join(field.get("description", "").split()) for name, field in fields.items()}
-    for base in filter(dataclasses.is_dataclass, kind.__bases__):  # pydantic reads no bases
-        docs |= field_docs(base)
-    return docs
-
-
-def first_line(documented: Any) -> str:
-    """Return the first line of the docstring of an object or of its class."""
-    return (inspect.getdoc(documented) or "").partition("\n")[0]
