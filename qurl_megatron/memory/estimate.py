@@ -69,7 +69,6 @@ from qurl_megatron.config.schema import (
 from qurl_megatron.device import LOGIT_CHUNK_ELEMENTS
 from qurl_megatron.model import weight_map
 from qurl_megatron.model.architecture import Architecture
-from qurl_megatron.model.delta_net import CHUNK, DeltaNet
 from qurl_megatron.model.weight_map import HuggingFaceTensor, Rule, num_values
 from qurl_megatron.quantization import quantize
 
@@ -389,7 +388,9 @@ def layer_activation_bytes(
     norm = (8 if not fused else 4 if hybrid else element) * hidden + 4 + element * hidden
     per_token = 2 * (element * hidden if selective and (hybrid or not fused) else norm)
     if linear and hybrid:
-        per_token += _linear_attention_bytes(hybrid, element, time, fused=fused)
+        from qurl_megatron.memory.linear_attention import linear_attention_bytes
+
+        per_token += linear_attention_bytes(hybrid, element, time, fused=fused)
     else:
         per_token += _attention_bytes(architecture, element, fused=fused)
     per_token += element * intermediate * (2 if selective else 3 if fused else 5)
@@ -416,28 +417,6 @@ def _attention_bytes(architecture: Architecture, element: int, *, fused: bool) -
         kept += 4 * (heads + kv_heads)
         kept += element * query if fused else 8 * query + (8 if element == 2 else 4) * key
     return kept
-
-
-def _linear_attention_bytes(linear: DeltaNet, element: int, time: int, *, fused: bool) -> int:
-    """Return the bytes that linear attention keeps per token, without the norm before it.
-
-    FLA's kernels for the gated delta rule keep what `rehearsal.linear_attention` lists. torch keeps
-    all tensors of the rule in float32, padded to whole chunks.
-    """
-    heads, keys, values = linear.value_heads, linear.keys, linear.values
-    channels = 2 * keys + values
-    # The projections and gates; the norm's input and output, and the gate in float32, before and
-    # after SiLU; the gated output.
-    kept = element * (channels + values + 3 * values) + 8 * values + heads * (element + 8)
-    if fused:
-        rule = 2 * keys + values + CHUNK * heads
-        return kept + element * rule + 8 * linear.key_heads + heads * (element + 10)
-    # The convolution copies its input once for each token in its window, and keeps its output.
-    kept += (4 * linear.conv_width + element) * channels
-    per_head = 40 * linear.key_dim + 12 * linear.value_dim + 20 * CHUNK + 28
-    per_head += linear.key_dim * linear.value_dim * 4 // CHUNK  # the state of each chunk
-    padded = -(-time // CHUNK) * CHUNK
-    return kept + (heads * per_head + 8 * keys) * padded // time
 
 
 def recomputed_layers(learner: LearnerConfig, layers: int) -> int:

@@ -15,9 +15,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from qurl_megatron.model import delta_net
 from qurl_megatron.model.config_json import (
     ArchitectureError,
     read_flag,
@@ -25,7 +24,9 @@ from qurl_megatron.model.config_json import (
     read_positive,
     read_size,
 )
-from qurl_megatron.model.delta_net import DeltaNet
+
+if TYPE_CHECKING:
+    from qurl_megatron.model.delta_net import DeltaNet
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 Family = Literal["qwen2", "qwen3", "qwen3_moe", "llama", "qwen3_5_text", "qwen3_5_moe_text"]
@@ -194,7 +195,11 @@ class Architecture:
         vocab_size = read_size(config, "vocab_size", file)
         head_dim = _head_dim(config, file, traits, hidden_size, num_heads)
         rope_theta, rope_scaling = _rope(config, file, traits)
-        hybrid = DeltaNet.read(config, num_layers, head_dim, file) if traits.is_hybrid else None
+        hybrid = None
+        if traits.is_hybrid:
+            from qurl_megatron.model.delta_net import DeltaNet
+
+            hybrid = DeltaNet.read(config, num_layers, head_dim, file)
         return cls(
             family=traits.family,
             num_layers=num_layers,
@@ -597,6 +602,8 @@ def text_config(config: dict[str, Any], file: Path) -> dict[str, Any]:
     traits = SUPPORTED_ARCHITECTURES.get(str(name))
     if traits is None or not traits.is_hybrid:
         return config
+    from qurl_megatron.model import delta_net
+
     return delta_net.with_fields(config)
 
 
@@ -640,6 +647,8 @@ def _unsupported(config: dict[str, Any], num_layers: int, traits: _FamilyTraits)
             "(use_sliding_window false)"
         )
     if traits.is_hybrid:
+        from qurl_megatron.model import delta_net
+
         yield from delta_net.unsupported(config)
     elif layer_types is not None and layer_types != ["full_attention"] * num_layers:
         yield f"'layer_types' must be 'full_attention' for each of the {num_layers} layers"

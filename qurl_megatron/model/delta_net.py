@@ -1,10 +1,6 @@
-"""Hybrids, in which most layers have gated DeltaNet in place of attention: sizes and weights.
+"""Hybrids, in which most layers have gated DeltaNet in place of attention: their config.json.
 
 `learner/delta_net.py` has their layers, and `sglang_plugin/delta_net.py` what servers need.
-
-A file has the queries, keys and values of a linear attention in one tensor, which ranks divide as
-three. Here they are three full tensors, `in_proj_qkv:query.weight`, `:key` and `:value`; so are the
-rows of the convolution behind them (`weight_map.in_file`).
 """
 
 from __future__ import annotations
@@ -15,53 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from qurl_megatron.model.config_json import ArchitectureError, read_positive, read_size
-from qurl_megatron.model.rules import HF_LAYER, LAYER, Merge, Rule, rule_of
 
 CHUNK = 64  # tokens that the gated delta rule computes at once, here and in FLA's kernels
-_L = HF_LAYER + "linear_attn."
-
-RULES: tuple[Rule, ...] = (
-    rule_of(
-        LAYER + "self_attention.in_proj.weight",
-        (_L + "in_proj_qkv:query.weight", ("linear_keys", "hidden")),
-        (_L + "in_proj_qkv:key.weight", ("linear_keys", "hidden")),
-        (_L + "in_proj_qkv:value.weight", ("linear_values", "hidden")),
-        (_L + "in_proj_z.weight", ("linear_values", "hidden")),
-        merge=Merge.STACKED,
-        quantized=True,
-        fed_by=HF_LAYER + "input_layernorm.weight",
-        of_linear=True,
-    ),
-    rule_of(
-        LAYER + "self_attention.gates.weight",
-        (_L + "in_proj_b.weight", ("linear_heads", "hidden")),
-        (_L + "in_proj_a.weight", ("linear_heads", "hidden")),
-        merge=Merge.STACKED,
-        fed_by=HF_LAYER + "input_layernorm.weight",
-        of_linear=True,
-    ),
-    rule_of(
-        LAYER + "self_attention.conv_weight",
-        (_L + "conv1d:query.weight", ("linear_keys", "conv")),
-        (_L + "conv1d:key.weight", ("linear_keys", "conv")),
-        (_L + "conv1d:value.weight", ("linear_values", "conv")),
-        merge=Merge.STACKED,
-        of_linear=True,
-    ),
-    rule_of(LAYER + "self_attention.A_log", (_L + "A_log", ("linear_heads",)), of_linear=True),
-    rule_of(LAYER + "self_attention.dt_bias", (_L + "dt_bias", ("linear_heads",)), of_linear=True),
-    rule_of(
-        LAYER + "self_attention.out_norm.weight",
-        (_L + "norm.weight", ("linear_head",)),
-        of_linear=True,
-    ),
-    rule_of(
-        LAYER + "self_attention.out_proj.weight",
-        (_L + "out_proj.weight", ("hidden", "linear_values")),
-        quantized=True,
-        of_linear=True,
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -131,7 +82,7 @@ class DeltaNet:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that `RULES` name."""
+        """The sizes that rules of the weight map name."""
         return {
             "linear_keys": self.keys,
             "linear_values": self.values,

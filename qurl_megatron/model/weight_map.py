@@ -27,9 +27,11 @@ ranks and is called the partition dimension. One that counts hidden or head chan
 An expert's parameters have a rule of their own, made by `Rule.of_expert`. Expert-parallel ranks
 have different experts; the ranks that share one are its tensor-parallel ranks.
 
-`in_file` says where a full tensor lies in a checkpoint. The rules of linear attention are in
-`delta_net.py`. In a hybrid's attention, `q_proj` has the rows of each query head followed by those
-of its gate.
+`in_file` says where a full tensor lies in a checkpoint. In a hybrid's attention, `q_proj` has the
+rows of each query head followed by those of its gate. A file of a hybrid has the queries, keys and
+values of a linear attention in one tensor, which ranks divide as three. Here they are three full
+tensors, `in_proj_qkv:query.weight`, `:key` and `:value`; so are the rows of the convolution behind
+them.
 
 Invariants: `split(merge(parts)) == parts`, and the parts of all ranks, concatenated along the
 partition dimension, are the full tensor, bit for bit. Only shards have vocabulary padding.
@@ -47,7 +49,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qurl_megatron.model import delta_net
 from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.rules import (
     BEFORE_MIXER,
@@ -92,6 +93,8 @@ class TensorPart:
         return (start, 0) if self.dim == 0 else (0, start)
 
 
+_L = HF_LAYER + "linear_attn."
+
 RULES: tuple[Rule, ...] = (
     rule_of(
         "embedding.word_embeddings.weight",
@@ -135,7 +138,46 @@ RULES: tuple[Rule, ...] = (
         quantized=True,
         of_linear=False,
     ),
-    *delta_net.RULES,
+    rule_of(
+        LAYER + "self_attention.in_proj.weight",
+        (_L + "in_proj_qkv:query.weight", ("linear_keys", "hidden")),
+        (_L + "in_proj_qkv:key.weight", ("linear_keys", "hidden")),
+        (_L + "in_proj_qkv:value.weight", ("linear_values", "hidden")),
+        (_L + "in_proj_z.weight", ("linear_values", "hidden")),
+        merge=Merge.STACKED,
+        quantized=True,
+        fed_by=HF_LAYER + "input_layernorm.weight",
+        of_linear=True,
+    ),
+    rule_of(
+        LAYER + "self_attention.gates.weight",
+        (_L + "in_proj_b.weight", ("linear_heads", "hidden")),
+        (_L + "in_proj_a.weight", ("linear_heads", "hidden")),
+        merge=Merge.STACKED,
+        fed_by=HF_LAYER + "input_layernorm.weight",
+        of_linear=True,
+    ),
+    rule_of(
+        LAYER + "self_attention.conv_weight",
+        (_L + "conv1d:query.weight", ("linear_keys", "conv")),
+        (_L + "conv1d:key.weight", ("linear_keys", "conv")),
+        (_L + "conv1d:value.weight", ("linear_values", "conv")),
+        merge=Merge.STACKED,
+        of_linear=True,
+    ),
+    rule_of(LAYER + "self_attention.A_log", (_L + "A_log", ("linear_heads",)), of_linear=True),
+    rule_of(LAYER + "self_attention.dt_bias", (_L + "dt_bias", ("linear_heads",)), of_linear=True),
+    rule_of(
+        LAYER + "self_attention.out_norm.weight",
+        (_L + "norm.weight", ("linear_head",)),
+        of_linear=True,
+    ),
+    rule_of(
+        LAYER + "self_attention.out_proj.weight",
+        (_L + "out_proj.weight", ("hidden", "linear_values")),
+        quantized=True,
+        of_linear=True,
+    ),
     rule_of(
         (BEFORE_MLP, LAYER + "mlp.linear_fc1.layer_norm_weight"),
         (HF_LAYER + "post_attention_layernorm.weight", ("hidden",)),
