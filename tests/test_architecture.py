@@ -10,10 +10,8 @@ from qurl_megatron.model.architecture import (
     SUPPORTED_ARCHITECTURES,
     Architecture,
     ArchitectureError,
-    LinearRopeScaling,
-    Llama3RopeScaling,
-    YarnRopeScaling,
 )
+from qurl_megatron.model.rope_scaling import LinearRopeScaling, Llama3RopeScaling, YarnRopeScaling
 
 OLD_LLAMA = {
     "architectures": ["LlamaForCausalLM"],

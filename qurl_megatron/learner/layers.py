@@ -33,7 +33,7 @@ from qurl_megatron.config.validate import check_context_parallel
 from qurl_megatron.device import accelerator, device
 from qurl_megatron.learner.packing import zigzag
 from qurl_megatron.learner.sequences import PackedSequences
-from qurl_megatron.model.architecture import Architecture, YarnRopeScaling
+from qurl_megatron.model.architecture import Architecture
 
 # All of torch's but cuDNN, which makes a plan for every new shape: packs rarely repeat one.
 _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -347,9 +347,7 @@ def transformer_config_fields(learner: LearnerConfig, architecture: Architecture
         **_recompute_fields(learner, architecture),
         "use_cpu_initialization": accelerator() == "cpu",
         "bias_activation_fusion": accelerator() == "cuda",
-        # The fused operation would leave out YaRN's factor on the rotated channels.
-        "apply_rope_fusion": uses_transformer_engine(architecture)
-        and not isinstance(architecture.rope_scaling, YarnRopeScaling),
+        "apply_rope_fusion": uses_transformer_engine(architecture),
         "moe_grouped_gemm": _has_grouped_experts(architecture),
         "batch_p2p_comm": accelerator() == "cuda",
         "batch_p2p_sync": False,  # old versions of torch needed the whole GPU to wait

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -24,7 +23,7 @@ from qurl_megatron.learner import layers
 from qurl_megatron.learner.logprobs import logprobs_and_entropy
 from qurl_megatron.learner.sequences import PackedSequences
 from qurl_megatron.model import weight_map
-from qurl_megatron.model.architecture import ROPE_SCALINGS, Architecture, YarnRopeScaling
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.weight_map import Rule
 
 _EXTRA_STATE = "._extra_state"  # in the names of state that is not a parameter
@@ -72,12 +71,10 @@ def build_chunks(
         finalize_model_grads_func=_finalize_gradients,
         **_family(architecture).transformer_config_fields(learner, architecture),
     )
-    if isinstance(scaling := architecture.rope_scaling, YarnRopeScaling):
-        vars(config).update(  # by which Megatron multiplies the rotated channels
-            yarn_rotary_scaling_factor=scaling.factor,
-            yarn_mscale=scaling.mscale,
-            yarn_mscale_all_dim=scaling.mscale_all_dim,
-        )
+    if architecture.rope_scaling:
+        from qurl_megatron.learner.rope_scaling import channel_factors
+
+        vars(config).update(channel_factors(architecture.rope_scaling))
     # There is no dropout and no random initialization, so no random state has to be forked.
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
     chunks = [
@@ -164,27 +161,6 @@ def expert_fields(architecture: Architecture, learner: LearnerConfig) -> dict[st
     }
 
 
-def scaled_frequencies(architecture: Architecture, on: torch.device) -> Tensor:
-    """Return the inverse rotary frequencies of a scaled model as transformers computes them.
-
-    They are [channels of a head / 2] float32.
-    """
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling = architecture.rope_scaling
-    assert scaling is not None
-    kind = next(kind for kind, known in ROPE_SCALINGS.items() if isinstance(scaling, known))
-    rope = {"rope_type": kind, "rope_theta": architecture.rope_theta, **dataclasses.asdict(scaling)}
-    config: Any = LlamaConfig(  # its other fields do not matter
-        head_dim=architecture.head_dim,
-        max_position_embeddings=architecture.max_position_embeddings,
-        rope_parameters=rope,
-    )
-    frequencies, _ = ROPE_INIT_FUNCTIONS[kind](config, on)
-    return frequencies
-
-
 def virtual_stages(learner: LearnerConfig) -> int | None:
     """Return the number of virtual stages in Megatron's form: None instead of 1."""
     size = learner.virtual_pipeline_parallel_size
@@ -228,6 +204,8 @@ class PolicyModel(GPTModel):
         self._architecture = architecture
         self.register_load_state_dict_post_hook(_ignore_extra_state)
         if architecture.rope_scaling is not None:
+            from qurl_megatron.learner.rope_scaling import scaled_frequencies
+
             rotary = self.rotary_pos_emb
             rotary.inv_freq = scaled_frequencies(architecture, rotary.inv_freq.device)
 

@@ -7,8 +7,9 @@ own directory.
 import dataclasses
 from typing import Any
 
-from qurl_megatron.model.architecture import Architecture, Llama3RopeScaling
+from qurl_megatron.model.architecture import Architecture
 from qurl_megatron.model.delta_net import DeltaNet
+from qurl_megatron.model.rope_scaling import Llama3RopeScaling
 
 _QWEN2 = Architecture(
     family="qwen2",
