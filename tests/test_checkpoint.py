@@ -177,6 +177,10 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_newest(tmp_pat
     export_checkpoint(source, again, find_a_better_one)
     one, other = (each / "model.safetensors" for each in (exported, again))
     assert one.read_bytes() == other.read_bytes()
+    older = source.with_name("step_000007")
+    with pytest.raises(CheckpointError, match="step_000007: cannot be read, if its run has not"):
+        export_checkpoint(older, tmp_path / "none", lambda *_: shutil.rmtree(older))
+    assert not list(tmp_path.glob("none*"))
 
 
 def test_of_evaluations_that_cannot_be_told_apart_the_newest_is_the_best(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, LoadPlan
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -49,6 +50,9 @@ def read_masters(checkpoint: Path, progress: Progress) -> Iterator[Iterator[tupl
 
     They are as trained: the scales of UAQ (update-aware quantization) are not undone. After each
     layer, `progress` receives the bytes read so far and the total.
+
+    Raises:
+        CheckpointError: the directory is not a complete checkpoint, or not any more.
     """
     config = read_config(checkpoint)
     architecture = dataclasses.replace(
@@ -96,12 +100,18 @@ def _read(
         if rule.of_experts:
             shape.insert(0, architecture.num_experts)
         slices[name] = torch.empty([1, *shape] if is_stacked else shape)
-    torch.distributed.checkpoint.load(
-        slices,
-        storage_reader=FileSystemReader(checkpoint / "megatron"),
-        planner=_SlicePlanner(layer if is_stacked and layer else 0),
-        no_dist=True,
-    )
+    try:
+        torch.distributed.checkpoint.load(
+            slices,
+            storage_reader=FileSystemReader(checkpoint / "megatron"),
+            planner=_SlicePlanner(layer if is_stacked and layer else 0),
+            no_dist=True,
+        )
+    except CheckpointException as error:  # which is no Exception
+        reasons = [" ".join(str(reason).split())[:300] for reason, _ in error.failures.values()]
+        raise CheckpointError(
+            f"{checkpoint}: cannot be read, if its run has not removed it: {'; '.join(reasons)}"
+        ) from None
     for rule, name in zip(rules, names, strict=True):
         shard = slices[name][0] if is_stacked else slices[name]
         shard = shard if rule.expert is None else shard[rule.expert]
