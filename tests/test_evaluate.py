@@ -192,6 +192,7 @@ def test_a_run_ends_with_commands_for_its_curves_and_for_its_data_as_it_read_the
     prompts = PromptsConfig(question_key="text", chat_template_options=options)
     prompts.options = {"min_digits": 1, "operators": ["+", "-"]}
     fields: dict[str, Any] = {"reward": "exact,b.py:f", "scoring": ScoringConfig(weights=[1, 0.5])}
+    fields["scoring"].timeout_s, rollout.agent_timeout_s = 300.0, 900.0
     settings = {"data": "a.jsonl", "rollout": rollout, "prompts": prompts}
     run_log(tmp_path / "run", **settings, **fields).say_results()
     said = capsys.readouterr().out.replace("\n", " ")
@@ -204,6 +205,7 @@ def test_a_run_ends_with_commands_for_its_curves_and_for_its_data_as_it_read_the
         assert getattr(config, name) == value
     assert vars(config.prompts).items() <= vars(prompts).items()
     assert (config.max_prompt_length, config.max_completion_length) == (7, 9)
+    assert config.agent_timeout_s == 900
     assert (config.stop_token_ids, config.format) == ([5, 6], "bf16")
 
 

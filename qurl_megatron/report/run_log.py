@@ -52,9 +52,11 @@ if TYPE_CHECKING:
     from qurl_megatron.report.weights_and_biases import WandbCurves
 
 PACE_STEPS = 20  # last steps, from which the time left is estimated
-# Fields by which `qurl eval` reads data and plays agents as the run did.
+# Fields by which `qurl eval` reads data, scores answers and plays agents as the run did.
 OF_ANSWERS = (
-    *("scoring.weights", "scoring.by_source", "evaluation.reward_of"),
+    *("scoring.right", "scoring.wrong", "scoring.partial", "scoring.weights", "scoring.by_source"),
+    *("scoring.timeout_s", "scoring.import_timeout_s", "evaluation.reward_of"),
+    *("rollout.agent_timeout_s", "rollout.agent_turn_timeout_s"),
     *("prompts.options", "prompts.question_key"),
     *("prompts.answer_key", "prompts.incomplete", "prompts.ignore_media", "prompts.system_prompt"),
     *("prompts.chat_template_options", "rollout.agent", "rollout.max_turns"),
