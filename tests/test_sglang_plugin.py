@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -383,6 +384,30 @@ def test_states_of_linear_attention_take_memory_only_where_they_are_written() ->
     pool.states[:, 7] = 1
     assert process.memory_info().rss - before < 2**23 < pool.states.nbytes / 8
     assert pool.states.dtype == torch.float32 and pool.states.sum() == 2**15
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "fp8", "int4-g32"])
+def test_rounding_loses_nothing_of_adapters_that_are_small_beside_their_base(
+    weight_format: str,
+) -> None:
+    """Rounding the base's product, and then the sum, would lose more than half of these."""
+    config = CONFIGS[ENGINE_METHODS[weight_format]]((), {"rank": 4, "alpha": 16.0})
+    generator = torch.Generator().manual_seed(0)
+    normal = partial(torch.randn, generator=generator)
+    base = quantize(normal(256, 64), weight_format)
+    x = normal(128, 64).bfloat16()
+    layer = SimpleNamespace(weight=base.codes, weight_scale=base.scale)
+    layer.lora_a, layer.lora_b = normal(4, 64).bfloat16(), torch.zeros(256, 4).bfloat16()
+    products.forget()
+    without = config.linear_method(config).apply(layer, x)
+    assert without.dtype == torch.bfloat16
+    layer.lora_b = (1e-4 * normal(256, 4)).bfloat16()
+    products.forget()
+    added = (config.linear_method(config).apply(layer, x) - without).float()
+    expected = 4 * x.float() @ layer.lora_a.float().t() @ layer.lora_b.float().t()
+    assert expected.norm() < 2e-3 * without.float().norm()
+    shown = (added * expected).sum() / expected.square().sum()
+    assert shown == pytest.approx(1, abs=0.15)
 
 
 @pytest.mark.parametrize("method", ["qurl_int8", "qurl_fp8"])

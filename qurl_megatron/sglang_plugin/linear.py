@@ -19,9 +19,10 @@ they are by the weight's values, which are rounded to bfloat16 as SGLang's W4A16
     out = x @ bfloat16(codes * scale).T + bias
 
 Over a base of adapters (LoRA, `extensions/adapters`) a layer has two more parameters, and adds
-their product to `out` in float32. A layer that fuses projections has an A for each, one behind
-another. A row of B has values only in the columns of its own projection's A, and 0 elsewhere, so
-two products serve all projections:
+their product to `out` in float32. On a CPU the sum alone is rounded: if `out` were rounded before,
+rounding the sum would lose most of a product that is small beside it. A layer that fuses
+projections has an A for each, one behind another. A row of B has values only in the columns of its
+own projection's A, and 0 elsewhere, so two products serve all projections:
 
     lora_a            [projections * rank, in] bfloat16
     lora_b            [out, projections * rank] bfloat16
@@ -133,13 +134,18 @@ class QuantizedLinearMethod(LinearMethodBase):
         """Multiply `x` [..., in] bfloat16 by the weight; return [..., out] bfloat16."""
         tokens = x.reshape(-1, x.shape[-1])
         multiply = self.multiply_cuda if x.is_cuda else self.multiply_cpu
+        if self.quant_config.adapter_rank and not x.is_cuda:
+            tokens = tokens.float()
         out = multiply(tokens, layer.weight, getattr(layer, self.scale_name), bias)
         if self.quant_config.adapter_rank:
             out = add_adapters(out, tokens, layer, self.quant_config.adapter_scaling)
-        return out.view(*x.shape[:-1], -1)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
 
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply `x` [tokens, in] by weight codes [out, in] and both scales, in float32."""
+        """Multiply `x` [tokens, in] by weight codes [out, in] and both scales, in float32.
+
+        Return [tokens, out] in the dtype of `x`.
+        """
         out = x.new_empty(len(x), len(weight))
         for tokens, rounded in zip(x.split(MAX_TOKENS), out.split(MAX_TOKENS), strict=True):
             codes, x_scale = quantize_tokens(tokens, self.code_dtype)
@@ -288,7 +294,8 @@ class Int4LinearMethod(QuantizedLinearMethod):
     def multiply_cpu(self, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         def values(packed: Tensor) -> Tensor:
             rounded = int4_values(packed, scale)
-            return rounded if multiplies_bfloat16() else rounded.float()
+            is_float = x.dtype == torch.float32 or not multiplies_bfloat16()
+            return rounded.float() if is_float else rounded
 
         return multiply_unquantized(x, kept(weight, values), bias)
 
@@ -305,12 +312,12 @@ class Int4Group32LinearMethod(Int4LinearMethod):
 
 
 def add_adapters(out: Tensor, x: Tensor, layer: Any, scaling: float) -> Tensor:
-    """Add the product of a layer's adapters and `x` [tokens, in] to `out` [tokens, out] bfloat16.
+    """Add the product of a layer's adapters and `x` [tokens, in] to `out` [tokens, out].
 
     In a row-parallel layer the result is this rank's part of a sum, as `out` is.
     """
     if x.is_cuda:
         return out.addmm_(x @ layer.lora_a.t(), layer.lora_b.t(), alpha=scaling)
-    low = linear(x.float(), kept(layer.lora_a, Tensor.float))
+    low = linear(x, kept(layer.lora_a, Tensor.float))
     wide = kept(layer.lora_b, Tensor.float)
-    return out.float().addmm_(low, wide.t(), alpha=scaling).to(out.dtype)
+    return out.addmm_(low, wide.t(), alpha=scaling)
