@@ -233,6 +233,18 @@ def test_a_run_without_samples_and_new_metrics_still_has_a_record(tmp_path: Path
     assert run.samples == [] and math.isnan(run.series("equal_reward_fraction")[0])
 
 
+def test_a_series_is_of_a_metric_or_of_an_entry_of_one(tmp_path: Path) -> None:
+    parts = [{"reward_parts": each} for each in ({"a.b": 2.0}, {}, None)]
+    run = read_run(write_run(tmp_path / "run"))
+    run.steps[:] = parts
+    assert str(run.series("reward_parts.a.b")) == "[2.0, nan, nan]"
+    for name in ("reward_parts.b", "rewards", "reward"):
+        with pytest.raises(ValueError, match=f"^{name}: no step has this metric"):
+            run.series(name)
+    run.steps.clear()
+    assert run.series("rewards") == []
+
+
 def keep_of_shares(model: Path, parallel: dict[str, Any]) -> list[Sample]:
     """Pick samples of two minibatches whose proximal log-probs are (row + token) / 100 below."""
     from qurl_megatron.config.schema import LearnerConfig, OptimizerConfig

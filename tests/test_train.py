@@ -195,6 +195,7 @@ def test_a_large_distance_is_told_with_what_it_is_and_what_makes_it_smaller() ->
     as_served = told(6.4e-2, 0.0, "quantization.format=int8", "learner.quantized_forward=all")
     assert as_served.endswith("is rounding alone: a value between two codes tips either way")
     assert told(2e-2, 0.0, "quantization.format=bf16").endswith("is rounding alone")
+    assert told(2e-3, 2e-9, "quantization.format=int4").endswith("is rounding alone")
     assert told(1e-4, 1.1e-4).endswith("is 1.0e-04 over 1,234 tokens, and 1.1e-04 was expected")
     assert "own" not in finding("evaluation", 4e-2, 4e-2, 9, Config())
     assert "own" not in finding("rollout", 4e-2, 4e-2, 9, Config(), explains=False)

@@ -35,6 +35,7 @@ Sums = dict[str, float]
 Sampled = tuple[RolloutGroup, Member | None]
 """One completion and the server that sampled it; None: turns of several servers."""
 
+SMALLEST = 1e-6  # prediction, in nats a token, that is more than the learner's own rounding
 ROUNDS = 8  # of answers, at most, to get `ENOUGH` tokens of each server at once
 
 
@@ -52,18 +53,19 @@ def finding(
     Args:
         name: rollout or evaluation.
         kl: KL(behaviour, proximal), in nats a token.
-        predicted: what the learner expects it to be; 0 if it computes as the servers do.
+        predicted: what the learner expects it to be; about 0 if it computes as the servers do.
         tokens: how many it was measured on.
         explains: whether to tell what a large one means.
     """
     held = config.quantization if name == "rollout" else config.evaluation_quantization
     is_large = explains and name == "rollout" and kl > LARGE
-    expected = f"and {predicted:.1e} was expected" if predicted else "which is rounding alone"
+    is_far = predicted > SMALLEST
+    expected = f"and {predicted:.1e} was expected" if is_far else "which is rounding alone"
     of = f"is {kl:.1e} over {tokens:,.0f} tokens"
     text = f"{name} servers: KL(behaviour, proximal) {of}, {expected}"
     if not is_large:
         return text
-    if not predicted:
+    if not is_far:
         chaotic = activation_dtype(held.format) is not None
         return f"{text}: a value between two codes tips either way" if chaotic else text
     smaller = "layers in BF16, which `qurl mismatch` names, make it smaller"

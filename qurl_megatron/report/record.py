@@ -32,8 +32,21 @@ class RunRecord:
         return self.config.run_dir / "final_model"
 
     def series(self, metric: str) -> list[float]:
-        """Return the values of a metric, one per step; NaN where a step lacks it."""
-        return [math.nan if step.get(metric) is None else step[metric] for step in self.steps]
+        """Return the values of a metric, one per step; NaN where a step lacks it.
+
+        `reward_parts.words` is an entry of a metric.
+
+        Raises:
+            ValueError: no step can have it.
+        """
+        name, _, part = metric.partition(".")
+        found = [step.get(name) for step in self.steps]
+        if part:
+            found = [of_step.get(part) if isinstance(of_step, dict) else None for of_step in found]
+        is_absent = bool(part) and found.count(None) == len(found)
+        if found and (is_absent or name not in StepMetrics.__annotations__):
+            raise ValueError(f"{metric}: no step has this metric; docs/metrics.md lists them")
+        return [math.nan if value is None else value for value in found]
 
     def early(self, metric: str) -> float:
         """Return the mean of a metric over the first tenth of the steps."""
