@@ -9,6 +9,8 @@ With `writes=False` they only check. With `asks_servers=False` the run starts la
 they neither ask the servers of `rollout.servers_at` nor compare the base under adapters.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import difflib
 import shutil
@@ -16,15 +18,14 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qurl_megatron.config.extensions import needed
-from qurl_megatron.config.gpus import H100, Node
 from qurl_megatron.config.schema import OBJECTIVES, Config, ConfigError
 from qurl_megatron.config.text import save
 from qurl_megatron.config.validate import check_weight_format, validate
 from qurl_megatron.files import PARTIAL, read_json_object, write_whole
-from qurl_megatron.launch.placement import check_shared_gpus, place_servers
+from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.recipe import Recipe, default_name, load_recipe, run_function
 from qurl_megatron.launch.settle import choose_scale, settle, settle_steps
 from qurl_megatron.launch.sources import find_sources, make_paths_absolute
@@ -33,6 +34,9 @@ from qurl_megatron.memory.disk import check_disk
 from qurl_megatron.memory.host import check_host, check_shared_memory, check_workers
 from qurl_megatron.model import hub
 from qurl_megatron.report.metrics import OF_EVALUATION, StepMetrics, measures
+
+if TYPE_CHECKING:
+    from qurl_megatron.config.gpus import Node
 
 
 def prepare_new(
@@ -126,7 +130,9 @@ def check_and_settle(
 
     architecture = validate(config)
     if num_gpus:
-        node = _this_machine(num_gpus)
+        from qurl_megatron.launch.gpus import this_machine
+
+        node = this_machine(num_gpus)
     tokenizer = settle(config, architecture, given, num_gpus, node, resumes=resumes)
     if num_gpus is not None:
         _check_machine(config, num_gpus, node)
@@ -163,15 +169,6 @@ def check_and_settle(
     return summarize(config, prompts, tokenizer) + of_agent
 
 
-def _this_machine(num_gpus: int) -> Node:
-    """Return this machine as a node, whose GPUs are as H100s but for their memory."""
-    from qurl_megatron.device import gpu_properties, machine_memory_bytes
-
-    memory_bytes = min(gpu.total_memory for gpu in gpu_properties())
-    gpu = dataclasses.replace(H100, memory_bytes=memory_bytes)
-    return Node(gpu, num_gpus, machine_memory_bytes())
-
-
 def _check_machine(config: Config, num_gpus: int, node: Node | None) -> None:
     """Check that this machine, with so many GPUs, can hold and compute the run.
 
@@ -186,6 +183,8 @@ def _check_machine(config: Config, num_gpus: int, node: Node | None) -> None:
 
         toolkit.environment()
         if config.rollout.placement != "colocated":
+            from qurl_megatron.launch.gpus import check_shared_gpus
+
             check_shared_gpus(config, placed, node.gpu.memory_bytes)
     elif problem := unusable_gpus():
         raise ConfigError(problem)

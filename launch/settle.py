@@ -4,19 +4,22 @@
 `settle_steps` what depends on the data.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 from collections.abc import Collection
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qurl_megatron.config.extensions import needed
-from qurl_megatron.config.gpus import Node
 from qurl_megatron.config.schema import Config, UaqConfig
-from qurl_megatron.launch.placement import choose_placement
 from qurl_megatron.memory.host import use_cores
 from qurl_megatron.model.architecture import Architecture, ArchitectureError
+
+if TYPE_CHECKING:
+    from qurl_megatron.config.gpus import Node
 
 # Fields that are decided here where a recipe has these values, and what says where a run is.
 SETTLED = {
@@ -67,7 +70,11 @@ def settle(
     from qurl_megatron.model.tokenizer import load_tokenizer, stop_token_ids
 
     cores = use_cores(config, given) if num_gpus == 0 and not resumes else ""
-    placement = choose_placement(config, given, num_gpus or 0)
+    placement = ""
+    if num_gpus:
+        from qurl_megatron.launch.gpus import choose_placement
+
+        placement = choose_placement(config, given, num_gpus)
     for said in filter(None, (cores, placement, what_is_measured(config))):
         print(f"qurl: {said}", file=sys.stderr)
     config.prompts.template_date = config.prompts.template_date or date.today().isoformat()

@@ -44,7 +44,8 @@ from qurl_megatron.config.text import (
 )
 from qurl_megatron.config.validate import validate, validate_server
 from qurl_megatron.evaluation.evaluate import EvalConfig
-from qurl_megatron.launch.placement import check_shared_gpus, choose_placement, place_servers
+from qurl_megatron.launch.gpus import check_shared_gpus, choose_placement
+from qurl_megatron.launch.placement import place_servers
 from qurl_megatron.launch.recipe import load_recipe
 from qurl_megatron.model.architecture import ArchitectureError
 from qurl_megatron.model.known import KNOWN_MODELS
