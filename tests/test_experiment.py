@@ -138,13 +138,15 @@ def test_one_allocation_has_nodes_for_both_sides_and_a_container_for_the_steps_o
     )
     container += " --container-mounts=/:/,/e:/e"
     container += " --container-env=PYTHONPATH,PYTHONSAFEPATH,HOME,NCCL_DEBUG"
-    assert script.partition("\nexec ")[0].splitlines()[-12:] == [
+    assert script.partition("\nexec ")[0].splitlines()[-14:] == [
         "export NCCL_DEBUG=INFO",
         "module load cuda",
         f"cd {Path.cwd()}",  # wherever these lines went
         "# Python does not prefer the working directory, which may be a checkout.",
         "export PYTHONSAFEPATH=1",
         f'export PYTHONPATH={CODE}"${{PYTHONPATH:+:$PYTHONPATH}}"',
+        "# With these, every process of a node would run on its first CPU.",
+        "unset OMP_PROC_BIND OMP_PLACES GOMP_CPU_AFFINITY",
         "# For the batch process, which takes the shell's place, so that signals reach it.",
         "export QURL_PYTHON=python",
         "export QURL_MAX_RESTARTS=3",
