@@ -455,6 +455,7 @@ def test_only_these_files_branch_on_cpu_or_gpu() -> None:
             "rollout/start",
         },
         ("is_cuda",): {
+            "extensions/adapters/layers",
             "learner/delta_net",
             "learner/layers",
             "learner/logprobs",

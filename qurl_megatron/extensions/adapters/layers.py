@@ -144,16 +144,20 @@ class FrozenBase(torch.nn.Module):
         return hasattr(self, "lora_a")
 
     def multiply_base(self, x: Tensor) -> Tensor:
-        """Return x W^T of this rank's part."""
+        """Return x W^T of this rank's part, in float32 where a CPU adds adapters to it.
+
+        Their sum is then rounded once, as by servers (`sglang_plugin/linear.py`).
+        """
         x = self.round_inputs(x) if self.round_inputs else x
+        x = x.float() if self.is_active and not x.is_cuda else x
         out: Tensor = _BaseProduct.apply(x, self.codes, self.scale)
         return out
 
     def add_b(self, out: Tensor, low: Tensor) -> Tensor:
-        """Return `out` + (alpha / rank) low B^T, for `low` [..., projections * rank]."""
-        wide, scaling = self._wide(self.lora_b).t(), self._settings.scaling
-        rows = out.flatten(0, -2), low.flatten(0, -2)
-        return torch.addmm(*rows, wide, alpha=scaling).view_as(out)
+        """Return `out` + (alpha / rank) low B^T in the dtype of `low` [..., projections * rank]."""
+        wide, scaling = self._wide(self.lora_b).t().to(out.dtype), self._settings.scaling
+        rows = out.flatten(0, -2), low.flatten(0, -2).to(out.dtype)
+        return torch.addmm(*rows, wide, alpha=scaling).view_as(out).to(low.dtype)
 
     @torch.no_grad()
     def merged(self) -> Tensor:

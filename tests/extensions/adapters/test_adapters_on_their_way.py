@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -58,7 +59,7 @@ from qurl_megatron.extensions.adapters.files import (
     read_adapters,
     write_adapters,
 )
-from qurl_megatron.extensions.adapters.layers import Adapters, _BaseProduct
+from qurl_megatron.extensions.adapters.layers import Adapters, FrozenBase, _BaseProduct
 from qurl_megatron.model.architecture import Architecture, Family
 from qurl_megatron.model.huggingface import Weights
 from qurl_megatron.quantization.checksum import checksum
@@ -253,6 +254,34 @@ def state_of(learner: Any) -> Any:
     found = masters, scores[0], learner.base_hash(), update.grad_norm, parameters
     learner.close()
     return found
+
+
+@pytest.mark.parametrize("weight_format", ["int8", "int4-g32"])
+def test_rounding_loses_nothing_of_adapters_that_are_small_beside_their_base(
+    weight_format: Any,
+) -> None:
+    """As in a server's layer; a learner in BF16 must not hide what its servers show."""
+    generator = torch.Generator().manual_seed(0)
+    normal = partial(torch.randn, generator=generator)
+    base = quantize(normal(256, 64), weight_format)
+    layer: Any = FrozenBase()
+    layer.sequence_parallel = False
+    layer.allocate(256, 64, Adapters(4, 16.0, weight_format), torch.bfloat16)
+    layer.codes.copy_(base.codes)
+    layer.scale.copy_(base.scale)
+    layer.add_adapters(torch.ones(256, 1, dtype=torch.bool), "lora_a")
+    x, b = normal(128, 64).bfloat16(), 1e-4 * normal(256, 4)
+    with torch.no_grad():
+        layer.lora_a.copy_(normal(4, 64))
+        low = x @ layer.lora_a.t()
+        without = layer.add_b(layer.multiply_base(x), low)
+        layer.lora_b.copy_(b)
+        added = (layer.add_b(layer.multiply_base(x), low) - without).float()
+    assert without.dtype == torch.bfloat16
+    expected = 4 * x.float() @ layer.lora_a.detach().float().t() @ b.t()
+    assert expected.norm() < 2e-3 * without.float().norm()
+    shown = (added * expected).sum() / expected.square().sum()
+    assert shown == pytest.approx(1, abs=0.15)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
