@@ -1,4 +1,4 @@
-"""Generate the tasks of reasoning-gym that draw from the state of their process.
+"""Generate the tasks of reasoning-gym that draw from the state of their process (`entries.py`).
 
 They use Python's own random numbers, or go through sets of texts, whose order is another in each
 process. So their seed decides less than all, and a run could not resume with its problems. Here a
@@ -11,11 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
-
-TASKS = (
-    *("codeio", "composite", "intermediate_integration", "isomorphic_strings", "knight_swap"),
-    *("list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"),
-)
 
 
 def entries_of(task: str, **options: Any) -> Sequence[Any]:

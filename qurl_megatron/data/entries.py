@@ -16,6 +16,11 @@ from qurl_megatron.data.verifiers import reasoning_gym_tasks
 
 REASONING_GYM = "reasoning_gym:"
 DEFAULT_TASK_SIZE = 5000
+# Tasks that draw from the state of their process, so that their seed decides less than all.
+OF_PROCESS = (
+    *("codeio", "composite", "intermediate_integration", "isomorphic_strings", "knight_swap"),
+    *("list_functions", "polynomial_multiplication", "ransom_note", "word_ladder"),
+)
 MAX_DEPTH = 100  # of lists and objects in JSON; pickling metadata ends at a few hundred
 
 Entries = Iterator[tuple[str, Any]]
@@ -54,8 +59,6 @@ def generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
     """
     import reasoning_gym
 
-    from qurl_megatron.data import alike
-
     tasks = reasoning_gym_tasks()
     if task not in tasks:
         raise DataError(f"{REASONING_GYM}{task}: no such task;{_suggestion(task, tasks)}")
@@ -74,7 +77,9 @@ def generate(task: str, options: Mapping[str, Any], seed: int) -> Entries:
         if type(value) is not int or (option == "size" and value < 1):
             raise DataError(f"prompts.options.{option}={value}: must be {right}")
     try:
-        make = alike.entries_of if task in alike.TASKS else reasoning_gym.create_dataset
+        make = reasoning_gym.create_dataset
+        if task in OF_PROCESS:
+            from qurl_megatron.data.alike import entries_of as make
         entries = make(task, **options)
         for index in range(len(entries)):  # a task may look at its options only here
             yield f"{REASONING_GYM}{task} entry {index}", entries[index]
