@@ -76,8 +76,10 @@ _ORDERS = ("system", "system_prompt")
 _PARTS = (*_ORDERS, "choices", "options", "context", "passage")
 # Fields without which a question may be half of one. A prompt has all but orders.
 _READ_WITH = {
-    **{"instruction": ("input", "context"), "prompt": _ORDERS},
-    **dict.fromkeys(("question", "problem"), _PARTS),
+    "instruction": ("input", "context"),
+    "prompt": _ORDERS,
+    "question": _PARTS,
+    "problem": _PARTS,
 }
 
 
