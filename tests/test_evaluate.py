@@ -82,6 +82,14 @@ def test_only_the_same_evaluation_of_the_same_files_continues_another(tmp_path: 
     assert not (tmp_path / "wrong" / "answers_0.jsonl").exists()
 
 
+def answer_with(client: ScriptedClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `client` answer evaluations, in place of servers."""
+    monkeypatch.setattr(
+        "qurl_megatron.evaluation.evaluate.serving", lambda *_: contextlib.nullcontext()
+    )
+    monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
+
+
 def test_the_command_continues_where_its_server_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,10 +99,7 @@ def test_the_command_continues_where_its_server_was_lost(
     model = build_tiny_model(tmp_path / "model")
     output = tmp_path / "eval"
     client: Any = ScriptedClient("1", "7")
-    monkeypatch.setattr(
-        "qurl_megatron.evaluation.evaluate.serving", lambda *_: contextlib.nullcontext()
-    )
-    monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
+    answer_with(client, monkeypatch)
 
     def evaluate() -> None:
         config = EvalConfig(model=str(model), k=2, output=str(output))
@@ -143,10 +148,7 @@ def test_answers_that_a_reward_function_cannot_score_are_counted_aloud(
         "def score(completion, problem):\n    raise OSError('gone')\n"
     )
     model, client = build_tiny_model(tmp_path / "model"), ScriptedClient("1", "7")
-    monkeypatch.setattr(
-        "qurl_megatron.evaluation.evaluate.serving", lambda *_: contextlib.nullcontext()
-    )
-    monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
+    answer_with(client, monkeypatch)
     config = EvalConfig(model=str(model), reward=f"{tmp_path}/mine.py:score", k=2)
     config.data, config.output = {"sums": f"{tmp_path}/data.jsonl"}, str(tmp_path / "eval")
     config.max_prompt_length = config.max_completion_length = 64
@@ -162,10 +164,7 @@ def test_answers_to_problems_that_are_no_longer_those_of_the_data_are_not_counte
         row = {"question": f"What is {number}?", "answer": str(number)}
         (tmp_path / f"{file}.jsonl").write_text(f"{json.dumps(row)}\n")
     model, client = build_tiny_model(tmp_path / "model"), ScriptedClient("1", "7")
-    monkeypatch.setattr(
-        "qurl_megatron.evaluation.evaluate.serving", lambda *_: contextlib.nullcontext()
-    )
-    monkeypatch.setattr("qurl_megatron.rollout.client.RolloutClient", lambda *_: client)
+    answer_with(client, monkeypatch)
 
     def evaluate() -> None:
         config = EvalConfig(model=str(model), reward="exact", output=str(tmp_path / "eval"))

@@ -68,7 +68,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -264,31 +264,14 @@ def penalized_loss(
     return ObjectiveOutput(loss, {name: value.to(loss.dtype) for name, value in stats.items()})
 
 
-class UserObjective(Protocol):
-    """An objective of the user's own (`extensions/user_objective`)."""
-
-    def output(
-        self,
-        current_logprobs: Tensor,
-        batch: TrainBatch,
-        loss_weights: Tensor,
-        sum_over_sequences: Callable[[Tensor], Tensor],
-        config: ObjectiveConfig,
-        **more: Any,
-    ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
-        """Return what `policy_objective` does, and the statistics of each token.
-
-        `more` has arguments of `penalized_loss`.
-        """
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
     """The loss function that the learner minimizes: `policy_objective` with a run's settings."""
 
     config: ObjectiveConfig
     by_staleness: bool = False  # also return the stats of tokens by their staleness
-    user: UserObjective | None = None  # in place of a built-in objective
+    # A `UserObjective` of `extensions/user_objective`, in place of a built-in objective.
+    user: Callable[..., tuple[ObjectiveOutput, dict[str, Tensor]]] | None = None
 
     def __call__(
         self,
@@ -338,7 +321,7 @@ class PolicyLoss:
             )
         else:
             assert sum_over_sequences is not None
-            output, statistics = self.user.output(
+            output, statistics = self.user(
                 current_logprobs, batch, loss_weights, sum_over_sequences, self.config, **more
             )
         stats = {

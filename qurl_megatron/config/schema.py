@@ -465,6 +465,11 @@ class UaqConfig:
     """Also divide down_proj by s and multiply up_proj by s."""
 
 
+# Fields that decide a completion's score, beside its own length.
+OF_SCORES = (
+    *("reward", "scoring.right", "scoring.wrong", "scoring.partial", "scoring.weights"),
+    *("scoring.by_source", "rollout.agent", "rollout.max_turns", "rollout.max_episode_tokens"),
+)
 # Fields that decide the codes of a quantized copy.
 OF_COPY = tuple(f"quantization.{name}" for name in ("format", "group_size", "keep", "smoothing"))
 

@@ -13,17 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qurl_megatron.algorithm.score import ACCURACY, TIMED_OUT, Question, Score
-from qurl_megatron.config.schema import VERIFIER_NAMES, Config, reward_title
+from qurl_megatron.config.schema import OF_SCORES, VERIFIER_NAMES, Config, reward_title
 from qurl_megatron.config.text import leaf_values
 from qurl_megatron.data.verifiers import VERIFIERS, right_answers
 
 VERIFIER_CPU_LIMIT_S = 3.0
 MAX_FAILURE_LENGTH = 300
-OF_SCORES = (
-    *("reward", "scoring.right", "scoring.wrong", "scoring.partial", "scoring.weights"),
-    *("scoring.by_source", "rollout.agent", "rollout.max_turns", "rollout.max_episode_tokens"),
-)
-"""Fields of a run that decide a completion's score, beside its own length."""
 
 
 def each_of(config: Config) -> list[Config]:

@@ -11,12 +11,12 @@ import ast
 import contextlib
 import functools
 import json
-import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from qurl_megatron.algorithm.score import Question, final_answer, texts_of
+from qurl_megatron.machine.imports import late
 
 TAIL_LENGTH = 300  # the last characters of a text, all that GSM8K's and DAPO's rules read
 PLAIN_LENGTH = 1000  # of an answer's LaTeX; the time to check it grows with its square
@@ -132,17 +132,12 @@ def shown(answer: str) -> str:
     return repr(answer if len(answer) <= 80 else answer[:77] + "...")
 
 
-def _of_own_file(place: str) -> Callable[[], Verifier]:
-    """Return what builds a verifier whose file only runs that are rewarded by it import."""
-    return lambda: pkgutil.resolve_name(f"qurl_megatron.data.{place}")()
-
-
 VERIFIERS: dict[str, Callable[[], Verifier]] = {
-    "math": _of_own_file("mathematics:Math"),
+    "math": late("qurl_megatron.data.mathematics:Math"),
     "gsm8k": functools.partial(Gsm8k, flexible=False),
     "gsm8k_flexible": functools.partial(Gsm8k, flexible=True),
-    "dapo": _of_own_file("dapo:Dapo"),
-    "deepscaler": _of_own_file("deepscaler:DeepScaler"),
+    "dapo": late("qurl_megatron.data.dapo:Dapo"),
+    "deepscaler": late("qurl_megatron.data.deepscaler:DeepScaler"),
     "reasoning_gym": ReasoningGym,
     "exact": Exact,
 }

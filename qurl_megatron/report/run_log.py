@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.table import Table
 
-from qurl_megatron.config.schema import OF_COPY, Config
+from qurl_megatron.config.schema import OF_COPY, OF_SCORES, Config
 from qurl_megatron.config.text import leaf_values
 from qurl_megatron.files import append_lines, read_json_lines, read_json_object, write_whole
 from qurl_megatron.machine.output import qurl_command
@@ -54,13 +54,12 @@ if TYPE_CHECKING:
 PACE_STEPS = 20  # last steps, from which the time left is estimated
 # Fields by which `qurl eval` reads data, scores answers and plays agents as the run did.
 OF_ANSWERS = (
-    *("scoring.right", "scoring.wrong", "scoring.partial", "scoring.weights", "scoring.by_source"),
+    *(field for field in OF_SCORES if field != "reward"),
     *("scoring.timeout_s", "scoring.import_timeout_s", "evaluation.reward_of"),
     *("rollout.agent_timeout_s", "rollout.agent_turn_timeout_s"),
     *("prompts.options", "prompts.question_key"),
     *("prompts.answer_key", "prompts.incomplete", "prompts.ignore_media", "prompts.system_prompt"),
-    *("prompts.chat_template_options", "rollout.agent", "rollout.max_turns"),
-    *("rollout.max_episode_tokens", "rollout.stop_token_ids"),
+    *("prompts.chat_template_options", "rollout.stop_token_ids"),
 )
 # Of a table of samples.
 COLUMNS = ("step", "kind", "reward", "length", "truncated", "weight_versions", "prompt", "text")

@@ -8,13 +8,13 @@ imports this module to define it.
 
 import gc
 from collections.abc import Callable
-from functools import cache, partialmethod
-from pkgutil import resolve_name
+from functools import partialmethod
 from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 
+from qurl_megatron.machine.imports import late
 from qurl_megatron.machine.memory import trim_heap
 
 # Triton functions that only hybrid models call, by their names in `sglang.kernels.ops`, and the
@@ -147,17 +147,4 @@ def keep_model_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 def kernels() -> dict[str, Callable[..., Any]]:
     """Return what replaces each of `KERNELS`; `delta_net.py` is imported at the first call."""
-
-    def late(name: str) -> Callable[..., Any]:
-        def kernel(*given: Any, **named: Any) -> Any:
-            return _of_hybrids(name)(*given, **named)
-
-        kernel.__name__ = name
-        return kernel
-
-    return {kernel: late(name) for kernel, name in KERNELS.items()}
-
-
-@cache
-def _of_hybrids(name: str) -> Any:
-    return resolve_name(f"{__package__}.delta_net:{name}")
+    return {kernel: late(f"{__package__}.delta_net:{name}") for kernel, name in KERNELS.items()}

@@ -92,7 +92,7 @@ class UserObjective:
                 )
         return gain, statistics
 
-    def output(
+    def __call__(
         self,
         current_logprobs: Tensor,
         batch: TrainBatch,
@@ -101,7 +101,10 @@ class UserObjective:
         config: ObjectiveConfig,
         **more: Any,
     ) -> tuple[ObjectiveOutput, dict[str, Tensor]]:
-        """Return loss and stats as `penalized_loss` does, and the statistics of each token."""
+        """Return loss and stats as `penalized_loss` does, and the statistics of each token.
+
+        `more` has arguments of `penalized_loss`.
+        """
         assert batch.rewards is not None and batch.group_means is not None
         gain, statistics = self.gains(
             {
