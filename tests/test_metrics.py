@@ -226,7 +226,8 @@ def test_the_parts_of_a_run_are_one_run_of_weights_and_biases_in_its_directory(
     write(log, 3, reward_mean=0.75)
     log.close()
     parts = sorted((run_dir / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_mtime)
-    assert len({part.name.rpartition("-")[2] for part in parts}) == 1  # its id
+    # offline-run-TIME-ID, and then a count if two parts began in one second
+    assert len({part.name.split("-")[3] for part in parts}) == 1
     first, second = [(1, 0.125), (2, 0.25), (3, 0.375)], [(3, 0.75)]
     # W&B's own process may write the last of a run after `finish`.
     assert wait_until(lambda: [wandb_rewards(part) for part in parts] == [first, second], 10)
