@@ -526,6 +526,22 @@ def expected_save_s(config: Config) -> float:
     return save_s
 
 
+def write_bytes_per_s(directory: Path) -> float:
+    """Return how fast this machine writes 256 MiB of random bytes, which it then deletes."""
+    block = os.urandom(2**20)
+    trial = directory / "speed.unfinished"
+    start = time.monotonic()
+    try:
+        with trial.open("wb") as file:
+            for _ in range(256):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())  # the disk's speed, not that of the page cache
+        return 256 * len(block) / (time.monotonic() - start)
+    finally:
+        trial.unlink(missing_ok=True)
+
+
 def say_objections(config: Config, max_restarts: int) -> None:
     """Print what the plan of the run says against this job, where runs can be planned."""
     planned = extensions.find("planning", "job")
@@ -634,19 +650,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def write_bytes_per_s(directory: Path) -> float:
-    """Return how fast this machine writes 256 MiB of random bytes, which it then deletes."""
-    block = os.urandom(2**20)
-    trial = directory / "speed.unfinished"
-    start = time.monotonic()
-    try:
-        with trial.open("wb") as file:
-            for _ in range(256):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())  # the disk's speed, not that of the page cache
-        return 256 * len(block) / (time.monotonic() - start)
-    finally:
-        trial.unlink(missing_ok=True)

@@ -443,6 +443,15 @@ def test_init_files_do_nothing_when_imported(name: str) -> None:
         )
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_begins_when_all_of_its_file_is_defined(name: str) -> None:
+    statements = ast.parse(NAMES[name].read_text()).body
+    assert not any(
+        isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+        for statement in statements[:-1]
+    )
+
+
 def test_only_these_files_branch_on_cpu_or_gpu() -> None:
     by_question = {
         ("is_available", "device_count"): {"device", "sglang_plugin"},
