@@ -202,6 +202,31 @@ def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_done() -> None:
     assert prepare_resume(config.run_dir, ["steps=30"])[0].steps == 30
 
 
+def test_a_resume_says_and_keeps_which_fields_it_changed() -> None:
+    config, _ = prepare_new("quickstart", ["name=first", "optimizer.learning_rate=1e-5"])
+    (config.run_dir / "checkpoints" / "step_000030").mkdir(parents=True)
+    assert "changed" not in prepare_resume(config.run_dir, [])[1]
+    stages = "{40: {max_completion_length: 5, completions_per_prompt: 8}}"
+    words = ["optimizer.learning_rate=3e-6", f"rollout.stages={stages}"]
+    _, summary = prepare_resume(config.run_dir, words, writes=False)
+    assert summary.startswith(
+        "changed after step 30: optimizer.learning_rate=3e-06, 1e-05 before\n"
+        "changed after step 30: rollout.stages={'40': {"
+    )
+    kept = config.run_dir / "changes.jsonl"
+    assert not kept.exists() or not kept.read_text()
+    prepare_resume(config.run_dir, words)
+    prepare_resume(config.run_dir, [])  # as a job does that is requeued
+    first, second = map(json.loads, kept.read_text().splitlines())
+    assert first == {
+        "after_step": 30,
+        "field": "optimizer.learning_rate",
+        "before": 1e-5,
+        "now": 3e-6,
+    }
+    assert second["field"] == "rollout.stages"
+
+
 def test_a_run_is_not_resumed_on_other_prompts_than_its_checkpoint_has(tmp_path: Path) -> None:
     words = write_inputs("grpo", tmp_path)
     config, _ = prepare_new("grpo", [*words, "name=first"])

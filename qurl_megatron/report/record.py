@@ -25,6 +25,7 @@ class RunRecord:
     samples: list[dict[str, Any]]  # samples.jsonl
     # The fields of the `Evaluation` before RL; empty until a checkpoint has them.
     before: dict[str, Any] = field(default_factory=dict)
+    changes: list[dict[str, Any]] = field(default_factory=list)  # changes.jsonl
 
     @property
     def final_model(self) -> Path:
@@ -131,7 +132,14 @@ def read_run(directory: Path | str) -> RunRecord:
         mismatch=read_json_object(run_dir / "mismatch.json", dict[str, dict[str, float]]),
         samples=read_json_lines(run_dir / "samples.jsonl", Sample),
         before=before,
+        changes=read_json_lines(run_dir / "changes.jsonl"),
     )
+
+
+def change_line(change: dict[str, Any]) -> str:
+    """Return a line of changes.jsonl as a sentence: a field that a resume gave another value."""
+    field, before, now = change["field"], change["before"], change["now"]
+    return f"changed after step {change['after_step']}: {field}={now}, {before} before"
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

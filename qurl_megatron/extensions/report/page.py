@@ -15,7 +15,7 @@ from qurl_megatron.extensions.report import plots
 from qurl_megatron.files import check_output, write_whole
 from qurl_megatron.report.console import KL, LARGE, WINDOW, Watch, rules
 from qurl_megatron.report.metrics import KINDS, PHASES, accuracy_and_error, mean_and_error
-from qurl_megatron.report.record import RunRecord, read_run
+from qurl_megatron.report.record import RunRecord, change_line, read_run
 
 NOT_MEASURED = "not measured"
 VISIBLE_LOG_RATIO = 0.02  # a token whose ratio is closer to 1 has no colour
@@ -212,6 +212,8 @@ def _quantities(run: RunRecord, has_stale: bool) -> dict[str, str]:
         "seconds per publish": f"{fmean(run.series('time_publish_s')):.3f}",
         "bytes per publish": f"{sent:,.0f} of {full:,}" if full else f"{sent:,.0f}",
     }
+    if run.changes:
+        quantities["changed by resumes"] = "; ".join(map(change_line, run.changes))
     if has_stale:
         stale = f"{run.late('stale_token_fraction'):.1%}" if run.has_stale_tokens else "none"
         quantities[f"stale tokens, {late}"] = stale
