@@ -86,14 +86,14 @@ def prepare_resume(
                 check_host(config)
             write_files(config, data_summary, config.run_dir)
         changes = _changes(saved, config, done)
-        if writes:
+        if writes and changes:
             append_lines(config.run_dir / "changes.jsonl", changes)
     lines = [f"{change_line(change)}\n" for change in changes]
     return config, "".join(lines) + data_summary
 
 
 def _changes(saved: Config, config: Config, done: int) -> list[dict[str, Any]]:
-    """Return a line of changes.jsonl for each field that a resume after step `done` changes."""
+    """Return an object of changes.jsonl for each field that a resume after step `done` changes."""
     before, now = (
         json.loads(json.dumps(leaf_values(each), default=vars)) for each in (saved, config)
     )

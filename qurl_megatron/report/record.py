@@ -92,6 +92,16 @@ class _State:
     evaluation_before: Evaluation
 
 
+@dataclass
+class _Change:
+    """What an object of changes.jsonl has: a field to which a resume gave another value."""
+
+    after_step: int
+    field: str
+    before: Any
+    now: Any
+
+
 def check_run(run_dir: Path) -> None:
     """Check that a directory is that of a run.
 
@@ -132,14 +142,13 @@ def read_run(directory: Path | str) -> RunRecord:
         mismatch=read_json_object(run_dir / "mismatch.json", dict[str, dict[str, float]]),
         samples=read_json_lines(run_dir / "samples.jsonl", Sample),
         before=before,
-        changes=read_json_lines(run_dir / "changes.jsonl"),
+        changes=read_json_lines(run_dir / "changes.jsonl", _Change),
     )
 
 
 def change_line(change: dict[str, Any]) -> str:
-    """Return a line of changes.jsonl as a sentence: a field that a resume gave another value."""
-    field, before, now = change["field"], change["before"], change["now"]
-    return f"changed after step {change['after_step']}: {field}={now}, {before} before"
+    """Return an object of changes.jsonl as a sentence."""
+    return "changed after step {after_step}: {field}={now}, {before} before".format_map(change)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:

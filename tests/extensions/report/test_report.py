@@ -246,6 +246,20 @@ def test_a_page_begins_with_what_was_trained_on_what_and_how(one_run: Path) -> N
     assert cells["completions per step"] == ["64 prompts x 8, in 1 minibatches"]
 
 
+def test_the_page_shows_what_resumes_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_run(tmp_path / "resumed")
+    change = {"after_step": 20, "field": "optimizer.learning_rate", "before": 1e-5, "now": 3e-6}
+    (run_dir / "changes.jsonl").write_text(f'{json.dumps(change)}\n{{"field": "steps"}}\n')
+    write_report([run_dir], page := tmp_path / "page.html")
+    cells = Page(page.read_text()).cells
+    assert cells["changed by resumes"] == [
+        "changed after step 20: optimizer.learning_rate=3e-06, 1e-05 before"
+    ]
+    assert "changes.jsonl, line 2: " in capsys.readouterr().err
+
+
 def test_a_curve_of_zeros_has_an_axis_from_0_to_1_and_another_its_own(tmp_path: Path) -> None:
     zeros = read_run(write_run(tmp_path / "zeros"))
     for step in zeros.steps:
